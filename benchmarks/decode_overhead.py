@@ -83,7 +83,7 @@ def in_jax(
     }
 
     if "attention" in names:
-        from frisket.runtime.caches.masks import APPENDED, END, START, placed
+        from frisket.runtime.caches.positions import APPENDED, END, START, placed
 
         known = placed(att, APPENDED).plan(1, CAPACITY, batch, HEADS, **{START: lengths, END: lengths + 1})
 

@@ -19,8 +19,8 @@ import transformers
 from store import Row, run_parts
 
 from frisket.integrations.transformers import register
-from frisket.runtime.bench.packed import pack
 from frisket.runtime.bench.race import processor_seconds, raced
+from frisket.runtime.cli.run import pack
 
 ROOT = Path(__file__).parent.parent
 LENGTH = 4096

@@ -13,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from itertools import groupby
 from pathlib import Path
 
-from frisket.runtime.cli.check import Case
+from frisket.runtime.cli.kernels import Case
 from frisket.runtime.cli.main import COMMANDS, main, parser
 from frisket.runtime.machine.settings import VARIABLES
 

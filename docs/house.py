@@ -10,7 +10,8 @@ The rows, with the figures that the script prints on commit 05096f2:
 
 flat        Modules directly in runtime / lowering / lowering/emit: 83 / 24 / 37 (84 / 25 / 38 with `__init__.py`).
 folder      The most modules in one folder of the source: 83 (84 with `__init__.py`).
-cycles      Groups of modules that import one another, imports inside functions counted and `if TYPE_CHECKING` not: 11.
+cycles      Groups of modules that import one another, imports inside functions and modules named by a text counted,
+            `if TYPE_CHECKING` not: 11.
 local       Imports of frisket's own modules inside functions: 143. Of 55, the target imports the source again.
 backends    Comparisons with the name of a backend, and files with a literal of two names or more, both outside
             runtime/backends: 39 and 10. A count by hand said 40 comparisons and 12 files.
@@ -71,6 +72,7 @@ FACADES = {
     "runtime.integrations": "frisket.integrations",
 }  # folders that pyproject renames
 NAMES = {"aten", "xla", "cpp", "triton", "gluon", "pallas-tpu", "pallas-mosaic-gpu", "dense", "native", "library"}
+IMPORTERS = {"import_module", "loaded", "Executors", "Backend"}  # calls that name a module by a text
 # names that say nothing of what they hold
 FILLERS = set("found given made own said moved kept told held taken asked wanted here beside apart live".split())
 SHARED = {"KVCache", "PagedKVCache", "RingKVCache"}  # public names, the same in torch and in JAX
@@ -141,10 +143,26 @@ class Tree:
                 yield from self._imports(name, child, local or inside)
 
     @cached_property
+    def named(self) -> list[Import]:
+        """Modules that a text names in an argument of `import_module`, `loaded` or a record of a backend."""
+        found = []
+        for name, nodes in self.walked.items():
+            for call in (
+                x
+                for x in nodes
+                if isinstance(x, ast.Call) and getattr(x.func, "attr", getattr(x.func, "id", "")) in IMPORTERS
+            ):
+                for node in [*call.args, *(k.value for k in call.keywords)]:
+                    target = text_of(node, module(name)).partition(":")[0]
+                    if target in self.modules:
+                        found.append(Import(module(name), target, True, f"{name}:{call.lineno}"))
+        return found
+
+    @cached_property
     def reach(self) -> dict[str, set[str]]:
         """Module -> modules that it imports, directly or not."""
         edges: dict[str, set[str]] = defaultdict(set)
-        for found in self.imports:
+        for found in [*self.imports, *self.named]:
             edges[found.source].add(found.target)
         return {name: reached(edges, name) for name in self.modules}
 
@@ -178,6 +196,16 @@ def module(name: str) -> str:
         if dotted == folder or dotted.startswith(folder + "."):
             return package + dotted[len(folder) :]
     return f"frisket.{dotted}"
+
+
+def text_of(node: ast.AST, name: str) -> str:
+    """A literal text, or an f-string of the module's `__name__`; "" for any other expression."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [x.value if isinstance(x, ast.FormattedValue) else x for x in node.values]
+        known = {"__name__": name}
+        texts = [known.get(x.id) if isinstance(x, ast.Name) else getattr(x, "value", None) for x in parts]
+        return "".join(map(str, texts)) if None not in texts else ""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def targets(name: str, package: bool, node: ast.Import | ast.ImportFrom) -> Iterator[str]:

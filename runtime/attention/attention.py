@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import cached_property, partial, wraps
@@ -9,7 +10,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 
-from frisket.dsl.errors import BackendError, LoweringError, ParameterError, ShapeError
+from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.dsl.from_python.closure import RAW, read_again
 from frisket.dsl.notebook import table
 from frisket.dsl.program import outside_transforms, unwrapped
@@ -30,7 +31,7 @@ from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, remap_positions
 from frisket.runtime.calls.request import Request, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
-from frisket.runtime.jax.platforms import quickest_of
+from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
@@ -93,6 +94,9 @@ class Attention:
         self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
         self.history: dict[Any, Any] = {}  # of calls that were prepared, for `records`
         self._views: dict[Any, Any] = {}  # attentions that `at` made, by its texts, `jagged`, and `now`
+        torch = sys.modules.get("torch")
+        if hasattr(torch, "compile"):  # imported, and whole: the first call does not wait for the modules that run it
+            _operators("torch")
         self.captured = program.captured
         self.traced = {n: x for n, x in self.captured.items() if traced(x)}  # by JAX, of functions
         learned = {n: x for n, x in self.captured.items() if learns(x)}
@@ -316,7 +320,7 @@ class Attention:
             return results(attend(self, request, return_lse or return_max), return_lse, return_max)
         framework = call_arrays.framework_of(q)
         if framework != "torch" and call_arrays.symbolic(q, k, v, *params.values()):
-            from frisket.runtime.torch.fx import record
+            from frisket.runtime.torch.graph import record
 
             return record(self, request, return_lse)
         outputs = (_operators("torch").attend if framework == "torch" else attend_jax)(self, request)
@@ -339,23 +343,24 @@ class Attention:
     def call(self, request: Request) -> Call:
         """A call, checked; `run` runs it."""
         q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
-        kv_inputs, params = call_arrays.split_kv_args(params)
-        arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES), known=self._frameworks(request))
+        kv_inputs, params = call_arrays.split_kv_args(params) if params else ({}, {})
+        # arrays of numpy become JAX's where anything of the call is
+        known = self._frameworks(request) if any(isinstance(x, np.ndarray) for x in (q, k, v)) else ()
+        arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES), known=known)
         geometry = self._geometry(arrays, plan, origin, sizes)
         if layout is None and plan is None and not geometry.vacant:
             check_order(arrays, geometry, self.program, params)
-        how, kv_inputs = call_arrays.kv_format(arrays, geometry, kv_inputs)
+        how, kv_inputs = call_arrays.kv_format(arrays, geometry, kv_inputs) if kv_inputs else (None, kv_inputs)
         if plan is not None:
             self._check_plan(plan, params)
             plan = plan.stored_as(how)
-        backend = choose(self.options.backend, arrays.framework, arrays.device)
+        backend = choose(self.options.backend, arrays.framework, arrays.device, arrays.dtype)
         rate, sinks = self.options.dropout, self.options.sinks if sinks is None else sinks
-        if why := RECORDS[backend].refused_dtype(arrays.dtype):
-            raise BackendError(why)
-        seed = seed_of(seed, rate, arrays.framework)
-        sinks = sinks_of(sinks, geometry.heads, arrays.framework, arrays.dtype, getattr(arrays.q, "device", None))
-        if arrays.framework == "torch":
-            _operators("torch").refuse_ambiguous(self.program, {**self.program.captured, **params})
+        seed = seed_of(seed, rate, arrays.framework) if rate else None
+        if sinks is not None:
+            sinks = sinks_of(sinks, geometry.heads, arrays.framework, arrays.dtype, getattr(arrays.q, "device", None))
+        if arrays.framework == "torch" and (params or self.captured):
+            _operators("torch").refuse_ambiguous(self.program, {**self.captured, **params})
         if geometry.vacant:
             check_used(params, self.program.names)
             check_bound(self.program, {**self.constants, **self.traced, **params})
@@ -425,10 +430,10 @@ class Attention:
             )
 
     def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None) -> CallPlan:
-        host, device_values = split_host_device(params, None, self.program.learnable, framework)
-        if framework == "torch":
-            device_values = {**{n: x for n, x in self.learned.items() if n not in params}, **device_values}
-        device_values = {**{n: x for n, x in self.traced.items() if n not in params}, **device_values}
+        host, device_values = split_host_device(params, None, self.program.learnable, framework) if params else ({}, {})
+        if self.captured:
+            captured = {**(self.learned if framework == "torch" else {}), **self.traced}
+            device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
         return self._cached_plan(g, host, device_values, how)
 
     def _cached_plan(
@@ -442,18 +447,18 @@ class Attention:
                 g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, device_values, None, how
             )
             if key is not None:  # without values: those of a step hold its graph, or its trace
-                remember(self._plans, key, plan.with_tables({}), KEPT)
-        return plan.with_tables(device_values)
+                remember(self._plans, key, plan.with_tables({}) if device_values else plan, KEPT)
+        return plan.with_tables(device_values) if device_values else plan
 
     def _new_plan(
         self, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None,
         host: dict[str, Any], device_values: dict[str, Any], block: tuple[int, int] | None, how: Stored | None = None,
     ) -> CallPlan:  # fmt: skip
         place, dropout = (q_len, kv_len, batch, heads, origin, sizes), bool(self.options.dropout)
-        program = self.program.stored_as(how)
+        program = self.program if how is None else self.program.stored_as(how)
         if device_values:
             return device_plan(program, host, device_values, *place, block, Settings.read().check, dropout)
-        plan = Plan(program.bind(host), *place, dropout)
+        plan = Plan(program.bind(host) if host else program, *place, dropout)
         plan.options = self.options
         return plan
 

@@ -77,7 +77,8 @@ def merged(parts: Sequence[tuple[Any, Any, Any]], xp: Any, layout: str) -> tuple
 
 def _checked(parts: tuple[Any, ...], layout: str | None) -> tuple[tuple[Any, ...], Any, str]:
     """(parts that fit together, in one framework, its module, the layout)."""
-    check_layout(layout)
+    if layout is not None:
+        check_layout(layout)
     if not parts:
         raise ShapeError("merge has nothing to merge; give it pairs: merge((out1, lse1), (out2, lse2))")
     for i, part in enumerate(parts):

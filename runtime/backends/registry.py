@@ -10,7 +10,7 @@ from frisket.runtime.calls.options import AS_CHOSEN
 from frisket.runtime.machine.once import warn_once
 from frisket.runtime.machine.settings import Settings
 
-from .base import LIBRARY, RECORDS, backends_of, named, names, ranked
+from .base import LIBRARY, RECORDS, Backend, backends_of, named, names, ranked
 
 MEANT = dict.fromkeys(("cuda", "gpu", "rocm", "hip"), "triton") | dict.fromkeys(("tpu", "pallas"), "pallas-tpu")
 MEANT |= {"cpu": "cpp", "c++": "cpp", "jax": "xla", "torch": "aten"}  # devices and frameworks, and their backends
@@ -67,11 +67,23 @@ def check_name(name: str | None) -> None:
         raise BackendError(f"no backend {name!r}{hint}; there are {', '.join(names())}")
 
 
-def choose(name: str | None, framework: str, device: str) -> str:
-    """The backend of a call: the keyword, else FRISKET_BACKEND, else by framework and device."""
+def choose(name: str | None, framework: str, device: str, dtype: str = "") -> str:
+    """The backend of a call: the keyword, else FRISKET_BACKEND, else by framework and device. Raises where it does not
+    take arrays of this framework, device or dtype."""
     name = name or Settings.read().backend
-    check_name(name)
-    backend = RECORDS[automatic(framework, device)] if name is None else named(name, framework)
+    if name is None:
+        backend = RECORDS[automatic(framework, device)]
+    else:
+        check_name(name)
+        backend = named(name, framework)
+    if name is not None or not backend.optional:  # an optional one that is automatic was asked already
+        _check_takes(backend, framework, device)
+    if (backend.refuses or backend.interpreter) and (why := backend.refused_dtype(dtype)):
+        raise BackendError(why)
+    return backend.name
+
+
+def _check_takes(backend: Backend, framework: str, device: str) -> None:
     name = backend.name
     if framework not in backend.frameworks:
         there = ", ".join(b.name for b in backends_of(framework))
@@ -81,7 +93,6 @@ def choose(name: str | None, framework: str, device: str) -> str:
     if framework == "torch" and backend.platforms == ("cpu",) and device != "cpu":
         other = next(b.name for b in backends_of("torch") if b.accelerated)
         raise BackendError(f"backend {name!r} runs on the CPU, q is on {device}; take {other!r}, or move q, k and v")
-    return name
 
 
 def lowerable(name: str) -> str:
@@ -95,7 +106,7 @@ def automatic(framework: str, device: str) -> str:
     if framework == "jax" and device != "cpu":
         return likely()
     running = (b.name for b in ranked(framework, device) if not (b.optional and b.reason(framework)))
-    return next(running, library(framework))
+    return next(running, "") or library(framework)
 
 
 def quickest(name: str, plan: CallPlan, geometry: Any, dtype: str, options: Options) -> str:

@@ -93,6 +93,9 @@ def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilatio
     return compilation
 
 
+USUAL = Options()
+
+
 class CompileRecord(NamedTuple):
     """A record of why a call compiled. `what` is "built" if a compiler ran, "loaded" if a kernel came from disk, else
     "planned". `new` names the parts of `key` that differ from `before`, the key of the most similar earlier call."""
@@ -121,11 +124,12 @@ def record(att: Any, call: Call, began: float, backend: str) -> None:
         **call.kv_inputs,
     }
     parts = (("mask", program.mask), ("score", program.score))
+    chosen = "" if att.options == USUAL else ", ".join(f"{n} {x}" for n, x in att.options.chosen())
     key = {
         **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts},
         **vars(call.geometry), "dtype": call.arrays.dtype,
         "device": call.arrays.device, "layout": call.arrays.layout, "backend": backend, "sinks": call.sinks is not None,
-        "options": ", ".join(f"{n} {x}" for n, x in att.options.chosen()), "origin": str(call.geometry.origin),
+        "options": chosen, "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},
     }  # fmt: skip
     entries: Any = frozenset((n, type(x), x) for n, x in key.items())

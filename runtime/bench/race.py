@@ -7,6 +7,7 @@ score mod, sizes, and who takes part. Measurements share the machine's name, clo
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import math
 import os
 import platform
@@ -27,10 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from frisket.dsl.errors import Undecided
+from frisket.dsl.errors import BackendError, Undecided
 from frisket.dsl.ir import uses
 from frisket.lowering.simplify import prepare
 from frisket.runtime.attention.entry import reference
+from frisket.runtime.machine.extras import pip_install
 from frisket.runtime.masks.mask import Mask, Program, ScoreMod, mask, score
 
 
@@ -54,6 +56,29 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
+
+
+def cpus() -> int:
+    """The number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_count() -> str:
+    return f"{cpus()} CPU{'s' if cpus() != 1 else ''}"
+
+
+def installed() -> list[str]:
+    """The frameworks that are there."""
+    return [name for name in ("torch", "jax") if importlib.util.find_spec(name)]
+
+
+def choose(framework: str | None) -> str:
+    frameworks = installed()
+    if framework and framework not in frameworks:
+        raise BackendError(f"{framework} is not installed: {pip_install(framework)}")
+    if not frameworks:
+        raise BackendError(f"neither torch nor JAX is installed: {pip_install('torch')}, or with [jax]")
+    return framework or frameworks[0]
 
 
 def seconds(run: Callable[[], Any]) -> float:

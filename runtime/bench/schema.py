@@ -21,7 +21,6 @@ at 1 ours, to the right who is slower, to the left who is faster.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from frisket.dsl.errors import ParameterError
-from frisket.runtime.draw.pixels import DARK, LIGHT, Palette, save
+from frisket.runtime.draw.pixels import DARK, LIGHT, SUFFIXES, Palette, file_of, save
 from frisket.runtime.machine.extras import extras
 
 VERSION = 1
@@ -162,7 +161,6 @@ def _keys(entries: Any, where: str, needed: tuple[str, ...], others: tuple[str, 
 
 COLOURS = ("#d9730d", "#7a5cc4", "#1a8f6f", "#b03a6f", "#8a6d1c", "#4f6f8f")
 MARKS = "osD^vP"
-SUFFIXES = (".png", ".svg")
 
 
 def ratios(parts: Mapping[str, Any], ours: str | None = None) -> dict[str, dict[str, Sequence[float]]]:
@@ -183,8 +181,7 @@ def draw(
     axis: str = "time / frisket's time",
 ) -> None:  # fmt: skip
     """Write the chart to `path`, `.png` or `.svg`. Equal rows give equal bytes."""
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise ParameterError(f"cannot draw {path.name!r}: name it .png or .svg")
     if not rows:
         raise ParameterError("there is nothing to draw: no other library was timed")
@@ -199,10 +196,8 @@ def draw(
         FigureCanvasAgg(figure)
         _marks(figure.add_subplot(), rows, DARK if dark else LIGHT, title, axis)
         figure.set_facecolor((DARK if dark else LIGHT).paper)
-        out = io.BytesIO()
-        undated: dict[str, Any] = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
-        figure.savefig(out, format=suffix[1:], metadata=undated, bbox_inches="tight", pad_inches=0.15)
-    save(path, out.getvalue())
+        content = file_of(figure, path, bbox_inches="tight", pad_inches=0.15)
+    save(path, content)
 
 
 def _marks(axes: Any, rows: Mapping[str, Mapping[str, Sequence[float]]], p: Palette, title: str, axis: str) -> None:

@@ -27,9 +27,9 @@ from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import learns
 from frisket.runtime.plans.device import results
 
-from . import checks
-from .checks import ASKED, check_beside, check_path, check_queries
-from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, PositionMap, placed
+from . import positions
+from .positions import PositionMap, check_beside, check_path, check_queries, placed
+from .positions import check_new as check_new_tokens
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
 LEAST = torch.finfo(torch.float32).tiny
@@ -167,7 +167,7 @@ def check_on(device: torch.device, **tensors: Any) -> None:
 def check_new(k: Tensor, v: Tensor, batch: int, kv_heads: int, head_dim: int, v_dim: int, device: torch.device) -> int:
     """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim] and v."""
     check_on(device, k=k, v=v)
-    new = checks.check_new(k, v, "bhsd", batch, kv_heads, head_dim, v_dim)
+    new = check_new_tokens(k, v, "bhsd", batch, kv_heads, head_dim, v_dim)
     for name, x in (("k", k), ("v", v)):
         if x.requires_grad and torch.is_grad_enabled():
             raise BackwardError(f"{name} requires a gradient, and none flows through a cache: {name}.detach()")
@@ -199,12 +199,8 @@ def native_append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | No
     keys, dtype = has["k"], k.dtype
     batch, heads, new, dim = k.shape
     plain = keys.dtype == dtype
-    if (
-        new > MAX_NATIVE_TOKENS
-        or not keys.is_cpu
-        or v.dtype != dtype
-        or not (plain or (dtype in FROM and keys.dtype in TO))
-    ):
+    known = plain or (dtype in FROM and keys.dtype in TO)
+    if new > MAX_NATIVE_TOKENS or not keys.is_cpu or v.dtype != dtype or not known:
         return False
     if in_graph(k) or not type(k) is type(v) is type(keys) is Tensor or (run := _function()) is None:
         return False
@@ -343,7 +339,7 @@ class TorchCache(nn.Module):
         return known[0] if known.count(known[0]) == self.batch else None
 
     def _places(self, padded: bool) -> PositionMap:
-        return PADDED if padded else APPENDED
+        return positions.PADDED if padded else positions.APPENDED
 
     # -- what users call ------------------------------------------------------------------------------------
 
@@ -494,11 +490,11 @@ class TorchCache(nn.Module):
         """`attend`, of queries that fit."""
         number = q.shape[2] if counts is None else counts_of(counts, self.batch, q.shape[2], q.device)[0]
         lengths = self.lengths
-        tables = {START: lengths - number, END: lengths}
+        tables = {positions.START: lengths - number, positions.END: lengths}
         places = self._places(counts is not None)
         if tree is not None:
-            tables[ANCESTORS], tables[DEPTH] = ancestors(tree, q.device)
-            places = TREE if tables[DEPTH].ndim == 1 else TREES
+            tables[positions.ANCESTORS], tables[positions.DEPTH] = ancestors(tree, q.device)
+            places = positions.TREE if tables[positions.DEPTH].ndim == 1 else positions.TREES
         return self._read(placed(att, places), q, tables, params)
 
     def _read(self, att: Attention, q: Tensor, tables: dict[str, Tensor], params: dict[str, Any]) -> Any:
@@ -507,8 +503,8 @@ class TorchCache(nn.Module):
         k, v, sizes = has["k"], has["v"], self._sizes(q)
         tables = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
         kv_inputs = kv_inputs_of(has["k_scale"], has["v_scale"], has["pages"])
-        program_params = {n: x for n, x in params.items() if n not in ASKED} if params else params
-        lse, top, sinks = map(params.get, ASKED)
+        program_params = {n: x for n, x in params.items() if n not in positions.ASKED} if params else params
+        lse, top, sinks = map(params.get, positions.ASKED)
         logits = att.options.sinks if sinks is None else sinks
         call = logits is not None and (in_graph(q, logits) or (torch.is_grad_enabled() and learns(logits)))
         step = None if call else step_of(self._steps, att, q, k, v, sizes, kv_inputs, tables, program_params)

@@ -123,8 +123,8 @@ def version_of(x: Any, *, wait: bool = False) -> Any:
     return version_of(x.cpu()) if wait and not x.is_cpu else object()
 
 
-def check_layout(layout: str | None) -> None:
-    if layout is not None and layout not in LAYOUTS:
+def check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
         known = " or ".join(f'"{n}" {shape}' for n, shape in LAYOUTS.items())
         raise ShapeError(f"layout is {layout!r}; it is {known}")
 
@@ -195,10 +195,12 @@ class Arrays:
         ):
             if wrong:
                 raise ShapeError(what + shapes)
-        where = (0, 0, 0, 0) if origin is None else tuple(origin) if hasattr(origin, "__len__") else ()
-        if len(where) != 4:
-            raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
-        start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
+        start: Origin = (0, 0, 0, 0)
+        if origin is not None:
+            where = tuple(origin) if hasattr(origin, "__len__") else ()
+            if len(where) != 4:
+                raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
+            start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
         whole: Any = None if sizes is None else tuple(map(as_int, sizes))
         factor = d**-0.5 if scale is None else scale_of(scale, known=True)
         return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, self.kv_dtype)
@@ -227,7 +229,8 @@ def arrays(
     have 8 bits beside q; without a scale, 8-bit integers are used as they are. With `exported` batch
     and lengths may be symbols of `jax.export`. Arrays of numpy become JAX's where q, k or v is, or where "jax" is among
     the frameworks that are `known`. Arrays of JAX and numpy without a batch axis get one."""
-    check_layout(layout)
+    if layout is not None:
+        check_layout(layout)
     qkv = dict(zip("qkv", (q, k, v)))
     frameworks = {name: framework_of(x) for name, x in qkv.items()}
     host = {*frameworks.values()} <= {"jax", "numpy"}
@@ -363,7 +366,7 @@ def named(n: Any) -> bool:
 
 def _ordered(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
     """(batch, heads, length, dim) of a shape."""
-    a, b, c, d = (n if named(n) else int(n) for n in shape)
+    a, b, c, d = (n if type(n) is int or named(n) else int(n) for n in shape)
     return (a, b, c, d) if layout == "bhsd" else (a, c, b, d)
 
 
@@ -441,14 +444,13 @@ class TokenPermutation:
 
 
 Index = NDArray[np.int64]
+TAKES = {"torch": "frisket.runtime.torch.autograd", "jax": "frisket.runtime.jax.call"}
 
 
 def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:
     """`x` at `index` along an axis, with gradients; `inverse` undoes `index`. `scratch`: the result stays inside."""
-    framework = framework_of(x)
-    if framework in (None, "numpy"):
-        return np.take(x, index, axis=axis)
-    return loaded(f"frisket.runtime.{framework}.take").take(x, index, axis, inverse, scratch)
+    home = TAKES.get(framework_of(x) or "")
+    return np.take(x, index, axis=axis) if home is None else loaded(home).take(x, index, axis, inverse, scratch)
 
 
 WORDS = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}  # as a call has them

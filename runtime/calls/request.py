@@ -7,7 +7,6 @@ texts of a mask and a score mod, options and parameters, as `frisket.attention` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,7 +47,5 @@ def register(name: str, make: Maker) -> Maker:
 
 
 def attention_by(name: str) -> Callable[..., Any]:
-    """The registered maker of attentions; a program of torch.export may run before any other call of frisket."""
-    if name not in _makers:
-        import_module("frisket.runtime.attention.entry")
+    """The registered maker of attentions."""
     return _makers[name]

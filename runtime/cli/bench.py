@@ -16,14 +16,13 @@ from rich.live import Live
 from rich.text import Text
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
-from frisket.runtime.bench import compiles, contestants, layouts, race, schema
-from frisket.runtime.bench.packed import choose, installed
+from frisket.runtime.bench import compiles, contestants, race, schema
 from frisket.runtime.bench.race import Contest, Sizes, Stage, away, described, lines, losses, spoken, standard
 from frisket.runtime.bench.schema import draw, ratios
 from frisket.runtime.machine.extras import extras, pip_install
 
 from .answer import CommandResult, Piece, examples, positive, row, table
-from .input import read_program, require_bound
+from .show import read_program, require_bound
 
 SUITES = ("cpu", "gpu", "tpu", "layout", "compile")
 LENGTHS = {"cpu": 4096, "gpu": 8192, "tpu": 8192, "layout": 4096, "compile": 1024}  # where nobody says
@@ -79,7 +78,7 @@ def bench(args: argparse.Namespace, console: Console) -> CommandResult:
         if getattr(args, name):
             raise ParameterError(f"--suite {args.suite} does not read --{name.replace('_', '-')}; leave it out")
     if args.suite != "layout":
-        choose(args.framework)
+        race.choose(args.framework)
     if args.suite in ("gpu", "tpu") and (why := absent(args.suite, args.framework)):
         raise BackendError(f"the {args.suite} suite does not run here: {why}")
     for path, suffixes in ((args.output, (".json",)), (args.chart, (".png", ".svg"))):
@@ -143,7 +142,7 @@ def families_of(args: argparse.Namespace) -> set[str] | None:
 
 def absent(suite: str, framework: str | None) -> str:
     """A reason why a suite has no such device here; empty where it has one."""
-    frameworks = [framework] if framework else installed()
+    frameworks = [framework] if framework else race.installed()
     if any(visible(suite, name) for name in frameworks):
         return ""
     return f"no {suite.upper()} is visible to {' or '.join(frameworks)}; --suite cpu does"
@@ -152,9 +151,9 @@ def absent(suite: str, framework: str | None) -> str:
 def stages(suite: str, framework: str | None) -> Iterator[Stage]:
     device = suite if suite in ("gpu", "tpu") else "cpu"
     if suite == "layout":
-        yield layouts.stage()
+        yield contestants.layout_stage()
         return
-    for name in [framework] if framework else installed():
+    for name in [framework] if framework else race.installed():
         if not visible(device, name):
             continue
         if name == "torch":
@@ -289,7 +288,7 @@ def closing(args: argparse.Namespace, races: list[Any], result: dict[str, Any], 
 
 def absentees(suite: str, framework: str | None) -> list[str]:
     """Whom a reader might look for, and why they are not in the table."""
-    present = installed()
+    present = race.installed()
     absences = [f"{x}: not installed; {pip_install(x)}" for x in ("torch", "jax") if x not in present]
     if suite == "cpu":
         absences.append("FlashAttention, cuDNN: --suite gpu; splash attention: --suite tpu")

@@ -16,8 +16,7 @@ from frisket.runtime.explore.answer import slider
 from frisket.runtime.explore.server import Server, page
 
 from .answer import CommandResult, add_sizes, add_subject, examples, natural, rows
-from .input import LENGTH, scalar, source, table
-from .show import counted
+from .show import LENGTH, counted, scalar, source, table
 
 
 def add_explore(p: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@
 2
 
 Exit status: 0 good, 1 mismatch with the oracle, 2 bad input. A command `show` is `show(args, console)` of the module
-cli/show.py, with `add_show(parser)` for its options; the module is imported when it is asked for.
+that `COMMANDS` names, with `add_show(parser)` for its options; the module is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -39,23 +39,26 @@ class Command:
     takes: str
     help: str
     group: str
+    module: str  # in this folder; commands that share what they import share one
 
 
 LOOK, RUN, SEE = "See what a mask does", "Run it", "Look inside"
 COMMANDS = {
     c.name: c
     for c in (
-        Command("show", "EXPR", "how much it shows, what is read, and the picture of its tiles", LOOK),
-        Command("explain", "EXPR", "why a query sees a key or not; or every stage up to a kernel", LOOK),
-        Command("plot", "EXPR -o FILE", "a picture, or a page to zoom into and ask", LOOK),
-        Command("explore", "EXPR", "the mask in a browser: edit it, see tiles and cost change", LOOK),
-        Command("library", "[WORD ...]", "the masks and score mods there are; one in full", LOOK),
-        Command("check", "EXPR", "compare every kernel with a float64 reference", RUN),
-        Command("run", "EXPR --tokens FILE ...", "attention over files packed into one sequence", RUN),
-        Command("bench", "[EXPR]", "frisket vs. the other libraries here, with interleaved calls", RUN),
-        Command("emit", "EXPR --backend BACKEND", "the source text of a kernel, or what it takes of a GPU", SEE),
-        Command("doctor", "", "what is installed, what runs here, and what is missing", SEE),
-        Command("completion", "SHELL", "a script that completes commands, options and names", SEE),
+        Command("show", "EXPR", "how much it shows, what is read, and the picture of its tiles", LOOK, "show"),
+        Command("explain", "EXPR", "why a query sees a key or not; or every stage up to a kernel", LOOK, "explain"),
+        Command("plot", "EXPR -o FILE", "a picture, or a page to zoom into and ask", LOOK, "explain"),
+        Command("explore", "EXPR", "the mask in a browser: edit it, see tiles and cost change", LOOK, "explore"),
+        Command("library", "[WORD ...]", "the masks and score mods there are; one in full", LOOK, "show"),
+        Command("check", "EXPR", "compare every kernel with a float64 reference", RUN, "kernels"),
+        Command("run", "EXPR --tokens FILE ...", "attention over files packed into one sequence", RUN, "run"),
+        Command("bench", "[EXPR]", "frisket vs. the other libraries here, with interleaved calls", RUN, "bench"),
+        Command(
+            "emit", "EXPR --backend BACKEND", "the source text of a kernel, or what it takes of a GPU", SEE, "kernels"
+        ),
+        Command("doctor", "", "what is installed, what runs here, and what is missing", SEE, "kernels"),
+        Command("completion", "SHELL", "a script that completes commands, options and names", SEE, "show"),
     )
 }
 HEAD = "Attention masks and score modifiers, from a line of text to a kernel."
@@ -169,7 +172,7 @@ def parser(*filled: str) -> Parser:
         usage = " ".join(filter(None, ("frisket", c.name, c.takes, "[options]")))
         p = sub.add_parser(c.name, help=c.help, usage=usage, description=c.help[0].upper() + c.help[1:] + ".")
         if c.name in filled:
-            module = import_module(f".{c.name}", __package__)
+            module = import_module(f".{c.module}", __package__)
             getattr(module, f"add_{c.name}")(p)
             p.add_argument("--json", action="store_true", help="print one JSON object")
             p.set_defaults(command=getattr(module, c.name), parser=p)

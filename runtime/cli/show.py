@@ -1,32 +1,58 @@
-"""`frisket show EXPR`: what a mask shows, in words and as a picture."""
+"""`frisket show EXPR`: what a mask shows, in words and as a picture; `frisket library`, `frisket completion`.
+
+`library` prints the entries with a sentence each; with a name all that is known of it, with words a search.
+`completion bash` prints a script that completes commands, options and the names of the library.
+A mask and score mod are read from the arguments here, for the other commands too.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from frisket.dsl.errors import Undecided
+from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError, Undecided, misnamed, nearest
 from frisket.dsl.ir import Expr
+from frisket.dsl.library import Entry
+from frisket.dsl.library import library as entries
+from frisket.dsl.parse import parse
+from frisket.dsl.program import Parsed, read
 from frisket.dsl.show import show as show_text
+from frisket.dsl.types import FLOAT
 from frisket.lowering.simplify import prepare
 from frisket.runtime.draw import terminal
-from frisket.runtime.machine.parameters import BoundExpr
+from frisket.runtime.machine.parameters import BoundExpr, names_of
 from frisket.runtime.masks.layout import Layout
-from frisket.runtime.masks.mask import Mask, Program
+from frisket.runtime.masks.mask import Mask, Program, mask, program, score
 
-from .answer import GOOD, SOME, CommandResult, add_sizes, add_slice, add_subject, examples, row, rows
-from .input import laid_out, read_program, require_bound, scalars, tables
+from .answer import GOOD, SOME, AnswerRow, CommandResult, Piece, add_sizes, add_slice, add_subject, examples, row, rows
+from .main import COMMANDS, parser
 
+Scalar = bool | int | float
+LENGTH = 2048  # of queries, where nobody says
+ROWS = 1 << 24  # rows of tiles that are laid out: some gigabytes of bounds
 FOUND = {
     "closed form": "by solving the mask: one formula for all rows of tiles",
     "bounds": "by solving the mask for each row of tiles",
     "query by query": "by solving the mask for each query",
     "coarse to fine": "by proving what rectangles show, large ones first",
+}
+HOW = {
+    "bash": 'eval "$(frisket completion bash)"            # for this shell; or a line of ~/.bashrc',
+    "zsh": 'frisket completion zsh > "${fpath[1]}/_frisket"  # then start a new shell',
+    "fish": "frisket completion fish > ~/.config/fish/completions/frisket.fish",
 }
 
 
@@ -218,3 +244,263 @@ def share(part: int, total: int) -> str:
 def picture(layout: Layout, args: argparse.Namespace, console: Console) -> Text:
     ink = terminal.ASCII if console.options.ascii_only else terminal.UNICODE
     return terminal.layout_picture(layout, args.b, args.h, ink=ink, width=console.width)
+
+
+# -- the library ----------------------------------------------------------------------------------------
+
+
+def add_library(p: argparse.ArgumentParser) -> None:
+    p.add_argument("words", nargs="*", metavar="WORD", help="a name, or words to search for; default: everything")
+    examples(p, "frisket library window", "frisket library sliding window", "frisket library")
+
+
+def library(args: argparse.Namespace, console: Console) -> CommandResult:
+    """Every entry by part, those called by a name in full, or those that hold every word."""
+    known = entries()
+    named = [e for e in known.values() if [e.name] == args.words or [e.signature] == args.words]
+    chosen = named or [e for e in known.values() if holds(e, args.words)]
+    if not chosen:
+        near = nearest(" ".join(args.words), {e.name for e in known.values()})
+        hint = f"; did you mean `{near}`?" if near else ""
+        raise ParameterError(f"the library has no `{' '.join(args.words)}`{hint}\n  `frisket library` lists it")
+    answer = CommandResult({e.signature: asdict(e) for e in chosen})
+    for e in named:
+        answer.text += [*([""] if answer.text else []), *in_full(e, console)]
+    return answer if named else CommandResult(answer.data, listed(chosen, console))
+
+
+def holds(e: Entry, words: Sequence[str]) -> bool:
+    text = " ".join((e.signature, e.sentence, e.formula, e.source, e.section)).casefold()
+    return all(word.casefold() in text for word in words)
+
+
+def listed(chosen: Sequence[Entry], console: Console) -> list[Piece]:
+    """A line for each entry: its signature and its sentence."""
+    most = min(44, console.width * 2 // 5)
+    width = min(most, max(len(short(e, most)) for e in chosen))
+    text: list[Piece] = []
+    for section, part in groupby(chosen, key=lambda e: e.section):
+        text += [*([""] if text else []), Text(section, "bold")]
+        for e in part:
+            text.append(AnswerRow(Text.assemble("  ", (short(e, most), "cyan")), Text(e.sentence), width + 4))
+    return text
+
+
+def short(e: Entry, most: int) -> str:
+    return e.signature if len(e.signature) <= most else f"{e.name}(…)"
+
+
+def in_full(e: Entry, console: Console) -> list[Piece]:
+    """A description of one library entry, with an example mask whose numbers suit it."""
+    text = rows([
+        ("entry", Text(e.signature, "bold cyan")), ("", e.sentence), ("formula", e.formula), ("source", e.source),
+        ("text", e.text), ("example", e.example),
+    ])  # fmt: skip
+    mask = program(e.example).mask if e.example else None
+    if mask is not None:
+        layout = mask.layout(LENGTH, LENGTH)
+        text += ["", picture(layout, argparse.Namespace(b=0, h=0), console)]
+    return text
+
+
+def add_completion(p: argparse.ArgumentParser) -> None:
+    p.add_argument("shell", choices=list(HOW), metavar="SHELL", help=", ".join(HOW))
+    p.description = "\n".join(
+        ["A script that completes commands, options, files, and after EXPR the names of the library:", ""]
+        + [f"  {line}" for line in HOW.values()]
+    )
+    examples(p, *(f"frisket completion {shell}" for shell in HOW))
+
+
+def completion(args: argparse.Namespace, console: Console) -> CommandResult:
+    import shtab
+
+    top = parser(*COMMANDS)
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            action.help = "a command"  # which the top help lists in its own way, and shtab skips without this
+            for p in action.choices.values():
+                complete(p)
+    script = shtab.complete(top, shell=args.shell)
+    return CommandResult({"shell": args.shell, "script": script}, [script.rstrip("\n")])
+
+
+def complete(p: argparse.ArgumentParser) -> None:
+    """Names of the library where an EXPR stands, files where a file does."""
+    names = " ".join(sorted({e.name for e in entries().values()}))
+    known = {
+        "preamble": {
+            "bash": f'_frisket_library() {{ compgen -W "{names}" -- "$1"; compgen -f -X "!*.frisket" -- "$1"; }}'
+        },
+        "bash": "_frisket_library",
+        "zsh": f"({names})",
+        "fish": names,
+    }
+    for action in p._actions:
+        if action.metavar in ("EXPR", "WORD"):
+            action.complete = known  # type: ignore[attr-defined]
+        elif action.metavar == "FILE":
+            action.complete = "file"  # type: ignore[attr-defined]
+
+
+# -- what is asked about --------------------------------------------------------------------------------
+
+
+def read_program(args: argparse.Namespace, **more: Any) -> Program:
+    """The mask and score mod of EXPR, --score, --set and --table; `more` binds those names that occur."""
+    text, name = source(args.expr, args.score)
+    bindings = {**dict(map(scalar, args.set)), **dict(map(table, args.table))}
+    parsed = read(text, params=bindings, name=name)
+    values = {**bindings, **chosen(more, bindings, parsed)}
+    lone = parsed.expr is not None and parsed.expr.type is not FLOAT
+    whole = Program(mask(text, **values)) if lone else program(text, name, **values)
+    if getattr(args, "expand", False):  # the same, read from its formulas
+        shown, scored = whole.mask, whole.score
+        shown = None if shown is None else mask(shown.expanded, **shown.params)
+        return Program(shown, None if scored is None else score(scored.expanded, **scored.params), name)
+    return whole
+
+
+def require_bound(program: Program) -> None:
+    """Every parameter has a value, or an error that says how to give it here."""
+    for part in (program.mask, program.score):
+        for name in () if part is None else part.unbound:
+            assert part is not None
+            how = f"--table {name}=FILE" if names_of(part.expr)[name][0] != 0 else f"--set {name}=VALUE"
+            hint = f" ({named})" if (named := misnamed(name)) else ""
+            raise ParameterError(f"`{name}` has no value{hint}; give it: {how}")
+
+
+def chosen(more: dict[str, Any], values: dict[str, Any], parsed: Parsed) -> dict[str, Any]:
+    """The values among `more` that the program mentions and nobody has bound."""
+    roots = [e for e in (parsed.mask, parsed.score, parsed.expr) if e is not None]
+    names = {name for e in roots for name in names_of(e)}
+    return {n: x for n, x in more.items() if n in names and n not in values}
+
+
+def scalars(program: Program) -> dict[str, Scalar]:
+    return {n: x for part in (program.mask, program.score) if part is not None for n, x in part.scalars.items()}
+
+
+def tables(program: Program) -> dict[str, NDArray[Any]]:
+    return {n: x for part in (program.mask, program.score) if part is not None for n, x in part.tables.items()}
+
+
+def visible_mask(program: Program, why: str) -> Mask:
+    """The mask with what the score mod hides; an error where there is no mask and the score mod hides nothing."""
+    require_bound(program)
+    if (visible := program.visible) is None:
+        raise ParameterError(f"this score mod hides nothing, so there are no tiles {why}; give a mask")
+    return visible
+
+
+def compiled(program: Program, tile: tuple[int, int] | None = None, **options: Any) -> Any:
+    """The attention of a mask and score mod whose parameters all have values."""
+    from frisket.runtime.attention.entry import compile  # the frameworks behind it are none of `show`'s business
+
+    require_bound(program)
+    return compile(mask=program.mask, score=program.score, tile=tile, **options)
+
+
+def shapes(args: argparse.Namespace) -> dict[str, Any]:
+    """The sizes, as `source` and `stages` of an attention take them."""
+    q_len, kv_heads = args.q_len or LENGTH, args.kv_heads or args.heads
+    if args.heads % kv_heads:
+        raise ShapeError(f"--heads {args.heads} is no multiple of --kv-heads {kv_heads}; key heads are shared evenly")
+    return {
+        "q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads, "kv_heads": kv_heads,
+        "head_dim": args.head_dim, "v_dim": args.v_dim, "dtype": args.dtype,
+    }  # fmt: skip
+
+
+def laid_out(args: argparse.Namespace, mask: Mask) -> Layout:
+    """The layout of the sizes and tile that are given."""
+    q_len = args.q_len or LENGTH
+    kv_len = args.kv_len or q_len
+    if (rows := -(-q_len // args.block[0])) > ROWS:
+        raise ParameterError(
+            f"{q_len:,} queries are {rows:,} rows of tiles, more than {ROWS:,}\n"
+            f"  take larger tiles, for example --block {-(-q_len // ROWS)}"
+        )
+    mask.check_tables(q_len, kv_len, args.batch, args.heads)
+    for name, at, size in (("--b", args.b, args.batch), ("--h", args.h, args.heads)):
+        if at is not None and at >= size:
+            raise ShapeError(f"{name} {at} is outside the {size} there are; give --batch or --heads")
+    return mask.layout(q_len, kv_len, batch=args.batch, heads=args.heads, block=args.block)
+
+
+def source(expr: str, score: str | None) -> tuple[str, str]:
+    """(program text, name for errors): EXPR is a file when it ends in .frisket, and standard input when it is -."""
+    path = Path(expr)
+    is_program = expr == "-" or path.suffix == ".frisket"
+    try:
+        text = expr if not is_program else sys.stdin.read() if expr == "-" else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ParameterError(f"{'standard input' if expr == '-' else expr} is not UTF-8 text") from None
+    except ValueError:
+        raise ParameterError(f"{expr!r} is no name of a file") from None
+    name = "standard input" if expr == "-" else path.name if is_program else "mask"
+    text = text.removeprefix("\ufeff") if is_program else text  # some editors and shells begin with it
+    if score is not None:
+        at = lone(text)
+        text = f"{text}\nscore = {score}" if at is None else f"{text[:at]}mask = {text[at:]}\nscore = {score}"
+    return text, name
+
+
+def lone(text: str) -> int | None:
+    """The start of a text's lone expression, which is its mask; a text with mistakes is taken for one."""
+    try:
+        return next((one.start for one in parse(text).args if one.kind == "bare"), None)
+    except MaskSyntaxError:
+        return 0
+
+
+def scalar(text: str) -> tuple[str, Scalar]:
+    """`scalar("w=256") == ("w", 256)`."""
+    name, _, value = text.partition("=")
+    if value.strip() in ("true", "false"):
+        return name.strip(), value.strip() == "true"
+    for kind in (int, float):
+        try:
+            return name.strip(), kind(value)
+        except ValueError:
+            continue
+    if value.strip().startswith("[") or "," in value:
+        raise ParameterError(f"--set {text}: a list is a table: write --table {name}=[{value.strip(' []')}]")
+    raise ParameterError(f"--set {text}: write NAME=VALUE with a number, true or false, for example --set w=256")
+
+
+def table(text: str) -> tuple[str, NDArray[Any]]:
+    """`table("doc=doc.npy")` or `table("doc=[0, 0, 1]")`: the name and the array."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    if not value or not name:
+        raise ParameterError(
+            f"--table {text}: write NAME=FILE with a .npy file, for example --table doc=doc.npy, or the numbers, "
+            "for example --table doc=[0,0,1,1]"
+        )
+    if not value.startswith("[") and re.fullmatch(r"[-+\w.]+(\s*,\s*[-+\w.]*)+", value):
+        raise ParameterError(f"--table {text}: the numbers stand in brackets: write --table {name}=[{value}]")
+    return name, inline_array(text, value) if value.startswith("[") else array_of_file(text, value)
+
+
+def inline_array(text: str, value: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(json.loads(value))
+    except (ValueError, RecursionError, OverflowError):
+        array = np.empty(0, object)
+    if array.dtype.kind not in "biuf":
+        raise ParameterError(
+            f"--table {text}: the numbers stand in brackets, for example doc=[0,0,1,1], and rows of equal length in "
+            "brackets of theirs, for example t=[[0,1],[2,3]]"
+        )
+    return array
+
+
+def array_of_file(text: str, file: str) -> NDArray[Any]:
+    try:
+        array = np.load(file, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ParameterError(f"--table {text}: {file} is not a .npy file ({error}); write it with numpy.save") from None
+    if not isinstance(array, np.ndarray):
+        raise ParameterError(f"--table {text}: {file} holds several arrays; save one with numpy.save")
+    return array

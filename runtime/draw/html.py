@@ -36,7 +36,8 @@ from frisket.dsl.work import modular
 from frisket.grammar.memo import memo
 from frisket.runtime.layouts.tiling import Tiling
 
-from .pixels import DARK, LIGHT, Palette, of_tiles, png, save, start
+from .pixels import DARK, LIGHT, Palette, of_tiles, png, save
+from .terminal import start_of
 
 Array = NDArray[Any]
 Pack = Callable[[Array], dict[str, str]]
@@ -245,7 +246,7 @@ def notebook(layout: Tiling) -> str:
 
 def _starts(origin: Any) -> list[int]:
     """The first positions of the batch entries; one number where all begin alike."""
-    return [start(origin, b) for b in range(len(np.atleast_1d(origin)))]
+    return [start_of(origin, b) for b in range(len(np.atleast_1d(origin)))]
 
 
 def _variables(palette: Palette) -> str:

@@ -1,4 +1,4 @@
-"""The pixels of a layout: a colour for every tile, every few tiles, every token, or every few tokens.
+"""The pixels of a layout: a colour for every tile, every few tiles, every token, or every few tokens; PNG and SVG.
 
 Blue, orange and paper are apart for every kind of colour vision and in greyscale.
 
@@ -7,10 +7,20 @@ Blue, orange and paper are apart for every kind of colour vision and in greyscal
 >>> panel = of_tiles(mask("causal").layout(512, 512), LIGHT)
 >>> panel.colours.shape, panel.step, panel.tiles
 ((4, 4, 3), (128, 128), (1, 1))
+
+`plot` makes a picture of them: which tiles are full, partial or empty, and the inside of partial ones.
+
+    layout.plot("mask.png")                      # or .svg; without a path, the matplotlib figure
+    layout.plot("gallery.svg", compact=True)     # tiles and tokens alone: for many pictures on a page
+
+Up to 4096 x 4096 positions the inside of partial tiles is looked up. Larger masks are drawn from the runs: work and
+memory follow them and the picture, never the tiles or tokens.
 """
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import secrets
 import struct
@@ -19,7 +29,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +39,12 @@ from frisket.dsl.ir import uses
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.dense import coordinates, visible
 from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.machine.extras import extras
 
-from .terminal import of_layout
+from .terminal import of_layout, start_of
+
+if TYPE_CHECKING:
+    from .figure import Figure
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,10 @@ DARK = Palette("#a8dcff", "#d98032", "#704218", "#1d2026", "#111317", "#e6e9ed",
 
 Array = NDArray[Any]
 CELLS = 512  # along each axis at most
+TOKENS = 512 * 512  # positions of one picture that shows tokens
+INSIDE = 4096 * 4096  # positions that are looked at to show the inside of partial tiles
+PANELS = 6  # slices drawn side by side
+SUFFIXES = (".png", ".svg")
 LOOKED_AT = 32  # slices compared, token by token, to find different ones
 
 
@@ -122,18 +140,13 @@ def seen(layout: Tiling, b: int, h: int, step: int = 1) -> NDArray[np.float32]:
     places, bands = np.arange(0, m, step), []
     for q in range(0, n, step):  # a band of cells at a time: no matrix of all positions
         shape = (1, 1, min(step, n - q), m) if step > 1 else (1, 1, n, m)
-        env = coordinates(*shape, origin=(b0 + b, h0 + h, start(q0, b) + q, start(k0, b)), sizes=layout.sizes)
+        env = coordinates(*shape, origin=(b0 + b, h0 + h, start_of(q0, b) + q, start_of(k0, b)), sizes=layout.sizes)
         shown = np.asarray(visible(layout.written, {**env, **layout.params}, tables, shape)[0, 0])
         if step == 1:
             return shown.astype(np.float32)
         sums = np.add.reduceat(shown.sum(0), places)
         bands.append(sums / (shape[2] * np.minimum(step, m - places)))
     return np.stack(bands).astype(np.float32)
-
-
-def start(origin: Any, b: int) -> int:
-    """The first position of batch entry `b`: an origin is one number, or one for each."""
-    return int(np.asarray(origin)[b]) if np.ndim(origin) else int(origin)
 
 
 def rgb(colour: str) -> NDArray[np.float64]:
@@ -165,3 +178,90 @@ def save(path: Path, content: bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise ParameterError(f"cannot write {path}: {error.strerror}") from None
+
+
+# -- files and figures -----------------------------------------------------------------------------------
+
+
+def plot(
+    layout: Tiling, path: str | Path | None = None, *, b: int | None = None, h: int | None = None,
+    tokens: bool | None = None, compact: bool = False, dark: bool = False, size: float | None = None, dpi: int = 150,
+    title: str | None = None,
+) -> Figure:  # fmt: skip
+    """The matplotlib figure of a layout, written to `path` (`.png` or `.svg`) if there is one.
+
+    `b` and `h` choose a batch entry and head, counted in the layout; else every different picture is drawn, up to six.
+    Up to 4096 x 4096 positions partial tiles show their inside; `tokens=True` asks for every position by itself,
+    `tokens=False` for whole tiles. `size` is the longer side of one picture in inches; without it several are drawn
+    smaller than one. Equal layouts give equal bytes. Raises `ParameterError` for other suffixes, places that cannot be
+    written and options that do not fit, `MissingPackageError` without matplotlib.
+    """
+    where = None if path is None else Path(path)
+    if where is not None and where.suffix.lower() not in SUFFIXES:
+        raise ParameterError(f"cannot draw {where.name!r}: name it .png or .svg; for a page there is `to_html`")
+    several = (b is None and layout.batch > 1) or (h is None and layout.heads > 1)
+    usual = 1.6 if compact else 3.4 if several and uses(layout.written) & {"b", "h"} else 5.0
+    style = Style(DARK if dark else LIGHT, compact, int((size or usual) * dpi), dpi, title)
+    if style.pixels < 16:
+        raise ParameterError(f"size={size}, dpi={dpi} leaves {style.pixels} pixels: a picture needs 16")
+    batches, heads = _chosen("b", b, layout.batch), _chosen("h", h, layout.heads)
+    fine = _fine(layout, style, tokens, len(batches) * len(heads))
+    drawn = panels(layout, style.palette, batches, heads, fine=fine, cells=style.pixels, most=PANELS)
+    with extras():
+        import matplotlib as mpl
+
+        from .figure import figure_of
+    with mpl.rc_context():
+        mpl.rcdefaults()  # the same picture whatever style the caller has set
+        mpl.rcParams["svg.hashsalt"] = "frisket"
+        figure = figure_of(layout, style, drawn, len(batches) * len(heads))
+        if where is not None:
+            save(where, file_of(figure, where, dpi=dpi, facecolor=style.palette.paper))
+    return figure
+
+
+def file_of(figure: Any, path: Path, **options: Any) -> bytes:
+    """The bytes of a matplotlib figure in the format of `path`; equal ones for equal figures, as no date is in them."""
+    out, suffix = io.BytesIO(), path.suffix.lower()
+    undated = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
+    figure.savefig(out, format=suffix[1:], metadata=undated, **options)
+    return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Style:
+    palette: Palette
+    compact: bool
+    pixels: int  # of the longer side of one picture
+    dpi: int
+    title: str | None
+
+    def points(self, n: float) -> int:
+        """Points in pixels."""
+        return round(n * self.dpi / 72)
+
+
+def _chosen(name: str, at: int | None, n: int) -> Sequence[int]:
+    if at is not None and not 0 <= at < n:
+        raise ParameterError(f"{name}={at} is outside the {n} there are")
+    return range(n) if at is None else [at]
+
+
+def _fine(layout: Tiling, style: Style, tokens: bool | None, slices: int) -> int:
+    """The side of a cell in tokens: 1 where every token has one, 0 where cells are whole tiles."""
+    positions, longest = layout.q_len * layout.kv_len, max(layout.q_len, layout.kv_len)
+    fits = positions <= TOKENS and longest <= style.pixels
+    if tokens and not fits:
+        raise ParameterError(
+            f"tokens=True draws at most {TOKENS:,} positions, one pixel each or more; these are {positions:,} in "
+            f"{style.pixels} pixels a side\n  lay out a part with `origin` and `sizes`, give a larger `size`, or "
+            "see `to_html`"
+        )
+    if tokens is not None or fits:
+        return int(tokens is not False)
+    looked = slices if uses(layout.written) & {"b", "h"} else 1
+    if positions * min(looked, LOOKED_AT) > INSIDE:
+        return 0
+    side = math.gcd(*layout.block)
+    steps = (n for n in range(1, side) if side % n == 0 and longest <= n * style.pixels)
+    return next(steps, 0)

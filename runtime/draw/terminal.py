@@ -108,13 +108,14 @@ def which(layout: Tiling, b: int = 0, h: int = 0) -> str:
 
 def layout_picture(layout: Tiling, b: int = 0, h: int = 0, *, ink: Ink | None = None, width: int = 80) -> Text:
     """The picture of one batch entry and head, with its axes in global positions, at most `width` columns wide."""
-    origin = tuple(_entry(x, b) for x in layout.origin[2:])
+    origin = tuple(start_of(x, b) for x in layout.origin[2:])
     grid = of_layout(layout, b, h, max(4, min(CELLS, (width - MARGIN) // 2)))
     return picture(grid, layout.block, (origin[0], origin[1]), ink=ink or UNICODE, width=width)
 
 
-def _entry(x: Any, b: int) -> int:
-    return int(np.asarray(x)[b]) if np.ndim(x) else int(x)
+def start_of(origin: Any, b: int) -> int:
+    """The first position of batch entry `b`: an origin is one number, or one for each."""
+    return int(np.asarray(origin)[b]) if np.ndim(origin) else int(origin)
 
 
 # -- characters -----------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ __all__ = sorted(_HOME.keys() - {"sdpa", "sdpa_for"})  # `from frisket import *`
 
 
 if "torch" in sys.modules:  # operators that programs exported by torch hold
-    import_module("frisket.runtime.torch.operators")
+    import_module("frisket.runtime.torch.operators").need(lambda: import_module(_HOME["compile"]))
 
 
 def __getattr__(name: str) -> Any:

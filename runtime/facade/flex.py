@@ -18,13 +18,11 @@ with extras():
     from torch.nn.attention.flex_attention import _score_mod_signature as _score_mod_signature
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv as _vmap_for_bhqkv
 
-from frisket.runtime.flex import pytree as pytree  # a BlockMask is one from here on
-from frisket.runtime.flex.attention import flex_attention
+from frisket.runtime.flex.attention import Installed, flex_attention, install
 from frisket.runtime.flex.block_mask import BlockMask
 from frisket.runtime.flex.create import _create_empty_block_mask as _create_empty_block_mask
 from frisket.runtime.flex.create import _create_sparse_block_from_block_mask as _create_sparse_block_from_block_mask
 from frisket.runtime.flex.create import and_masks, create_block_mask, create_mask, create_nested_block_mask, or_masks
-from frisket.runtime.flex.install import Installed, install
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "Installed", "and_masks", "create_block_mask",

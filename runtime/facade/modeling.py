@@ -13,10 +13,18 @@ from typing import Any
 from frisket.runtime.machine.extras import extras
 
 with extras():
-    from frisket.runtime.modeling.kv_cache import concatenate_to_cache
+    from frisket.runtime.modeling.layers import (
+        EasyMethod,
+        apply_rotary_pos_emb,
+        concatenate_to_cache,
+        get_dot_general_by_bits,
+        init_cache,
+        repeat_kv_bnsh,
+        repeat_kv_bsnh,
+        rotary_tables,
+        rotate_half,
+    )
 
-from frisket.runtime.modeling.dot_general import EasyMethod, get_dot_general_by_bits
-from frisket.runtime.modeling.kv_cache import init_cache
 from frisket.runtime.modeling.meshes import (
     add_start_docstrings,
     canonicalize_dtype,
@@ -25,13 +33,6 @@ from frisket.runtime.modeling.meshes import (
     get_names_from_partition_spec,
     get_ranks_and_size,
     names_in_mesh,
-)
-from frisket.runtime.modeling.rotary import (
-    apply_rotary_pos_emb,
-    repeat_kv_bnsh,
-    repeat_kv_bsnh,
-    rotary_tables,
-    rotate_half,
 )
 
 __all__ = [

@@ -5,7 +5,7 @@
 1.0
 """
 
-from frisket.runtime.parallel.attend import attend
+from frisket.runtime.parallel import attend
 from frisket.runtime.parallel.deal import Deal, Step, deal, steps
 
 __all__ = ["Deal", "Step", "attend", "deal", "steps"]

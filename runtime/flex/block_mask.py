@@ -1,31 +1,23 @@
 """BlockMask: torch's class with the mask inside. Its lists are made when they are first read.
 
->>> import torch
->>> print(to_string(torch.tensor([[1, 0, 0], [2, 1, 0], [2, 2, 1]], dtype=torch.uint8)))
-()
-▒▒
-██▒▒
-████▒▒
-<BLANKLINE>
+It is a pytree of torch: its lists and the tensors of its mask are leaves, in this order.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice, product
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
-from torch.nn.functional import pad
+from torch.utils import _pytree as pytree
 
 from frisket.dsl import ir
 from frisket.dsl.show import show
 from frisket.grammar.memo import cached_on
-from frisket.lowering.analysis.tiles import FULL, PARTIAL
+from frisket.lowering.analysis.tiles import PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.export.tile_lists import exact_lists
@@ -34,11 +26,22 @@ from frisket.runtime.masks.answers import score_lookups
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, MaskLike
 
-from . import mask_in_graph
+from . import derived
 from .checks import ListError, check_lookups, pair
-from .derived import crop, joined, part, restored, there
-from .tensor_mask import TensorMask, tensor_mask_of
-from .tile_tensors import LISTS, TENSORS, Lists, check_lists, columns_of, kinds_of, with_columns, with_orders
+from .tensor_mask import (
+    LEGEND,
+    LISTS,
+    TENSORS,
+    Lists,
+    TensorMask,
+    check_lists,
+    columns_of,
+    kinds_of,
+    tensor_mask_of,
+    tile_string,
+    with_columns,
+    with_orders,
+)
 
 Block = int | tuple[int, int]
 
@@ -259,7 +262,7 @@ class BlockMask(theirs.BlockMask):
             return self._fn
         if torch.compiler.is_dynamo_compiling():
             if self._traced is None:
-                return mask_in_graph.function_of(self._text)  # type: ignore[arg-type]
+                return derived.function_of(self._text)  # type: ignore[arg-type]
             self._prepared()
             return self._results["mask_mod"]  # type: ignore[no-any-return]  # for `cast` Dynamo forgets where it is from
         results = self._now()
@@ -309,13 +312,13 @@ class BlockMask(theirs.BlockMask):
             if self._traced is not None:
                 self._prepared()
             elif "lists" not in self._results:
-                self._results["lists"] = mask_in_graph.laid_out(self)
+                self._results["lists"] = derived.laid_out(self)
             return self._results["lists"]  # type: ignore[no-any-return]
         results = self._now()
         if self._user_lists is not None:
             return self._user_lists
         if "lists" not in results and 0 in self._lengths:
-            results["lists"] = mask_in_graph.lists_of(self._kinds(), self._separate_full, self._columns)
+            results["lists"] = derived.lists_of(self._kinds(), self._separate_full, self._columns)
         if "lists" not in results:
             sides = exact_lists(self.layout, self.device, separate=self._separate_full)
             pairs = [x for one in sides for x in (one.count, one.index)]
@@ -415,7 +418,7 @@ class BlockMask(theirs.BlockMask):
         (rows, columns) cells; None or -1 draws every tile. A cell is `██` where every tile in it is full, `▒▒` where
         every one is read and some are partial, `░░` where some are read, blank where none is. (torch draws full and
         partial tiles alike.)"""
-        return to_string(self._kinds(), grid_size, limit)
+        return tile_string(self._kinds(), grid_size, limit)
 
     @outside
     def __str__(self) -> str:
@@ -441,27 +444,25 @@ class BlockMask(theirs.BlockMask):
         there are. Rows may be picked in any order; queries that would lie beyond the end are hidden.
         Raises `PickError`, an IndexError.
         """
-        return mask_in_graph.part(self, index) if torch.compiler.is_dynamo_compiling() else part(self, index)
+        return derived.part(self, index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """The mask of the first queries and keys, or of longer lengths if it has no lists of the user's."""
-        lengths = pair((new_q_len, new_kv_len), "lengths", 0)
-        return mask_in_graph.crop(self, lengths) if torch.compiler.is_dynamo_compiling() else crop(self, lengths)
+        return derived.crop(self, pair((new_q_len, new_kv_len), "lengths", 0))
 
     def to(self, device: Any) -> BlockMask:
         """A copy on another device, with captured tensors."""
-        where = torch.device(device)
-        return mask_in_graph.there(self, where) if torch.compiler.is_dynamo_compiling() else there(self, where)
+        return derived.on_device(self, torch.device(device))
 
     def __and__(self, other: Any) -> BlockMask:
-        return (mask_in_graph.joined if torch.compiler.is_dynamo_compiling() else joined)("and", self, other)
+        return derived.joined("and", self, other)
 
     def __or__(self, other: Any) -> BlockMask:
-        return (mask_in_graph.joined if torch.compiler.is_dynamo_compiling() else joined)("or", self, other)
+        return derived.joined("or", self, other)
 
     def __invert__(self) -> BlockMask:
         if torch.compiler.is_dynamo_compiling():
-            return mask_in_graph.inverted(self)
+            return derived.inverted(self)
         mask = self.tensor_mask
         turned = replace(mask, expr=ir.build("not", mask.expr))
         return self.of(turned, self._lengths, self._block, self._batch, self.device, self)
@@ -483,13 +484,13 @@ class BlockMask(theirs.BlockMask):
         self._now()
         values = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self._mod.values.items()}
         bare = {n: x for n, x in self.__dict__.items() if n not in ("_traced", "_fn", "_results", "_versions")}
-        return restored, (type(self), Mask(self._mod.expr), values, bare)
+        return derived.restored, (type(self), Mask(self._mod.expr), values, bare)
 
 
 def forms_of(mask_mod: Any) -> tuple[TensorMask | None, Callable[..., Any] | None, str | None]:
     """A mask_mod as an expression, a function and a text, as far as there is one. In a graph nothing is traced."""
     if torch.compiler.is_dynamo_compiling():
-        return None, *mask_in_graph.function_or_text(mask_mod)
+        return None, *derived.function_or_text(mask_mod)
     mod = tensor_mask_of(mask_mod)
     return mod, mask_mod if callable(mask_mod) else None, mod.text
 
@@ -510,38 +511,45 @@ for _name in TENSORS:
     setattr(BlockMask, _name, _attribute(_name))
 
 
-LEGEND = "█ full, ▒ partial (█ or ▒: every tile of the cell is computed), ░ some of the cell, blank none"
+# -- a pytree of torch ----------------------------------------------------------------------------------
+
+OPTIONS = ("_lengths", "_block", "_batch", "_device", "_separate_full", "_columns", "_orders", "dq_kv_order_spt")
 
 
-def to_string(kinds: Tensor, grid_size: int | tuple[int, int] | None = (20, 20), limit: int = 4) -> str:
-    """`kinds` uint8 [..., rows, columns]: 0 empty, 1 partial, 2 full. A cell stands for the tiles of a rectangle, as
-    many as make the picture fit `grid_size` = (rows, columns); None or -1 draws every tile."""
-    *batch, rows, columns = kinds.shape
-    fit = (-1, -1) if grid_size is None else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
-    step = tuple(max(1, -(-n // m)) if m > 0 else 1 for n, m in zip((rows, columns), fit, strict=True))
-    pictures = []
-    for index in islice(product(*map(range, batch)), limit):
-        lines = ["".join(2 * c for c in line) + "\n" for line in _cells(kinds[index], step)]
-        pictures.append(f"{index}\n{''.join(lines)}")
-    if math.prod(batch) > limit:
-        pictures += [
-            "...",
-            "To print out more, set BlockMask.to_string(limit=N)",
-            "You can also index (BlockMask[batch, head]) to choose a specific batch or head",
-        ]
-    return "\n".join(pictures)
+def flatten(mask: BlockMask) -> tuple[list[Any], tuple[Any, ...]]:
+    keyed, context = flatten_with_keys(mask)
+    return [x for _, x in keyed], context
 
 
-def _cells(kinds: Tensor, step: tuple[int, ...]) -> list[str]:
-    """A character for every cell of one picture."""
-    kinds = kinds.cpu()
-    rows, columns = kinds.shape
-    inside = torch.ones_like(kinds)
+def flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    lists = {n: x for n, x in mask._tensors().items() if x is not None}
+    tensors, numbers = mask._mod.tensors, mask._mod.numbers
+    options = tuple(getattr(mask, n) for n in OPTIONS)
+    context = (
+        mask._mod.expr, tuple((n, type(x), x) for n, x in numbers.items()), tuple(tensors), tuple(lists),
+        mask._user_lists is not None, mask._text, *options,
+    )  # fmt: skip
+    return [(pytree.GetAttrKey(n), x) for n, x in {**lists, **tensors}.items()], context
 
-    def total(x: Tensor) -> Tensor:
-        x = pad(x.long(), (0, -columns % step[1], 0, -rows % step[0]))
-        return x.view(-1, step[0], x.shape[1] // step[1], step[1]).sum(dim=(1, 3))
 
-    tiles, read, full = total(inside), total(kinds > 0), total(kinds == FULL)
-    marks = torch.where(full == tiles, 3, torch.where(read == tiles, 2, (read > 0).long()))
-    return ["".join(" ░▒█"[c] for c in line) for line in marks.tolist()]
+def unflatten(leaves: Any, context: tuple[Any, ...]) -> BlockMask:
+    expr, numbers, tensors, names, has_lists, text, *options = context
+    leaves = list(leaves)
+    values = {**{n: x for n, _, x in numbers}, **dict(zip(tensors, leaves[len(names) :], strict=True))}
+    lengths, block, batch, device, *_ = options
+    # Dynamo reads this, so nothing is made of the values here
+    mask = BlockMask.of(TensorMask(expr, values), lengths, block, batch, device, text=text)
+    for name, value in zip(OPTIONS, options, strict=True):
+        setattr(mask, name, value)
+    lists: Lists = {**dict.fromkeys(TENSORS), **dict(zip(names, leaves[: len(names)], strict=True))}
+    if has_lists:
+        mask._user_lists = lists
+    else:
+        mask._results = {"lists": lists}
+    return mask
+
+
+pytree.register_pytree_node(
+    BlockMask, flatten, unflatten, serialized_type_name="frisket.flex.BlockMask",
+    flatten_with_keys_fn=flatten_with_keys,
+)  # fmt: skip

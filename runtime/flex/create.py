@@ -23,10 +23,9 @@ from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod, prog
 
 from .block_mask import Block, BlockMask, forms_of
 from .checks import MaskModError, count_of, is_count, pair
-from .mask_in_graph import packed as graph_packed
+from .derived import packed_in_graph
 from .score_mod import packed
-from .tensor_mask import TensorMask, of_bound, of_function, only_read, tensor_mask_of
-from .tile_tensors import ordered
+from .tensor_mask import TensorMask, of_bound, of_function, only_read, ordered, tensor_mask_of
 
 
 def create_block_mask(
@@ -204,7 +203,7 @@ def create_nested_block_mask(
         if not callable(mask_mod) or any(x.lengths() is not None for x in (q_nt, kv_nt)):  # type: ignore[attr-defined]
             return leave(create_nested_block_mask, mask_mod, B, H, q_nt, kv_nt, BLOCK_SIZE)  # type: ignore[no-any-return]
         lengths = _total(q_nt), _total(kv_nt)
-        fn = graph_packed(mask_mod, q_nt.offsets(), kv_nt.offsets(), *lengths)  # type: ignore[attr-defined]
+        fn = packed_in_graph(mask_mod, q_nt.offsets(), kv_nt.offsets(), *lengths)  # type: ignore[attr-defined]
         return create_block_mask(fn, B, H, *lengths, q_nt.device, BLOCK_SIZE)
     mask = packed(tensor_mask_of(mask_mod), q_nt, kv_nt)
     return create_block_mask(mask, B, H, _total(q_nt), _total(kv_nt), q_nt.device, BLOCK_SIZE, _compile)

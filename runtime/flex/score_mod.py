@@ -127,11 +127,8 @@ class _StateReader:
         library = any(is_foreign(c) for c in cls.__mro__ if c not in STATELESS and c is not torch.nn.Module)
         strange = not is_foreign(type(x)) if cls is x else library and not isinstance(x, torch.nn.Module)
         namespaces = [vars(c) for c in cls.__mro__ if not is_foreign(c)]
-        if (
-            fields is None
-            or strange
-            or any({"__getattr__", "__getattribute__"} & of.keys() for of in (*namespaces, fields))
-        ):
+        lookups = {"__getattr__", "__getattribute__"}
+        if fields is None or strange or any(lookups & of.keys() for of in (*namespaces, fields)):
             raise UnknownState
         special = {n for of in namespaces for n, m in of.items() if n[:2] == "__" and callable(m) and n not in QUIET}
         names, methods = _reached(namespaces, names | (special if cls is x else special - {"__init__", "__new__"}))

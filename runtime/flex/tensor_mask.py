@@ -2,17 +2,32 @@
 
 torch calls a mask_mod again at every use; its tensors may change in place between two calls. A TensorMask
 keeps the expression and the tensors themselves, copies nothing, and says when one of them has changed.
+
+Below it are tiles as tensors: a dense map of their kinds, and the ordered lists of a BlockMask, a picture.
+
+>>> import torch
+>>> print(tile_string(torch.tensor([[1, 0, 0], [2, 1, 0], [2, 2, 1]], dtype=torch.uint8)))
+()
+▒▒
+██▒▒
+████▒▒
+<BLANKLINE>
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as theirs
+from torch.nn.functional import pad
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, TraceError
@@ -30,7 +45,7 @@ from frisket.runtime.machine.parameters import BoundExpr, as_value, kind_of
 from frisket.runtime.masks.mask import Mask, MaskLike, mask, only
 from frisket.runtime.torch.spec import text_of
 
-from .checks import MaskModError
+from .checks import ListError, MaskModError
 
 Value = bool | int | float | torch.Tensor
 
@@ -206,3 +221,175 @@ def _tensor(x: Any) -> torch.Tensor:
         return torch.from_numpy(x.copy())
     except TypeError:
         raise ParameterError(f"torch has no tensors of {x.dtype}; give the table as int64, float32 or bool") from None
+
+
+# -- tiles as tensors -----------------------------------------------------------------------------------
+
+SIDES = ("kv", "full_kv", "q", "full_q")
+LISTS = tuple(f"{side}_{name}" for side in SIDES for name in ("num_blocks", "indices"))
+TENSORS = (*LISTS, "dq_write_order", "dq_write_order_full", "dq_kv_order")
+
+Lists = dict[str, Tensor | None]  # by the names of TENSORS
+# torch 2.14 counts rows of tiles that a tensor picks as whole ones, and ends lists of columns with the keys
+PACKED = hasattr(theirs.BlockMask, "_query_length_for_sliced_blocks")
+
+
+def side(lists: Lists, name: str) -> tuple[Tensor, Tensor] | None:
+    """(count, index) of one side, where there is one."""
+    count, index = lists[f"{name}_num_blocks"], lists[f"{name}_indices"]
+    return None if count is None or index is None else (count, index)
+
+
+def kinds_of(lists: Lists, columns: int) -> Tensor:
+    """uint8 [..., rows, columns]: 0 not listed, 1 listed, 2 listed as full. On the device, without waiting for it."""
+    partial, full = side(lists, "kv"), side(lists, "full_kv")
+    assert partial is not None
+    kinds = PARTIAL * listed(*partial, columns)
+    return kinds if full is None else torch.maximum(kinds, FULL * listed(*full, columns))
+
+
+def columns_of(lists: Lists, kv_len: int | None, block: int) -> int:
+    """How many columns of tiles there are. Lists are as long as there are columns, or, where `kv_len` says how many
+    keys there are, as the longest row needs."""
+    widths = [x.shape[-1] for x in (lists["kv_indices"], lists["full_kv_indices"]) if x is not None]
+    return max(*widths, -(-(kv_len or 0) // block))
+
+
+def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
+    """uint8 [..., rows, columns]: 1 where a row lists the column. What stands past the count is not read."""
+    valid = torch.arange(index.shape[-1], device=index.device) < count[..., None]
+    at = torch.where(valid & (index < columns), index, columns).long()  # the rest goes one past the end
+    grid = torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.uint8, device=index.device)
+    return grid.scatter_(-1, at, 1)[..., :columns].contiguous()
+
+
+def ordered(grid: Tensor) -> tuple[Tensor, Tensor]:
+    """(count, index), both int32: the columns where the grid is not 0, in order, and after them the others."""
+    marks = (grid != 0).to(torch.int32)
+    index = torch.argsort(marks, dim=-1, descending=True, stable=True)
+    return marks.sum(dim=-1).to(torch.int32), index.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def with_columns(lists: Lists, columns: int, kv_len: int | None = None, block: int = 1) -> Lists:
+    """Lists of tiles by rows, and by columns, as many as torch makes of `kv_len` keys."""
+    all_lists, columns = dict(lists), -(-kv_len // block) if PACKED and kv_len is not None else columns
+    for mine, other in (("kv", "q"), ("full_kv", "full_q")):
+        if (rows := side(lists, mine)) is not None:
+            grid = listed(*rows, columns).transpose(-2, -1)
+            all_lists[f"{other}_num_blocks"], all_lists[f"{other}_indices"] = ordered(grid)
+    return all_lists
+
+
+def with_orders(lists: Lists, descending: bool | None) -> Lists:
+    """Lists of tiles, and the order in which columns of keys add to dQ."""
+    all_lists = dict(lists)
+    for name, of in (("dq_write_order", "q_indices"), ("dq_write_order_full", "full_q_indices")):
+        if (index := lists[of]) is not None:
+            read = (kinds_of(lists, index.shape[-2]) > 0).to(torch.int32)
+            all_lists[name] = dq_write_order(read, index, bool(descending))
+    return all_lists
+
+
+def dq_write_order(read: Tensor, q_index: Tensor, descending: bool) -> Tensor:
+    """int32, the shape of `q_index`: for every tile that a column of keys lists, which of its row's tiles it is in the
+    order they add to dQ, from the first column or (`descending`) from the last. `read` [B, H, rows, columns] is 1
+    where a tile is read."""
+    upto = read.cumsum(dim=-1)
+    rank = upto - read
+    if descending:
+        rank = upto[..., -1:] - 1 - rank
+    rank = rank.transpose(-2, -1).expand(*q_index.shape[:2], -1, -1)
+    return rank.gather(-1, q_index.long()).to(torch.int32)
+
+
+def check_lists(lists: Lists, kv_len: int | None, block: int) -> None:
+    """Refuse lists that do not fit together, and, where they are on the host, what they cannot mean."""
+    count, index = lists["kv_num_blocks"], lists["kv_indices"]
+    if index is None or count is None:
+        raise ListError(f"{'kv_indices' if index is None else 'kv_num_blocks'} is None\n  both lists are needed")
+    if index.dim() < 2:
+        raise ListError(
+            f"kv_indices has shape {tuple(index.shape)}\n"
+            "  a BlockMask must have at least 2 dimensions: [B, H, rows, columns] of tiles, or [rows, columns]"
+        )
+    for axis in ("kv", "q"):
+        n, i = (lists[f"full_{axis}_{name}"] for name in ("num_blocks", "indices"))
+        if (n is None) != (i is None):
+            raise ListError(
+                f"full_{axis}_num_blocks and full_{axis}_indices must be both provided or omitted\n"
+                f"  full_{axis}_{'num_blocks' if n is None else 'indices'} is missing"
+            )
+    columns = columns_of(lists, kv_len, block)
+    for name in ("kv", "full_kv"):
+        pair = side(lists, name)
+        if pair is None:
+            continue
+        n, i = pair
+        if i.shape[:-1] != index.shape[:-1] or n.shape != index.shape[:-1]:
+            raise ListError(
+                f"{name}_num_blocks has shape {tuple(n.shape)}, {name}_indices {tuple(i.shape)}\n"
+                f"  for the rows of kv_indices, the first has {tuple(index.shape[:-1])}, the second one axis more"
+            )
+        if i.is_cpu and n.is_cpu and not torch.compiler.is_dynamo_compiling():
+            _check_entries(name, n, i, columns)
+    full = side(lists, "full_kv")
+    if torch.compiler.is_dynamo_compiling():  # a graph has no values to look at
+        return
+    if full is not None and all(x.is_cpu for x in (count, index, *full)):
+        both = (listed(count, index, columns) & listed(*full, columns)).nonzero()
+        if len(both):
+            *_, row, column = both[0].tolist()
+            raise ListError(
+                f"tile (row {row}, column {column}) is listed as partial and as full\n  its keys would count twice"
+            )
+
+
+def _check_entries(name: str, count: Tensor, index: Tensor, columns: int) -> None:
+    width = index.shape[-1]
+    if bool(((count < 0) | (count > width)).any()):
+        raise ListError(f"{name}_num_blocks has entries outside 0..{width}, the length of a list")
+    valid = torch.arange(width) < count[..., None]
+    bad = valid & ((index < 0) | (index >= columns))
+    if bool(bad.any()):
+        raise ListError(
+            f"{name}_indices lists column {int(index[bad][0])}\n  there are columns 0..{columns - 1}, of tiles"
+        )
+    if bool((listed(count, index, columns).sum(dim=-1) != count).any()):
+        raise ListError(f"{name}_indices lists a column twice in one row\n  its keys would count twice")
+
+
+LEGEND = "█ full, ▒ partial (█ or ▒: every tile of the cell is computed), ░ some of the cell, blank none"
+
+
+def tile_string(kinds: Tensor, grid_size: int | tuple[int, int] | None = (20, 20), limit: int = 4) -> str:
+    """`kinds` uint8 [..., rows, columns]: 0 empty, 1 partial, 2 full. A cell stands for the tiles of a rectangle, as
+    many as make the picture fit `grid_size` = (rows, columns); None or -1 draws every tile."""
+    *batch, rows, columns = kinds.shape
+    fit = (-1, -1) if grid_size is None else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+    step = tuple(max(1, -(-n // m)) if m > 0 else 1 for n, m in zip((rows, columns), fit, strict=True))
+    pictures = []
+    for index in islice(product(*map(range, batch)), limit):
+        lines = ["".join(2 * c for c in line) + "\n" for line in _cells(kinds[index], step)]
+        pictures.append(f"{index}\n{''.join(lines)}")
+    if math.prod(batch) > limit:
+        pictures += [
+            "...",
+            "To print out more, set BlockMask.to_string(limit=N)",
+            "You can also index (BlockMask[batch, head]) to choose a specific batch or head",
+        ]
+    return "\n".join(pictures)
+
+
+def _cells(kinds: Tensor, step: tuple[int, ...]) -> list[str]:
+    """A character for every cell of one picture."""
+    kinds = kinds.cpu()
+    rows, columns = kinds.shape
+    inside = torch.ones_like(kinds)
+
+    def total(x: Tensor) -> Tensor:
+        x = pad(x.long(), (0, -columns % step[1], 0, -rows % step[0]))
+        return x.view(-1, step[0], x.shape[1] // step[1], step[1]).sum(dim=(1, 3))
+
+    tiles, read, full = total(inside), total(kinds > 0), total(kinds == FULL)
+    marks = torch.where(full == tiles, 3, torch.where(read == tiles, 2, (read > 0).long()))
+    return ["".join(" ░▒█"[c] for c in line) for line in marks.tolist()]

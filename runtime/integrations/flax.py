@@ -5,12 +5,24 @@
 >>> layer = Attention(64, heads=4, kv_heads=2, mask="causal & window(256)", rngs=nnx.Rngs(0))
 >>> layer(jnp.ones((2, 16, 64))).shape
 (2, 16, 64)
+
+`attention_fn` is attention under a mask in text, and what a layer of flax's own passes besides:
+
+>>> attend = attention_fn("causal & window(w)", w=256)
+>>> layer = nnx.MultiHeadAttention(num_heads=4, in_features=64, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
+>>> layer(jnp.ones((2, 16, 64))).shape
+(2, 16, 64)
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from frisket.runtime.machine.extras import extras
 
@@ -22,12 +34,20 @@ with extras():
 import frisket.operations as operations
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.modeling import apply_rotary_pos_emb, rotary_tables
+from frisket.runtime.attention.entry import scaled_attention
+from frisket.runtime.backends.registry import check_name
 from frisket.runtime.caches.jax_plain import KVCache
-from frisket.runtime.masks.mask import MaskLike, ScoreLike
-
-from .flax_attention import AttentionFn, attention_fn
+from frisket.runtime.calls.arrays import scale_of
+from frisket.runtime.calls.options import Options, rate_and_seed
+from frisket.runtime.calls.program import program_of
+from frisket.runtime.machine.parameters import call_value, refuse_additive, traced
+from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod
+from frisket.runtime.masks.mask import mask as as_mask
+from frisket.runtime.masks.mask import score as as_score
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
+
+MASK, BIAS, STEP = "flax_mask", "flax_bias", "flax_step"  # names of what a layer passes
 
 
 class Attention(nnx.Module):
@@ -98,3 +118,183 @@ class Attention(nnx.Module):
 
     def _joined(self, heads: Any) -> Any:
         return self.out(heads.reshape(*heads.shape[:2], -1))
+
+
+# -- for layers of flax ------------------------------------------------------------------------------------------------
+
+
+def attention_fn(
+    mask: MaskLike | None = None, score: ScoreLike | None = None, *, scale: Any = None,
+    backend: str | None = None, decode: bool = True, **params: Any,
+) -> AttentionFn:  # fmt: skip
+    """`attention_fn("causal & window(w)", w=256)`: for `attention_fn=` of `nnx.MultiHeadAttention` and of linen's
+    `MultiHeadDotProductAttention`.
+
+    `mask`, `score`, `scale` (1 / sqrt(head_dim) unless given), `backend` and `params` are those of `fk.attention`.
+    Equal ones make equal functions, so that models made of them are equal to `nnx.jit`. `decode=False` is for layers
+    that attend from a single query to several keys and do not decode: see `AttentionFn.__call__`.
+    """
+    check_name(backend)
+    _refuse_traced(params)
+    program = program_of(mask, score, params)
+    _refuse_traced(program.captured)
+    return AttentionFn(program.mask, program.score, Options(scale_of(scale), backend=backend), decode)
+
+
+def _refuse_traced(values: Mapping[str, Any]) -> None:
+    for name in (n for n, x in values.items() if traced(x)):
+        raise ParameterError(
+            f"`{name}` is traced by jax.jit or another transform, and a layer outlives that; name it in the text and "
+            f'give the array with every call of the layer: layer(x, mask={{"{name}": {name}}})'
+        )
+
+
+@dataclass(frozen=True)
+class AttentionFn:
+    """Attention as a layer of flax calls it; made by `attention_fn`."""
+
+    mask: Mask | None
+    score: ScoreMod | None
+    options: Options
+    decode: bool
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, broadcast_dropout: bool = True,
+        dropout_rng: Any = None, dropout_rate: float = 0.0, deterministic: bool = False, dtype: Any = None,
+        precision: Any = None, module: Any = None, is_causal: bool = False, force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Any = None, qk_attn_weights_einsum: Any = None, attn_weights_value_einsum: Any = None,
+    ) -> jax.Array:  # fmt: skip
+        """Attention of query [batch..., q_len, heads, dim] over key and value [batch..., kv_len, kv_heads, dim], with
+        any number of batch axes; to masks and score mods they are one, b.
+
+        `mask`, which `layer(x, mask=...)` passes on, is joined to this function's own:
+
+        - an array, broadcast to [batch..., heads, q_len, kv_len] as in flax; a key is visible where it is above 0. It
+          is read as a table, tile by tile, and never copied to that shape. Negative numbers are those of a bias: an
+          error, and under `jax.jit`, where nothing can be raised, the result is NaN;
+        - a dict of values for names in this function's texts, `mask={"doc": doc}`: other ones at every step. With
+          "mask" it may hold one of these masks too, with "sinks" attention sinks [heads];
+        - a text, a function or an `fk.Mask`.
+
+        One query over several keys and an array of a mask are a step of flax's cache: its position is that of the last
+        key that the array shows, unless `decode=False`. Otherwise queries and keys both count from 0, as `is_causal`
+        does. A query that sees no key gives 0, in flax the mean of all values.
+
+        `bias` is added behind the score mod. Dropout is drawn from the key for every position, batch entry and head,
+        `broadcast_dropout` or not: no random numbers are stored that sharing would save. Softmax is in float32 and
+        products of float32 are as precise, whatever `force_fp32_for_softmax` and `precision` say. Attention weights are
+        never made, so `sow_weights` is refused, and so are einsums of the caller's.
+        """
+        _refuse(module, "sow_weights=True", "attention weights are never made, so that there is nothing to sow")
+        fused = "the products are part of one kernel, not a separate einsum"
+        _refuse(einsum_dot_general, "einsum_dot_general", fused)
+        _refuse(qk_attn_weights_einsum, "qk_attn_weights_einsum", fused)
+        _refuse(attn_weights_value_einsum, "attn_weights_value_einsum", fused)
+        query, key, value = _promoted(dtype, query, key, value)
+        lead, lengths = _lengths(query, key, value)
+        values = dict(mask) if isinstance(mask, Mapping) else {"mask": mask}
+        layer_mask, sinks = values.pop("mask", None), values.pop("sinks", None)
+        values = {n: call_value(n, x) for n, x in values.items()}
+        array = jnp.asarray(layer_mask) if hasattr(layer_mask, "shape") else None
+        step = self.decode and array is not None and lengths[2] == 1 < lengths[3]
+        text = _both(self.mask, "causal" if is_causal else None)
+        text = _both(text, layer_mask if array is None else None)
+        mod = self.score
+        self._check_names(text, mod, values)
+        tables: dict[str, Any] = {}
+        if step:
+            tables[STEP] = _last_seen(array)
+            there = f"q + {STEP}"
+            text, mod = None if text is None else text.at(q=there), None if mod is None else mod.at(q=there)
+            if not any(x is not None and STEP in x.unbound for x in (text, mod)):
+                del tables[STEP]
+        if array is not None:
+            refuse_additive(array)
+            where, tables[MASK] = _table(MASK, array > 0, lead, lengths)
+            text = _both(text, where)
+        if bias is not None:
+            refuse_additive(None, bias := jnp.asarray(bias))
+            where, tables[BIAS] = _table(BIAS, bias, lead, lengths)
+            added = as_score(f"score + {where}")
+            mod = added if mod is None else mod.then(added)
+        rate, seed = rate_and_seed(0.0 if deterministic else dropout_rate, dropout_rng)
+        options = Options(backend=self.options.backend, dropout=rate)
+        att, values = scaled_attention(text, mod, options, self.options.scale, {**values, **tables})
+        batch, heads, _, kv_len = lengths
+        q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
+        out: jax.Array = att(
+            q, k, v, seed=seed, sinks=sinks, layout="bshd",
+            sizes=(batch, heads, kv_len, kv_len) if step else None, **values,
+        )  # fmt: skip
+        if array is not None and traced(array) and array.dtype != bool:  # nothing can be raised for its values
+            out = jnp.where((array < 0).any(), jnp.asarray(jnp.nan, out.dtype), out)
+        return out.reshape(*lead, *out.shape[1:])
+
+    def _check_names(self, text: Mask | None, mod: ScoreMod | None, values: Mapping[str, Any]) -> None:
+        """Raise for names without a value, in the words of a layer."""
+        for part in (text, mod):
+            for n in () if part is None else part.unbound:
+                if n in (MASK, BIAS, STEP):
+                    raise ParameterError(f"`{n}` is the name of what a layer passes as an array; call it otherwise")
+                if n not in values:
+                    raise ParameterError(
+                        f"`{n}` has no value; give it once, attention_fn(..., {n}=...), or with every call of the "
+                        f'layer: layer(x, mask={{"{n}": ...}})'
+                    )
+
+
+def _refuse(x: Any, name: str, why: str) -> None:
+    if x is not None:
+        raise ParameterError(f"{name} is for flax's own dot_product_attention: here {why}")
+
+
+def _both(mask: Mask | None, other: MaskLike | None) -> Mask | None:
+    if mask is None or other is None:
+        return mask if other is None else as_mask(other)
+    return mask & other
+
+
+def _promoted(dtype: Any, *arrays: Any) -> list[jax.Array]:
+    """Arrays in one dtype, promoted like flax's layers: that of the computation, or of all of them."""
+    dtype = jnp.result_type(*arrays) if dtype is None else dtype
+    dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+    return [jnp.asarray(x, dtype) for x in arrays]
+
+
+def _lengths(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], tuple[int, int, int, int]]:
+    """The batch axes, and (batch, heads, q_len, kv_len)."""
+    lead = query.shape[:-3]
+    if min(x.ndim for x in (query, key, value)) < 3 or not lead == key.shape[:-3] == value.shape[:-3]:
+        raise ShapeError(
+            f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; they are "
+            "[batch..., length, heads, dim], with the same batch axes"
+        )
+    return lead, (math.prod(lead), query.shape[-2], query.shape[-3], key.shape[-3])
+
+
+def _last_seen(mask: Any) -> jax.Array:
+    """The last key that an array of a mask shows to anybody: in flax's cache, the one just written."""
+    seen = (mask > 0).any(tuple(range(mask.ndim - 1)))
+    last: jax.Array = seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)
+    return last
+
+
+def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, int, int]) -> tuple[str, Any]:
+    """A lookup that reads an array broadcast to [batch..., heads, q_len, kv_len] at b, h, q and k, and its array."""
+    full = (*lead, *lengths[1:])
+    shape = (1,) * (len(full) - x.ndim) + x.shape
+    if len(shape) > len(full) or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
+        raise ShapeError(
+            f"the {name.removeprefix('flax_')} is {list(x.shape)} for [batch..., heads, q_len, kv_len] = {list(full)}; "
+            "it is broadcast to that, each axis of its length or 1"
+        )
+    rest, batch_shape = shape[len(lead) :], shape[: len(lead)]
+    index = ["0" if n == 1 else c for c, n in zip("hqk", rest, strict=True)]
+    if batch_shape == lead or math.prod(batch_shape) == 1:
+        x = x.reshape(math.prod(batch_shape), *rest)
+        index.insert(0, "0" if x.shape[0] == 1 else "b")
+    else:  # b counts the batch axes in a row
+        strides = np.cumprod((1, *lead[:0:-1]))[::-1]
+        x = x.reshape(shape)
+        index[:0] = ["0" if n == 1 else f"b // {s} % {n}" for n, s in zip(batch_shape, strides, strict=True)]
+    return f"{name}[{', '.join(index)}]", x

@@ -8,13 +8,30 @@
 >>> model.config.frisket_mask = "causal & window(256)"  # unless said, what the model has itself
 
 The mask that transformers makes reaches the kernels as an expression: no dense mask is made.
+
+transformers' continuous batching, `model.generate_batch` and its managers, packs the new tokens of all requests of a
+step in one row, prompts, chunks of prompts and steps of decoding alike. Keys and values lie in pages that transformers
+owns; its cache writes the new ones and reads those of every request, one request behind another. The mask of the model
+is read at the positions that tokens have in their requests. transformers makes no mask here: where requests begin and
+end are four small tables, computed on the device of the tokens.
+
+>>> from transformers import GenerationConfig
+>>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+>>> config = LlamaConfig(vocab_size=64, eos_token_id=None, pad_token_id=0, **sizes)
+>>> model = LlamaForCausalLM._from_config(config, attn_implementation="frisket")
+>>> how = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+>>> found = model.generate_batch([[5, 7, 9, 11], [6, 8]], generation_config=how)
+>>> [len(x.generated_tokens) for x in found.values()]
+[3, 3]
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from frisket.grammar.memo import cached_on
@@ -28,17 +45,17 @@ with extras():
 from frisket.dsl.errors import MissingPackageError, ParameterError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention as called
-from frisket.runtime.attention.entry import scaled_attention
+from frisket.runtime.attention.entry import attention_for, scaled_attention
+from frisket.runtime.caches.positions import AT, HIGH, LOW, REQUESTS, SHIFT, STEPS, no_room, not_served, placed
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import Options, rate_of
 
-from .transformers_config import SLIDING, program
-from .transformers_loading import eager_only, watch
+from .transformers_config import SLIDING, eager_only, program, watch
 from .transformers_masks import SymbolicMask, chosen, dense, symbolic
-from .transformers_paged import allow, cache_of, kind_of, paged, refuse_tables, refuse_without_cache
 
 NAME = "frisket"
 OLDEST = 5, 19  # the oldest transformers: before it, caches of continuous batching do not name the kind of a layer
+ELSEWHERE = "use `generate`, or attn_implementation='sdpa' for `generate_batch`"
 
 
 def register() -> None:
@@ -175,3 +192,154 @@ def _refuse(rest: Mapping[str, Any], mask: SymbolicMask) -> None:
             "cu_seq_lens_q says that several documents are packed in a row, and the mask does not\n"
             "  give position_ids that begin at 0 with every document, use_cache=False, and no attention_mask"
         )
+
+
+# -- continuous batching -----------------------------------------------------------------------------------------------
+
+
+def allow(name: str) -> None:
+    """Make the implementation `name` known to transformers' continuous batching. A second call changes nothing."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
+
+    plain = Manager.switch_to_cb_friendly_attn
+    if hasattr(plain, "frisket"):
+        return
+
+    @wraps(plain)
+    def switch(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
+        if model.config._attn_implementation != name:
+            plain(self, model, auto_switch_to_flash)
+        elif not hasattr(model, "frisket_serving"):
+            model.frisket_serving = (
+                model.register_forward_pre_hook(_begins, with_kwargs=True),
+                model.register_forward_hook(_ends, always_call=True),
+            )
+
+    switch.frisket = True  # type: ignore[attr-defined]
+    Manager.switch_to_cb_friendly_attn = switch  # type: ignore[method-assign]
+
+
+_step = threading.local()  # `cache`: that of continuous batching, in a step of a model
+
+
+def _begins(_: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    _step.cache = cache if hasattr(cache := kwargs.get("cache"), "layer_to_allocator") else None
+
+
+def _ends(*_: Any) -> None:
+    _step.cache = None
+
+
+def cache_of(rest: Mapping[str, Any]) -> Any:
+    """The cache of continuous batching whose pages a layer attends to; None where it was given none. Since transformers
+    5.24 layers write keys and values to it themselves, and hand on those of all requests with their lengths."""
+    if hasattr(cache := rest.get("cache"), "layer_to_allocator"):
+        return cache
+    written = "write_index" in rest and isinstance(rest.get("cu_seq_lens_k"), Tensor)
+    return getattr(_step, "cache", None) if written else None
+
+
+def kind_of(module: Any, rest: Mapping[str, Any]) -> str:
+    """The kind of pages that a layer has: those of a sliding window keep no more than it."""
+    kind: str = cache_of(rest).layer_to_allocator[module.layer_idx].layer_type
+    return kind
+
+
+def refuse_without_cache() -> None:
+    """Refuse a layer without cache or lengths in a step of continuous batching: requests would share keys."""
+    if not torch.compiler.is_compiling() and getattr(_step, "cache", None) is not None:
+        raise ParameterError(
+            "this model does not hand the cache of continuous batching to its attention layers\n  use `generate`"
+        )
+
+
+# transformers' cache is written in place, through views that a graph would copy
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def paged(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: SymbolicMask, rest: dict[str, Any],
+    options: Options, softcap: float | None, sinks: Tensor | None, params: Mapping[str, Any] | None, lse: bool,
+) -> Any:  # fmt: skip
+    """Attention of one layer: query [1, heads, tokens, head_dim] of all requests, key and value [1, kv_heads, tokens,
+    head_dim], which are written to the pages of the cache unless the layer has done so. The result is that of a call of
+    attention, in the order of the queries; with `lse` that of the scores, too.
+
+    `rest` has what transformers prepares at every step: where keys are written and read, and where requests end among
+    queries and keys, `cu_seq_lens_q` and `cu_seq_lens_k`."""
+    tokens, kind = query.shape[2], kind_of(module, rest)
+    if (cache := rest.pop("cache", None)) is not None:
+        key, value = cache.update(key, value, module.layer_idx, rest)
+    steps = tokens == rest["cu_seq_lens_q"].shape[0] - 1 and rest["max_length_q"] == 1
+    batch, q_len = (tokens, 1) if steps else (1, tokens)
+    symbolic = SymbolicMask(mask.structure, batch, q_len, key.shape[2])
+    text, score, values = program(module, symbolic, query.shape[1], softcap, None, params)
+    att = attention_for(text, score, options, values)
+    _check(att, module, kind, rest, values)
+    known = "requests", kind, key.shape[2]
+    if known not in mask.cached:
+        mask.cached[known] = where(rest["cu_seq_lens_q"], rest["cu_seq_lens_k"], tokens, _positions(rest))
+    tables = {**values, **mask.cached[known]}
+    paged_att = placed(att, STEPS if steps else REQUESTS)
+    tables = {n: x for n, x in tables.items() if n in paged_att.program.names}
+    if steps:  # every request is an entry of the batch, and reads its part of the one row of keys
+        query = query.transpose(0, 2)
+        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
+    planned = paged_att, query.shape[1]
+    if planned not in mask.cached:  # once for the layers that are alike
+        mask.cached[planned] = paged_att.plan(q_len, key.shape[2], batch, query.shape[1], **tables)
+    result: Any = paged_att(query, key, value, plan=mask.cached[planned], sinks=sinks, return_lse=lse)
+    if not steps:
+        return result
+    return tuple(x.transpose(0, 2) for x in result) if lse else result.transpose(0, 2)
+
+
+def where(ends_q: Tensor, ends_k: Tensor, tokens: int, positions: Tensor | None) -> dict[str, Tensor]:
+    """The place of every query's request, int32 [tokens] each, on the device of the ends; nothing waits for it.
+
+    `ends_q` and `ends_k` int32 [requests + 1] are where requests begin and end among queries and keys, `positions` int
+    [tokens] what place queries have in their requests; without them all keys of a request are there. Queries behind the
+    last request are padding and see nothing."""
+    n, place = ends_q.shape[0] - 1, torch.arange(tokens, dtype=torch.int32, device=ends_q.device)
+    request = torch.searchsorted(ends_q[1:], place, right=True)
+    behind = (request + 1).clamp_max(n)  # of padding: the last end, and so no keys
+    low, high = ends_k[request.clamp_max(n)], ends_k[behind]
+    last = ends_q[behind] - 1  # the last query of the request stands where its last key does
+    stop = high - low if positions is None else positions.to(torch.int32)[last.clamp_min(0)] + 1
+    bounds = {LOW: low, HIGH: high, SHIFT: high - stop, AT: stop - 1 - (last - place)}
+    return {n: x.to(torch.int32) for n, x in bounds.items()}
+
+
+def _positions(rest: Mapping[str, Any]) -> Tensor | None:
+    positions = rest.get("position_ids")
+    return positions[0] if isinstance(positions, Tensor) and positions.ndim == 2 else None
+
+
+def refuse_tables(mask: SymbolicMask, *extras: Tensor | None) -> None:
+    """Refuse a mask of more than positions, and `extras` that a call brings: later steps lack the tables."""
+    tables = sorted({*mask.read_by(mask.structure), *(mask.tables if mask.bias else ())})
+    if tables or any(x is not None for x in extras):
+        of = f"the table {tables[0]!r} of the tokens of a call" if tables else "a bias, or keys chosen by the model"
+        raise ParameterError(f"attention of this model reads {of}, and continuous batching keeps none\n  {ELSEWHERE}")
+
+
+def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Refuse texts of the config that have no meaning for requests in a row, or look behind a sliding cache."""
+    config, has_positions = module.config, _positions(rest) is not None
+    window = getattr(config, "sliding_window", None)
+    has_texts = any(getattr(config, n, None) is not None for n in ("frisket_mask", "frisket_score"))
+    if why := not_served(att, values):
+        raise ParameterError(f"continuous batching, `generate_batch`: {why}")
+    if kind == SLIDING:
+        if why := no_room(att, window or 0, 1, values):
+            mask, way_out = (
+                ("config.frisket_mask", f"raise config.sliding_window, or add `& window({window})` to the mask")
+                if has_texts
+                else ("the mask of this model", ELSEWHERE)
+            )
+            raise ParameterError(
+                f"{mask} looks behind the cache of a sliding-window layer: {why.splitlines()[0]}\n  {way_out}"
+            )
+        if has_texts and not has_positions:
+            raise ParameterError(
+                "this model does not tell its attention the positions of tokens, and a sliding-window cache has no "
+                f"first ones: a mask or score mod of the config cannot be placed\n  {ELSEWHERE}"
+            )

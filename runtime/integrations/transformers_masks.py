@@ -29,10 +29,14 @@ from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.simplify import simplify
 from frisket.runtime.masks.mask import Mask, mask
 
-from .transformers_loading import BOOLS
-
 B, Q, K = var("b"), var("q"), var("k")
 CAUSAL = Q >= K
+BOOLS: set[type] = set()  # configs of models that work under sdpa, and so compute with masks of Bools
+
+
+def expect_bools(config: Any) -> None:
+    """Remember that models with this kind of config compute with masks of Bools."""
+    BOOLS.add(type(config))
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------

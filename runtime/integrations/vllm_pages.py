@@ -26,7 +26,7 @@ from torch import Tensor
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.entry import attention_for
-from frisket.runtime.caches import masks
+from frisket.runtime.caches import positions as masks
 from frisket.runtime.calls.options import Options
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score

@@ -2,6 +2,10 @@
 
 Arrays go by name: "q", "k", "v", "sinks"; slots and tables that gradients flow to by their names in the plan; others by
 the numbers of their leaves; in a shard, SHARD. `_BackendRun` puts them into the arguments of an executor.
+
+Below it are the arrays: tokens in another order, wherever an array is, and marks on arrays (reverse mode works, forward
+raises: the primal of the mark is the array, its tangent goes through a primitive that can be transposed and never
+runs), integers of 32 bits, meshes of explicit axes.
 """
 
 from __future__ import annotations
@@ -12,10 +16,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 import frisket
-from frisket.dsl.errors import BackendError
+from frisket.dsl.errors import BackendError, BackwardError, ParameterError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
@@ -32,9 +43,9 @@ from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.plans.device import FlatPlan, PlanKey
 from frisket.runtime.plans.host import Plan
+from frisket.runtime.sharding.partition import fitting
 
-from .arrays import narrowed
-from .platforms import backend_on, executor, quickest
+from .attend import backend_on, executor, quickest
 
 Arrays = dict[str, Any]
 # of arrays that have queries or keys
@@ -120,8 +131,6 @@ class JaxCall:
     def _by_engine(self, backend: str, platform: str, arrays: Arrays, lse_residual: bool) -> tuple[Any, ...]:
         """The results of `forward` by an engine that is proved to compute the call. Nobody asks for the largest scores,
         and an engine knows nothing of rows beside lse."""
-        import jax.numpy as jnp
-
         numbers = self.tree.unflatten(self.leaves)
         on_host = isinstance(self.source, Plan) and all(type(x) is int for x in numbers["origin"])
         program: Any = self.source.program if isinstance(self.source, Plan) else None
@@ -163,9 +172,8 @@ class JaxCall:
                 how["softmax_stats"] = arrays.get("norm")
         else:
             computed = "norm" not in arrays and "low" in arrays
-            how["softmax_stats"] = (
-                softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
-            )
+            stats = softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
+            how["softmax_stats"] = stats
         try:
             gradients: Arrays = executor(backend, "backward")(
                 run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target,
@@ -179,9 +187,8 @@ class JaxCall:
 
     def alike(self, axis: int) -> bool:
         """Whether one batch entry (0), or head (1), is like another: no mask, score mod or origin knows which it is."""
-        parts = [
-            _unscaled(self.plan, e) for e in (self.plan.mask, self.plan.score, self.plan.keep_mask) if e is not None
-        ]
+        exprs = self.plan.mask, self.plan.score, self.plan.keep_mask
+        parts = [_unscaled(self.plan, e) for e in exprs if e is not None]
         origin = self.tree.unflatten(self.leaves)["origin"]
         own_origin = axis == 0 and not all(isinstance(x, int) for x in origin[2:])
         return not (own_origin or any("bh"[axis] in uses(e) for e in parts))
@@ -242,8 +249,6 @@ class JaxCall:
 
 
 def _no_norm(out: Any, lse: Any) -> Any:
-    import jax.numpy as jnp
-
     return jnp.zeros((*lse.shape, norm_width(out.dtype, out.shape[3])), lse.dtype)
 
 
@@ -253,8 +258,6 @@ def _in_order(rows: TokenPermutation, arrays: Arrays) -> Arrays:
 
 def _taken(x: Any, index: Any, name: str) -> Any:
     """An array of this name with its positions at an index; one without positions as it is."""
-    from .take import take
-
     return take(x, index, LENGTH_AXES[name]) if name in LENGTH_AXES else x
 
 
@@ -322,17 +325,15 @@ class _BackendRun:
             self.plan = self.plan.holding(most)
         wide = self.plan.int64
         self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.every_table}
-        placed = RepeatedSpans(source, call, at)
+        spans = RepeatedSpans(source, call, at)
         tile = self.target.block_q, self.target.block_k
-        self.spans: Any = placed if RECORDS[backend].accelerated else placed.rows(tile)
+        self.spans: Any = spans if RECORDS[backend].accelerated else spans.rows(tile)
 
 
 def _origin(call: JaxCall, origin: Any, at: tuple[Any, ...]) -> Any:
     """The origin of a shard: coordinates are those of the whole."""
     if call.shards == (1, 1):
         return origin
-    from jax import lax
-
     (b, h, *positions), g = origin, call.geometry
     b = b if call.shards[0] == 1 or call.alike(0) else b + at[0] * g.batch
     h = h if call.shards[1] == 1 or call.alike(1) else h + at[1] * g.heads
@@ -366,10 +367,95 @@ class RepeatedSpans:
         first = slice_of[:batch, :heads]
         if (np.tile(first, shards) == slice_of).all():
             return replace(spans, slice_of=first)
-        import jax.numpy as jnp
-        from jax import lax
-
         where = self.at[0] * batch, self.at[1] * heads
         mine = lax.dynamic_slice(jnp.asarray(slice_of), where, (batch, heads)).reshape(-1)
         local_slices = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads)
         return DeviceSpans(jnp.asarray(spans.bounds)[mine], jnp.asarray(spans.count)[mine], None, local_slices)
+
+
+# -- arrays -------------------------------------------------------------------------------------------
+
+_auto_axes: Any = jax.sharding.auto_axes  # JAX leaves some of its functions untyped
+_reshard: Any = jax.sharding.reshard
+_spec: Any = PartitionSpec
+
+
+def take(
+    x: jax.Array, index: NDArray[np.int64], axis: int, inverse: NDArray[np.int64] | None = None, scratch: bool = False
+) -> jax.Array:  # fmt: skip
+    """`x` at `index` along an axis; with the index that puts rows back, gradients are gathered by it: JAX's own adds
+    rows to zeros, and takes seven times as long on a CPU. On a mesh of explicit axes it stays split as it is, as far as
+    the new length goes: there no gather says by itself how its result is split."""
+
+    def gather(x: Any) -> Any:
+        return jnp.take(x, jnp.asarray(index), axis=axis)
+
+    have: Any = jax.typeof(x).sharding
+    if AxisType.Explicit not in have.mesh.axis_types:
+        if inverse is None:
+            return gather(x)  # type: ignore[no-any-return]
+        return _gather(index, inverse, axis)(reverse_only({"x": x})["x"])  # type: ignore[no-any-return]
+    spec = [*have.spec, *[None] * (x.ndim - len(have.spec))]
+    spec[axis] = fitting(have.mesh.shape, spec[axis], len(index))
+    return _auto_axes(gather, out_sharding=NamedSharding(have.mesh, _spec(*spec)))(x)  # type: ignore[no-any-return]
+
+
+def _gather(index: NDArray[np.int64], inverse: NDArray[np.int64], axis: int) -> Any:
+    gather: Any = jax.custom_vjp(lambda x: jnp.take(x, jnp.asarray(index), axis=axis))
+    gather.defvjp(lambda x: (gather(x), None), lambda _, out: (_gather(inverse, index, axis)(out),))
+    return gather
+
+
+def reverse_only(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, marked."""
+    return {n: _mark.bind(x) for n, x in arrays.items()}
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise BackwardError(
+        "forward mode is asked for (jax.jvp, jax.jacfwd, jax.linearize, or jax.hessian, which takes it of a gradient); "
+        "attention has first derivatives in reverse, by jax.grad, jax.vjp and jax.jacrev\n"
+        "  where none are needed wrap its arguments in jax.lax.stop_gradient"
+    )
+
+
+def _tangent_of(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return _mark.bind(x), t if isinstance(t, ad.Zero) else _tangent.bind(t)
+
+
+def _primitive(name: str) -> Any:
+    primitive: Any = Primitive(name)
+    primitive.def_abstract_eval(lambda x: x)
+    batching.primitive_batchers[primitive] = lambda xs, axes: (primitive.bind(*xs), axes[0])
+    return primitive
+
+
+_mark, _tangent = _primitive("frisket_reverse_only"), _primitive("frisket_tangent")
+_mark.def_impl(lambda x: x)
+mlir.register_lowering(_mark, lambda ctx, x: [x])
+ad.primitive_jvps[_mark] = _tangent_of
+_tangent.def_impl(_refused)
+mlir.register_lowering(_tangent, _refused)
+ad.primitive_transposes[_tangent] = lambda cotangent, x: [cotangent]
+ad.primitive_jvps[_tangent] = _refused
+
+
+def narrowed(source: str, floating: bool, table: Any, int64: bool) -> Any:
+    """A table in the integers JAX has; numbers that do not fit are an error, not other numbers."""
+    whole = isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.size
+    wide = np.iinfo(np.int32)
+    if whole and not floating and not int64 and (table.max() > wide.max or table.min() < wide.min):
+        raise ParameterError(
+            f"table `{source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
+        )
+    return table if isinstance(table, np.ndarray) else jnp.asarray(table)
+
+
+def placed(x: Any, like: Any = None) -> Any:
+    """An array on a mesh of explicit axes split as `like` is, or whole on every device."""
+    have: Any = jax.typeof(x).sharding
+    if AxisType.Explicit not in have.mesh.axis_types:
+        return x
+    spec: Any = _spec() if like is None else jax.typeof(like).sharding.spec
+    return _reshard(x, NamedSharding(have.mesh, spec))

@@ -5,7 +5,7 @@
 2. `_run`, of arrays with values on one device: `JaxCall.forward` calls the kernel at once.
 3. `_run`, under a transform (jit, grad, vmap) or on several devices: a primitive holds the `JaxCall` in a `Task`
    (`primitives.py`) and is differentiated and mapped as a whole. When JAX lowers it, `Task.run` asks for the platform's
-   backend (`platforms.py`) and calls the forward or the backward of the `JaxCall`.
+   backend (`attend.py`) and calls the forward or the backward of the `JaxCall`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ from frisket.runtime.machine.cpp_build import kernel_step
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import Call
 
-from .arrays import narrowed, placed
-from .call import JaxCall
-from .platforms import quickest
+from .attend import quickest
+from .call import JaxCall, narrowed, placed, reverse_only
 from .primitives import Task, bound
-from .take import reverse_only
 
 Arrays = dict[str, Any]  # by name; see `call.py`
 ANY = (128, 128)  # a tile, where only what all have in common is asked for

@@ -208,9 +208,8 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
         at = (jax.numpy.int32(0) if a is None else jax.lax.axis_index(n).astype("int32") for a, n in named)
         outputs = primitive.bind(*operands, *at, task=mine)
         summed = (*names_of(batch), *names_of(heads))
-        return tuple(
-            _psum(x, summed) if summed and n not in AXES else x for n, x in zip(task.results, outputs, strict=True)
-        )
+        named_outputs = zip(task.results, outputs, strict=True)
+        return tuple(_psum(x, summed) if summed and n not in AXES else x for n, x in named_outputs)
 
     def alone(*operands: Any) -> tuple[Any, ...]:
         with jax.sharding.use_abstract_mesh(NOWHERE):  # a device knows nothing of explicit axes
@@ -385,12 +384,8 @@ def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[An
 def _fold(task: Task, where: dict[str, int]) -> int | None:
     """The place of mapped instances: 0, the batch; 1, the heads; None: they run one after another."""
     call, names = task.call, set(task.names)
-    if (
-        task.levels
-        or {PAGES, FIRST} & names
-        or not where.keys() <= FOLDS[0].keys()
-        or not set(task.grad_names) <= {"q", "k", "v"}
-    ):
+    foldable = where.keys() <= FOLDS[0].keys() and {*task.grad_names} <= {"q", "k", "v"}
+    if task.levels or {PAGES, FIRST} & names or not foldable:
         return None
     whole = {"q", "k", "v"} <= where.keys()
     near = all(where[n] in (2, 3) for n in ("q", "k", "v") if n in where)  # no array is turned round

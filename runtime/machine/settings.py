@@ -86,7 +86,10 @@ class Settings:
             texts = tuple([raw.get(n) for n in _KEYS])  # a tenth of the time of os.environ.get
             last = _last[0]
             if texts != last[0]:
-                last = _last[0] = texts, _encoded(texts)
+                last = _last[0] = (
+                    texts,
+                    _settings(tuple([None if x is None else os.environ.decodevalue(x) for x in texts])),
+                )
             return last[1]
         env = os.environ if environment is None else environment
         return _settings(tuple([env.get(n) for n in _NAMES]))
@@ -112,11 +115,6 @@ def cache_folder() -> Path:
 
 _NAMES = tuple(v.name for v in VARIABLES)
 _KEYS = tuple(map(getattr(os.environ, "encodekey", str), _NAMES))  # as os.environ holds them
-
-
-@memo(64)
-def _encoded(texts: tuple[Any, ...]) -> Settings:
-    return _settings(tuple([None if x is None else os.environ.decodevalue(x) for x in texts]))
 
 
 @memo(64)

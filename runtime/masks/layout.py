@@ -85,7 +85,7 @@ class Layout(Tiling):
         `compact`, without axes; `dark`; `size` of the longer side in inches; `dpi`; `title`. Gives the matplotlib
         figure. Raises `ParameterError` for other suffixes and for options that do not fit.
         """
-        from frisket.runtime.draw.plot import plot
+        from frisket.runtime.draw.pixels import plot
 
         return plot(self, path, **options)
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.caches.jax_plain import KVCache
-from frisket.runtime.caches.jax_sharded import ShardedKVCache
+from frisket.runtime.caches.jax_plain import KVCache, ShardedKVCache
 
-from .kv_cache import concatenate_to_cache
+from .layers import concatenate_to_cache
 
 
 class BaseJAXAttentionModule(nn.Module):

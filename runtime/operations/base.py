@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.backends.registry import platform_of
 from frisket.runtime.machine.once import warn_once
-from frisket.runtime.modeling.rotary import repeat_kv_bsnh
+from frisket.runtime.modeling.layers import repeat_kv_bsnh
 from frisket.runtime.sharding.names import MODE_DECODE, MODE_TRAIN
 from frisket.runtime.sharding.partition import names_of
 

@@ -34,10 +34,9 @@ from frisket.runtime.attention.merge import merged
 from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.calls.options import from_key
 from frisket.runtime.calls.request import Request
-from frisket.runtime.jax.arrays import narrowed
+from frisket.runtime.jax.call import narrowed, reverse_only
 from frisket.runtime.jax.op import LSE, OUT, of_sinks, prepared, varying_alike
 from frisket.runtime.jax.primitives import Task, bound
-from frisket.runtime.jax.take import reverse_only
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.plans.device import split_host_device
 from frisket.runtime.sharding.partition import split_as
@@ -393,9 +392,8 @@ class Shard:
     def local(self) -> ShardAttention:
         """The attention rewritten for this device."""
         batch, heads = self.whole_sizes
-        coordinates = "".join(c for c, a in zip("bh", self.axes, strict=True) if size(a) > 1) + (
-            "q" if self.all_keys else "qk"
-        )
+        coordinates = "".join(c for c, a in zip("bh", self.axes, strict=True) if size(a) > 1)
+        coordinates += "q" if self.all_keys else "qk"
         where = ShardPlace(self.deal.length, len(self.deal.order), batch, heads, coordinates, self.split)
         return on_shard(self.att, where, {n: x.shape for n, x in self.values.items() if n not in self.split})
 
@@ -425,9 +423,8 @@ class Shard:
         tables that have come with the keys at `k_at`."""
         at = {"q": self.positions(), "k": k_at}
         at |= {c: self.first(i) + jnp.arange(n, dtype=jnp.int32) for i, (c, n) in enumerate(zip("bh", self.lengths))}
-        tables = {
-            t.name: self._table(t, at, {**values, **keys} if "k" in t.axes else values) for t in self.local.tables
-        }
+        both = {**values, **keys}
+        tables = {t.name: self._table(t, at, both if "k" in t.axes else values) for t in self.local.tables}
         names = self.local.attention.program.names
         return {n: x for n, x in {**values, **tables}.items() if n in names}
 
@@ -531,11 +528,8 @@ def agree(call: Mapping[str, str]) -> None:
     wrong = []
     for process in others:
         theirs = json.loads(_of(store, f"{room}/{process}", process))
-        wrong += [
-            f"process {process} has another {n} than process {mine}:\n    {theirs.get(n)}\n    {call[n]}"
-            for n in call
-            if theirs.get(n) != call[n]
-        ]
+        for n in (n for n in call if theirs.get(n) != call[n]):
+            wrong.append(f"process {process} has another {n} than process {mine}:\n    {theirs.get(n)}\n    {call[n]}")
     if wrong:
         raise PeerError("processes call attend with different things\n  " + "\n  ".join(wrong))
 

@@ -80,10 +80,8 @@ def on_shard(att: Attention, where: ShardPlace, shapes: Mapping[str, tuple[int, 
     known = {**program.tables, **{n: np.broadcast_to(np.empty((), bool), s) for n, s in shapes.items()}}
     rewriter = _Rewriter(program, where, known)
     seen = None if program.mask is None else rewriter.rewritten(program.mask)
-    padding = (
-        [rewriter.at[c] < where.length for c in "qk" if c in where.coordinates] if where.places > where.length else []
-    )
-    if padding:
+    padding = [rewriter.at[c] < where.length for c in "qk" if c in where.coordinates]
+    if padding and where.places > where.length:
         seen = conj(*([] if seen is None else [seen]), *padding)
     score = None if program.score is None else rewriter.rewritten(program.score)
     origin = Origin(declared=rewriter.declared)

@@ -439,11 +439,10 @@ def _send_back(
     """Send back the gradients of keys that came in `step`. The result waits for the gradients of keys that went, and
     adds them to `sums`."""
     several = len(step.come) > 1
-    grads_by_message = [
-        [k.new_zeros(*x.shape[:2], b - a, x.shape[3]) for x in (k, v)] for _, a, b in step.come if several
-    ]
-    if step.come and not several:
-        grads_by_message = [[grads["k"], grads["v"]]]
+    if several:
+        grads_by_message = [[k.new_zeros(*x.shape[:2], b - a, x.shape[3]) for x in (k, v)] for _, a, b in step.come]
+    else:
+        grads_by_message = [[grads["k"], grads["v"]]] if step.come else []
     at = 0
     for i, a, b in step.parts if several else ():
         for mine, name in zip(grads_by_message[i], "kv", strict=True):
@@ -539,10 +538,8 @@ def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapp
     """Refuse a mask that shows more than the deal's: ranks send keys by the deal's mask, and some would be missing."""
     mine = att.program.mask
     values = {} if mine is None else {n: x for n, x in params.items() if n in mine.unbound or n in mine.params}
-    marks = [
-        ("", (batch, heads)),
-        *((n, x if isinstance(x, int | float) else version_of(x)) for n, x in values.items()),
-    ]
+    versions = ((n, x if isinstance(x, int | float) else version_of(x)) for n, x in values.items())
+    marks = [("", (batch, heads)), *versions]
     shards = att.shards
     known = shards.get("mask")
     if known is not None and known[:2] == (deal, marks) and all(known[2][n] is x for n, x in values.items()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -81,7 +81,7 @@ class CompiledProgram:
 
     def check_reach(self, lengths: Sizes, origin: Origin, sizes: Sizes | None) -> None:
         """Refuse a table that is read past its end."""
-        if not self.reads:
+        if not (self.arrays and self.reads):
             return
         places = dict(zip("bhqk", zip(origin, whole(origin, lengths), strict=True), strict=True))
         if any(np.min(places[c][0]) < start or places[c][1] > stop for c, start, stop in self.reads):
@@ -127,6 +127,7 @@ class Work:
     inputs: KernelInputs
     place: Place
     decode_spans: Spans | None = None  # the spans of few queries, where no layout is needed for them
+    analysed: Layout | None = field(default=None, compare=False)  # the layout, where the kernels' inputs needed one
 
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
@@ -150,7 +151,7 @@ class Work:
 
     @cached_property
     def layout(self) -> Layout:
-        return self.compiled.layout(self.place)
+        return self.analysed or self.compiled.layout(self.place)
 
     @property
     def facts(self) -> Any:
@@ -198,9 +199,7 @@ def _work(
         inputs = _inputs(base, layout.bounds, nonempty, layout.sizes, dropout)
     except LoweringError:  # the closed form may leave 64 bits where the mask does not
         inputs = _inputs(base, layout.analysis.bounds, nonempty, layout.sizes, dropout)
-    tiled = Work(base, inputs, place)
-    tiled.__dict__["layout"] = layout
-    return tiled
+    return Work(base, inputs, place, analysed=layout)
 
 
 def _decode_work(
@@ -219,10 +218,7 @@ def _decode_work(
         inputs = _inputs(base, bounds, nonempty, room, dropout)
     except LoweringError:  # too much room: 64 bits are not enough for it
         inputs = _inputs(base, bounds, nonempty, full, dropout)
-    tiled = Work(base, inputs, place, spans)
-    if layout:
-        tiled.__dict__["layout"] = layout
-    return tiled
+    return Work(base, inputs, place, spans, layout)
 
 
 @memo(group="plans")
@@ -237,10 +233,12 @@ def compiled_program(program: CallProgram) -> CompiledProgram:
     arrays = program.tables
     sane = {n: bool(np.isfinite(t).all()) for n, t in arrays.items() if t.dtype.kind == "f"}
     parts = [None if p is None else written_out(p.expr, arrays) for p in (program.mask, program.score)]
-    seen, mod = _with_numbers(parts, program.scalars)
-    seen, mod, analysed, rules = _simplified(seen, program.scored(mod), tuple(sane.items()))
-    tables = {n: Table(arrays[n]) for n in (() if seen is None else names_of(seen)) if n in arrays}
-    return CompiledProgram(program, (seen, mod), analysed, rules, sane, program.scalars, arrays, tables)
+    scalars = program.scalars
+    seen, mod = _with_numbers(parts, scalars) if scalars else parts
+    mod = mod if program.stored is None else program.stored.scored(mod)
+    seen, mod, analysed, rules = _simplified(seen, mod, tuple(sane.items()))
+    tables = {n: Table(x) for n, x in arrays.items() if seen is not None and n in names_of(seen)}
+    return CompiledProgram(program, (seen, mod), analysed, rules, sane, scalars, arrays, tables)
 
 
 PLAIN = frozenset({"add", "sub", "neg", "abs", "min", "max"}) | COMPARISONS  # operators whose numbers become slots

@@ -32,7 +32,6 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import named
 from frisket.runtime.backends.triton.source import load as load_module
 from frisket.runtime.calls.arrays import uploaded
-from frisket.runtime.jax.arrays import automatic
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.generated import load
@@ -472,9 +471,21 @@ def _function(plan: Planner, framework: str) -> Callable[..., Any]:
 
     def plan_spans(*arrays: Any, **options: Any) -> Any:
         with usual_promotion():
-            return automatic(partial(run, **options), *arrays)
+            return _automatic(partial(run, **options), *arrays)
 
     return jax.jit(plan_spans, static_argnames=("q_len", "kv_len", "block", "room", "records"))
+
+
+def _automatic(run: Callable[..., Any], *arrays: Any) -> Any:
+    """`run(*arrays)` with axes of a mesh that are explicit made automatic: along explicit ones JAX looks nothing up.
+    Results are whole on every device, but mapped axes stay split."""
+    import jax
+
+    sharding: Any = jax.sharding
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+    mesh = next((m for m in meshes if sharding.AxisType.Explicit in m.axis_types), None)
+    whole = mesh and sharding.NamedSharding(mesh, sharding.PartitionSpec())
+    return (sharding.auto_axes(run, out_sharding=whole) if mesh else run)(*arrays)
 
 
 def kernel_tables(
@@ -509,7 +520,7 @@ def _ends(framework: str, table: Array, derived: str, length: int) -> Array:
         with usual_promotion():
             if table.dtype.itemsize < 4:
                 table = table.astype(jnp.int32)  # ends may go on where the table's dtype does not
-            return automatic(lambda t: _searched(jnp, t, derived, jnp.arange(length)).astype(jnp.int32), table)
+            return _automatic(lambda t: _searched(jnp, t, derived, jnp.arange(length)).astype(jnp.int32), table)
     import torch
 
     return _searched(torch, table.long(), derived, torch.arange(length, device=table.device)).to(torch.int32)
@@ -541,7 +552,7 @@ def _segments(framework: str, offsets: Array, length: int) -> Array:
             return jnp.clip(jnp.searchsorted(offsets, jnp.arange(length), "right") - 1, 0, most).astype(jnp.int32)
 
         with usual_promotion():
-            return automatic(segments, offsets)
+            return _automatic(segments, offsets)
     import torch
 
     at = torch.arange(length, device=offsets.device)

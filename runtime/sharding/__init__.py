@@ -1,1 +1,0 @@
-"""Semantic axes, runtime modes, and the partition specs they become."""

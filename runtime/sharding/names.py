@@ -1,9 +1,13 @@
-"""Words for the axes of arrays and the ways a model runs, before any mesh is known."""
+"""Words for the axes of arrays and the ways a model runs, before any mesh is known; names of types for model code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from frisket.dsl.errors import ParameterError
 
@@ -196,13 +200,25 @@ class ExpertActivationsAlt(DynamicShardingAxes):
     form = [DP, SP, [TP, FSDP]], MODE_TRAIN
 
 
+# Names of types that eformer's `common_types` has, for annotations of model code.
+Array = jax.Array
+PRNGKey = jax.Array
+DType = jnp.dtype
+Shape = Sequence[int]
+AxisIdxes = tuple[int, ...]
+AxisNames = tuple[str, ...]
+AxisType = tuple[str, ...] | str | Any | None  # the mesh axes of one dimension
+RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
+
+
 __all__ = [
-    "BATCH", "BIAS_HEAD_SEQ", "BIAS_KV_SEQ", "DATA_PARALLEL", "DEFAULT_MASK_VALUE", "DP", "EMBED", "EMPTY", "EMPTY_VAL",
-    "EP", "EXPERT", "EXPERT_GATE", "EXPERT_PARALLEL", "FSDP", "FULLY_SHARDED_DATA_PARALLEL", "GENERATION_MODES", "HEAD",
-    "HEAD_DIM", "KV_HEAD", "KV_HEAD_DIM", "KV_LENGTH", "LENGTH", "MLP_INTERMEDIATE", "MODES", "MODE_DECODE",
-    "MODE_INSERT", "MODE_PREFILL", "MODE_TRAIN", "NOT_GIVEN", "QUERY_LENGTH", "SEQUENCE_PARALLEL", "SP",
-    "TENSOR_PARALLEL", "TP", "VOCAB", "AttnKVSharding", "AttnQSharding", "ColumnWise", "DynamicShardingAxes",
+    "BATCH", "BIAS_HEAD_SEQ", "BIAS_KV_SEQ", "DATA_PARALLEL", "DEFAULT_MASK_VALUE", "DP", "EMBED", "EMPTY",
+    "EMPTY_VAL", "EP", "EXPERT", "EXPERT_GATE", "EXPERT_PARALLEL", "FSDP", "FULLY_SHARDED_DATA_PARALLEL",
+    "GENERATION_MODES", "HEAD", "HEAD_DIM", "KV_HEAD", "KV_HEAD_DIM", "KV_LENGTH", "LENGTH", "MLP_INTERMEDIATE",
+    "MODES", "MODE_DECODE", "MODE_INSERT", "MODE_PREFILL", "MODE_TRAIN", "NOT_GIVEN", "QUERY_LENGTH",
+    "RUNTIME_MODE_TYPES", "SEQUENCE_PARALLEL", "SP", "TENSOR_PARALLEL", "TP", "VOCAB", "Array", "AttnKVSharding",
+    "AttnQSharding", "AxisIdxes", "AxisNames", "AxisType", "ColumnWise", "DType", "DynamicShardingAxes",
     "ExpertActivations", "ExpertActivationsAlt", "ExpertColumnWise", "ExpertColumnWiseAlt", "ExpertRowWise",
-    "ExpertRowWiseAlt", "ExpertTensorParallel", "HiddenStateSharding", "Replicated", "RowWise", "SColumnWise",
-    "SRowWise", "UnifiedExpertColumnWise", "UnifiedExpertRowWise",
+    "ExpertRowWiseAlt", "ExpertTensorParallel", "HiddenStateSharding", "Mesh", "PRNGKey", "Replicated", "RowWise",
+    "SColumnWise", "SRowWise", "Shape", "UnifiedExpertColumnWise", "UnifiedExpertRowWise",
 ]  # fmt: skip

@@ -191,9 +191,8 @@ def attend_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     with torch.no_grad():
         place = place_of(q, k, v, names)
         tensors, ints, rank_names = placed(place, q, values, numbers, names, k.shape[2])
-        dout, dlse, mine, out, lse, softmax_stats = (
-            local(x, place.mesh, place.q) for x in (dout, dlse, q, out, lse, softmax_stats)
-        )
+        by_query = dout, dlse, q, out, lse, softmax_stats
+        dout, dlse, mine, out, lse, softmax_stats = (local(x, place.mesh, place.q) for x in by_query)
         arrays = mine, keys_of(place, k), keys_of(place, v), place.heads(sinks)
         grads = op(dout, dlse, *arrays, tensors, out, lse, softmax_stats, ints, spec, rank_names, needed)
         inputs = [(i, x) for i, x in enumerate((q, k, v, sinks, *[x for x in values if x.is_floating_point()]))]

@@ -1,15 +1,21 @@
-"""Writes a call into a graph of torch, as one operator: under Dynamo, make_fx or torch.func. Imports torch."""
+"""Writes a call into a graph of torch, as one operator: under Dynamo, make_fx or torch.func. Imports torch.
+
+Graphs of torch.fx.symbolic_trace hold the call as a node of a Python function.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 
 from frisket.dsl.errors import ParameterError
+from frisket.lowering.plan import K_SCALE, PAGES, V_SCALE
 from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.request import Request
 
@@ -17,7 +23,7 @@ from . import operators  # noqa: F401, says what `torch.ops.frisket` is
 from .autograd import refuse_tangents
 from .op import cast
 from .running import sorted_out
-from .spec import HEAD
+from .spec import HEAD, attention_of
 
 # -- what a graph is written with: traced by Dynamo, so plain Python --------------------------------------------------
 
@@ -119,3 +125,29 @@ def written_tiles(spec: str, like: Tensor, sizes: Any, block: Any, params: dict[
     tensors, numbers, names = sorted_out(list(params.items()), "")
     kinds: Tensor = torch.ops.frisket.tiles(like, tensors, numbers, list(sizes), list(block), spec, names)
     return kinds
+
+
+# -- a node of torch.fx.symbolic_trace ----------------------------------------------------------------
+
+_NAMES = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}
+
+
+def record(att: Any, request: Request, lse: bool) -> Any:
+    """The Proxy of `att(q, k, v, ...)`: its node holds the attention as a text and tables as constants of the graph."""
+    q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
+    if plan is not None:
+        raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
+    options = {
+        "origin": origin, "sizes": sizes, "layout": layout, "return_lse": lse or None, "seed": seed,
+        "sinks": att.options.sinks if sinks is None else sinks, "return_max": top or None,
+    }  # fmt: skip
+    keywords = {n: x for n, x in att.inputs.items() if n not in params}
+    keywords |= {_NAMES.get(n, n): x for n, x in params.items()} | {n: x for n, x in options.items() if x is not None}
+    keywords = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in keywords.items()}
+    tracer = next(x.tracer for x in (q, k, v, *keywords.values()) if isinstance(x, Proxy))
+    return tracer.create_proxy("call_function", attend_by_text, (att.spec, q, k, v), keywords)
+
+
+def attend_by_text(spec: str, q: Any, k: Any, v: Any, /, **options: Any) -> Any:
+    """Call the attention that the text `spec` says; nodes of graphs call this function."""
+    return attention_of(spec, ())(q, k, v, **options)

@@ -258,13 +258,8 @@ def attend(att: Attention, request: Request) -> tuple[Tensor, Tensor, Any]:
 
     q, k, v, params, layout = request.q, request.k, request.v, request.params, request.layout
     stored = next((n for n in params if " of " in n), None)
-    refused = (
-        ("`plan`", request.plan),
-        ("`origin`", request.origin),
-        ("`sizes`", request.sizes),
-        ("a scale or `pages`", stored),
-    )
-    for name, x in refused:
+    refused = {"`plan`": request.plan, "`origin`": request.origin, "`sizes`": request.sizes}
+    for name, x in {**refused, "a scale or `pages`": stored}.items():
         if x is not None:
             raise ParameterError(
                 f"{name} is given with nested tensors\n"

@@ -37,7 +37,7 @@ from frisket.grammar.memo import cached_on, remember
 from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
-from frisket.runtime.backends.registry import automatic, library, quickest, warn_slow
+from frisket.runtime.backends.registry import automatic, library, quickest, target_of, warn_slow
 from frisket.runtime.backends.stages import compiled, record
 from frisket.runtime.calls.arrays import COPIED, NATURAL, TokenPermutation, arrays, transpose_to, uploaded
 from frisket.runtime.calls.empty import nothing
@@ -51,9 +51,8 @@ from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import Call, DeviceWork, refuse_written
 from frisket.runtime.plans.host import Plan
 
-from .autograd import AttendAgain, refuse_tangents, written_out
+from .autograd import AttendAgain, gradients_with_permutation, refuse_tangents, with_permutation, written_out
 from .ready import ChangingTables, EngineReady, Ready, engine_call, readable
-from .take import gradients_with_permutation, with_permutation
 
 Tensor = Any
 NUMBERS = (bool, int, float)
@@ -67,10 +66,13 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     `Ready.saving`."""
     if any(getattr(x, "is_nested", False) for x in request[:3]):  # an array of another framework has no such field
         arrays(*request[:3])  # raises: a nested tensor that is not jagged has no shape to make a key of
-    q, k, v = (written_out(x) for x in cast(request.q, request.k, request.v))
-    request = request._replace(
-        sinks=written_out(request.sinks), params={n: written_out(x) for n, x in request.params.items()}
-    )
+    q, k, v = request.q, request.k, request.v
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = cast(q, k, v)
+    tensors = q, k, v, request.sinks, *request.params.values()
+    if any(isinstance(x, torch.Tensor) and x._is_zerotensor() for x in tensors):  # zeros without memory, of autograd
+        q, k, v, sinks = map(written_out, (q, k, v, request.sinks))
+        request = request._replace(sinks=sinks, params={n: written_out(x) for n, x in request.params.items()})
     settings, plan, params = Settings.read(), request.plan, request.params
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
@@ -78,8 +80,9 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
         refuse_written(plan)
     key, tables = key_of(att, (q, k, v), request, settings)
     ready_calls = att.ready if plan is None else getattr(plan, "ready", att.ready)
-    ready = _remembered(att, key, tables, request, ready_calls)
-    if ready is not None:
+    # an attention, or a plan, without prepared calls remembers none; those of a device share them between steps
+    known = ready_calls or att.by_tables or getattr(plan, "common", None) is not None
+    if known and (ready := _remembered(att, key, tables, request, ready_calls)) is not None:
         kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
         _keep_repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # more such calls may follow
         values = att.learned if plan is None else plan.device_values
@@ -92,9 +95,10 @@ def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     if call.geometry.vacant:
         empty = nothing(call, [x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)])
         return (*empty, None) if saving else empty
-    if not RECORDS[call.backend].has_gradients("torch"):
+    backend = RECORDS[call.backend]
+    if not backend.has_gradients("torch"):
         refuse_gradients(call.backend, (q, k, v, call.sinks, *params.values(), *att.learned.values()))
-    if RECORDS[call.backend].oracle or settings.check:
+    if backend.oracle or settings.check:
         result: tuple[Any, ...] = att.run(call)
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
@@ -331,8 +335,8 @@ def execute(call: Call, att: Any) -> tuple[Any, ...]:
 
 def run(call: Call, ready: Ready, saving: bool = False) -> tuple[Any, ...]:
     sources = {**call.plan.device_values, **call.kv_inputs}
-    values = tuple(sources[n] for _, n in ready.kv_inputs)
-    return ready(*call.arrays.qkv, values, call.seed, call.sinks, call.top, saving)
+    values, arrays = tuple(sources[n] for _, n in ready.kv_inputs), call.arrays
+    return ready(arrays.q, arrays.k, arrays.v, values, call.seed, call.sinks, call.top, saving)
 
 
 def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settings) -> tuple[Any, list[Any]]:
@@ -410,9 +414,7 @@ def _built(call: Call, options: Options, defers: bool = False) -> Ready:
         fall_back(error)
         fallback = _prepared(replace(call, backend=library("torch")), options)
         return replace(fallback, awaits=True) if isinstance(error, LaterError) else fallback
-    copy = object.__new__(Ready)
-    copy.__dict__.update(ready.__dict__, backward=partial(_or_library, ready.backward, options.rows))
-    return copy
+    return replace(ready, backward=partial(_or_library, ready.backward, options.rows))
 
 
 def _or_library(
@@ -433,10 +435,13 @@ def _prepared(call: Call, options: Options) -> Ready:
     """The prepared call of a backend; `kv_inputs` are the Float tables and scalars that were given to a flat plan."""
     inputs, geometry, plan = call.arrays, call.geometry, call.plan
     backend = RECORDS[call.backend]
-    if backend.interpreted:
+    check = backend.executors["torch"].checks_gradients  # raises before a forward whose gradients would be refused
+    if backend.interpreter is not None and backend.interpreted:
         warn_slow(call.backend, geometry)
-    program = compiled(call, options, inputs.q.device)
-    target, work = program.target, program.work
+    target = target_of(call.backend, geometry, inputs.dtype, options, plan, inputs.q.device)
+    if Settings.read().show:
+        compiled(call, options, inputs.q.device)  # prints stages
+    work = plan.work((target.block_q, target.block_k), proofs=backend.guarded)
     named = {n for n, x in plan.device_values.items() if x.is_floating_point()}
     real = torch.float64 if inputs.dtype == "float64" else torch.float32
     operands: list[Any] = [*work.plan.tables, *work.plan.slots]
@@ -447,12 +452,12 @@ def _prepared(call: Call, options: Options) -> Ready:
     source = {s.source: s.name for s in work.plan.slots}
     if RATE in source:
         slots[source[RATE]] = call.rate
-    spans = plan if backend.loads else on_host(work.spans)
+    spans = plan if backend.loads else work.spans if isinstance(work.spans, Spans) else on_host(work.spans)
     return Ready(
         work.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
         tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
         inputs.layout != NATURAL["torch"], real, *_executor(backend, options), backend.stats_kind,
-        _gradient_check(backend, options.deterministic),
+        None if check is None else partial(check, deterministic=options.deterministic),
     )  # fmt: skip
 
 
@@ -471,12 +476,6 @@ def _executor(backend: Backend, options: Options) -> tuple[Callable[..., Any], C
         forward = partial(with_permutation, forward, rows)
         backward = partial(gradients_with_permutation, backward, rows)
     return forward, backward
-
-
-def _gradient_check(backend: Backend, deterministic: bool) -> Callable[..., Any] | None:
-    """The function that raises before a forward whose gradients the backward would refuse; None for most backends."""
-    check = backend.executors["torch"].checks_gradients
-    return None if check is None else partial(check, deterministic=deterministic)
 
 
 def _refused(name: str, *arguments: Any, **more: Any) -> Any:
@@ -514,7 +513,8 @@ def _on_device(work: Work | DeviceWork, device: Any, real: Any) -> Mapping[str, 
 
     if work.inputs is None:
         return readable(work.tables, device, real)
-    tables = work.tables
+    if not (tables := work.inputs.tables):
+        return {}
 
     def tensors() -> dict[str, Tensor]:
         return readable({n: uploaded(t, device) for n, t in tables.items()}, device, real)

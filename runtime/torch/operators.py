@@ -28,13 +28,23 @@ for _schema in (
     LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 
+_needed: list[Callable[[], object]] = []  # imports of the makers of attentions, which `spec` asks
+
+
+def need(load: Callable[[], object]) -> None:
+    """Call `load` before an operator runs: a loaded program may run before any other call of frisket."""
+    _needed.append(load)
+
+
 def _late(name: str, *first: str) -> Callable[..., Any]:
-    """A function of `running` or `func`, imported when one runs: `import frisket` costs little beside torch."""
+    """A function of `running`, imported when one runs: `import frisket` costs little beside torch."""
 
     def run(*arguments: Any, **named: Any) -> Any:
-        from . import func
+        from . import running
 
-        return getattr(func if name == "transformed" else func.running, name)(*first, *arguments, **named)
+        for load in _needed:
+            load()
+        return getattr(running, name)(*first, *arguments, **named)
 
     return run
 

@@ -190,20 +190,16 @@ class Ready:
     def for_step(self, plan: FlatPlan) -> Ready:
         """A prepared call for the plan of another step: other tables of a device, of the same shapes and dtypes."""
         tables = {n: t for n, t in plan.tables().items() if n in self.tables}
-        return self._with(plan, MappingProxyType(readable(tables, plan.device, self.real)), None)
+        there = MappingProxyType(readable(tables, plan.device, self.real))
+        return replace(self, spans=plan, tables=there, template=None)
 
     def for_any_step(self, plan: Any) -> Ready:
         """A prepared call without the values of one step: `for_step` adds them."""
-        return self._with(None, dict.fromkeys(self.tables), plan.with_tables({}))
+        return replace(self, spans=None, tables=dict.fromkeys(self.tables), template=plan.with_tables({}))
 
     def with_plan(self, plan: Any) -> Ready:
         """A prepared call with another plan. Plans hold it with None: a cycle would keep the tables of a step."""
-        return self._with(plan, self.tables, None)
-
-    def _with(self, spans: Any, tables: Mapping[str, Any], template: FlatPlan | None) -> Ready:
-        copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__, spans=spans, tables=tables, template=template)
-        return copy
+        return replace(self, spans=plan, template=None)
 
 
 def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, Tensor]:
@@ -307,7 +303,7 @@ class TablePlanner:
         spans = Spans(run.bounds.copy(), run.count.copy(), self.slices)
         read = {n: torch.from_numpy(x.astype(x.dtype if x.dtype == bool else self.width)) for n, x in tables.items()}
         kernel_arrays = kernel_tables(self.kernel, "torch", {**self.values, **read}, self.longest, None)
-        return self.ready._with(spans, MappingProxyType(kernel_arrays), None)
+        return replace(self.ready, spans=spans, tables=MappingProxyType(kernel_arrays), template=None)
 
 
 def _planner_for(
@@ -462,14 +458,24 @@ def engine_call(call: Call, options: Options) -> proofs.Proof | None:
         if isinstance(proof, str):
             raise BackendError(f"backend {named.name!r} does not run this call: {proof}\n  leave out the backend")
         return proof
-    return None if proofs.asked_for(options) else proofs.choose_engine(facts_of(call, options), explain=False).proof
+    if not proofs.may_win("torch", platform_of(call), call.arrays.dtype, call.geometry, call.backend):
+        return None
+    if proofs.asked_for(options):
+        return None
+    return proofs.choose_engine(facts_of(call, options), explain=False).proof
+
+
+def platform_of(call: Call) -> str:
+    """ "cpu", "cuda" or "rocm": where tensors are."""
+    device = call.arrays.device
+    return "rocm" if device == "cuda" and torch.version.hip else device
 
 
 def facts_of(call: Call, options: Options) -> proofs.EngineCall:
-    plan, device = call.plan, call.arrays.device
+    plan = call.plan
     return proofs.EngineCall(
-        plan.host_program, call.geometry, call.arrays.dtype, "torch",
-        "rocm" if device == "cuda" and torch.version.hip else device, plan.on_device or bool(plan.device_values),
+        plan.host_program, call.geometry, call.arrays.dtype, "torch", platform_of(call),
+        plan.on_device or bool(plan.device_values),
         bool(call.kv_inputs or call.geometry.kv_dtype or plan.host_program.unwritten), bool(call.rate),
         call.sinks is not None, call.top, options.deterministic, call.backend, proofs.allowed(options), plan,
     )  # fmt: skip

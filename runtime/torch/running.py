@@ -3,6 +3,10 @@
 `names` says, in order, what `values` (tensors) and `numbers` are; the names of scales and pages are no identifiers.
 Before them it says "max" where the largest scores are asked for, then ":" where a graph may ask for gradients, and the
 names of the values that want one, with ":" between.
+
+Inside torch.func (grad, vjp and their like, and vmap) an axis that vmap adds is no batch axis: `b` of a mask keeps its
+meaning. Where nothing reads `b`, the entries of the mapped axis are run as one batch all the same, otherwise one after
+another.
 """
 
 from __future__ import annotations
@@ -12,7 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
+from torch._functorch.autograd_function import generate_single_level_function
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+from torch.utils._pytree import tree_map_only
 
+from frisket.dsl.ir import uses
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
 from frisket.runtime.backends.base import RECORDS
@@ -20,13 +31,10 @@ from frisket.runtime.calls.arrays import check_devices, refuse_gradients
 from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.settings import Settings
 
-from .autograd import gradients, gradients_again, mapped, no_second
+from .autograd import each, gradients, gradients_again, mapped, no_forward_mode, no_second
 from .op import attend as attend_op
 from .op import earlier_call, kept_ready
 from .spec import attention_of
-
-__all__ = ["no_second"]
-
 
 BARE = "", ":"  # the names of a call of q, k and v alone
 
@@ -141,11 +149,10 @@ def attend_backward(
         ready = kept_ready(att, request, defers=True).taking(sinks, request.top)  # as in the forward
         inputs = [request.params[n] for _, n in ready.kv_inputs]
         saved = (q, k, v, sinks, out, lse, softmax_stats, *inputs)
-        learned = {n for _, n in ready.kv_inputs}
         needed_by_name = dict(zip(learnable(values, names), needed[4:], strict=True))
         flags = (*needed[:4], *(needed_by_name[n] for _, n in ready.kv_inputs))
         results = gradients(ready, request.seed, saved, dout, dlse, flags)
-        by_name = {n: g for (_, n), g in zip(ready.kv_inputs, results[4:], strict=True) if n in learned}
+        by_name = {n: g for (_, n), g in zip(ready.kv_inputs, results[4:], strict=True)}
     grads = [g for g, need in zip(results[:4], needed[:4], strict=True) if need]
     named = dict(zip(learnable(values, names), floats(values), strict=True))
     for name, need in needed_by_name.items():
@@ -279,3 +286,155 @@ def learnable(values: Sequence[Tensor], names: str) -> list[str]:
     """The names of the Float tensors among the values."""
     tensors = [n for kind, n in names_of(names)[1] if kind == "tensor"]
     return [n for n, x in zip(tensors, values, strict=True) if x.is_floating_point()]
+
+
+# -- inside torch.func --------------------------------------------------------------------------------
+
+
+class FuncAttend(torch.autograd.Function):
+    """(out, lse, top, softmax_stats) of ((numbers, spec, names), q, k, v, sinks, *values)."""
+
+    @staticmethod
+    def forward(static: Any, q: Any, k: Any, v: Any, sinks: Any, *values: Any) -> Any:
+        numbers, spec, names = static
+        return torch.ops.frisket.attend(q, k, v, sinks, list(values), numbers, spec, names)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.static, *arrays = inputs
+        out, lse, top, softmax_stats = output
+        ctx.save_for_backward(*arrays, out, lse, softmax_stats)
+        ctx.mark_non_differentiable(top, softmax_stats)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        no_forward_mode()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
+        *arrays, out, lse, softmax_stats = ctx.saved_tensors
+        refuse_stored(arrays[0], arrays[1], ctx.static[2])
+        floating = [x is not None and x.is_floating_point() for x in arrays]
+        needed = [n and f for n, f in zip(ctx.needs_input_grad[1:], floating, strict=True)]
+        grads = iter(FuncBackward.forward(ctx.static, tuple(needed), dout, dlse, out, lse, softmax_stats, *arrays))
+        return None, *(next(grads) if need else None for need in needed)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, *args: Any) -> Any:
+        static, q, k, v, sinks, *values = args
+        if _separate_calls(static, dims[4:], values):
+            return each(FuncAttend.forward, info.batch_size, dims, args), (0,) * 4
+        n = info.batch_size
+        arrays = (_joined(x, d, n) for x, d in zip((q, k, v), dims[1:4]))
+        out, lse, top, softmax_stats = FuncAttend.forward(static, *arrays, sinks, *values)
+        has_top = top.ndim > 1
+        results = _split(out, n), _split(lse, n), _split(top, n) if has_top else top, _split(softmax_stats, n)
+        return results, (0, 0, 0 if has_top else None, 0)
+
+
+class FuncBackward(torch.autograd.Function):
+    """The gradients that are needed."""
+
+    @staticmethod
+    def forward(
+        static: Any, needed: Any, dout: Any, dlse: Any, out: Any, lse: Any, softmax_stats: Any, *arrays: Any
+    ) -> Any:
+        q, k, v, sinks, *values = arrays
+        flags = [*needed[:4], *(n for n, x in zip(needed[4:], values, strict=True) if x.is_floating_point())]
+        inputs = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, softmax_stats), static, flags)
+        return tuple(torch.ops.frisket.attend_backward(*inputs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    jvp = FuncAttend.jvp
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return no_second(ctx, *cotangents)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, *args: Any) -> Any:
+        static, needed, *arrays = args
+        # every entry has a gradient of sinks and values
+        if any(needed[3:]) or _separate_calls(static, dims[10:], arrays[9:]):
+            grads = each(FuncBackward.forward, info.batch_size, dims, args)
+            return grads, (0,) * len(grads)
+        n = info.batch_size
+        joined = (_joined(x, d, n) for x, d in zip(arrays[:8], dims[2:10]))
+        grads = FuncBackward.forward(static, needed, *joined, *arrays[8:])
+        return tuple(_split(x, n) for x in grads), (0,) * len(grads)
+
+
+def transformed(name: str, *inputs: Any) -> Any:
+    """An operator inside of torch.func's transforms. `functionalize` has nothing to replace: operators write to no
+    argument."""
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    if interpreter.key() != TransformType.Functionalize:
+        return globals()[f"_transformed_{name}"](*inputs)
+    api: Any = FunctorchFunctionalizeAPI(interpreter)
+    inputs = api.unwrap_tensors(inputs)
+    with api.redispatch_to_next():
+        results = getattr(torch.ops.frisket, name)(*inputs)
+    return api.wrap_tensors(results)
+
+
+def _in_one_level(kind: Any, *operands: Any) -> Any:
+    """`kind.apply` for the innermost transform. The next one gets the operator that `kind.forward` calls: functionalize
+    has no rule for functions."""
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    if interpreter.key() == TransformType.Vmap:
+        return kind.apply(*operands)
+    level = interpreter.level()
+
+    def forward(*operands: Any) -> Any:
+        alive = torch._C._functorch.unwrap_if_dead  # what vjp saved outlives its level
+        plain = tree_map_only(torch.Tensor, lambda x: _unwrap_for_grad(alive(x), level), operands)
+        with torch.enable_grad(), interpreter.lower():
+            results = kind.forward(*plain)
+        return tuple(_wrap_for_grad(x, level) for x in results)
+
+    function: Any = generate_single_level_function(interpreter, kind)
+    function.forward = staticmethod(forward)
+    with enable_single_level_autograd_function():
+        return function.apply(*operands)
+
+
+def _transformed_attend(q: Any, k: Any, v: Any, sinks: Any, values: Any, *static: Any) -> Any:
+    """`frisket::attend` inside of torch.func's transforms, whose rules are those of `FuncAttend`."""
+    return _in_one_level(FuncAttend, static, q, k, v, sinks, *values)
+
+
+def _transformed_attend_alone(*inputs: Any) -> Any:
+    return _transformed_attend(*inputs)[0]
+
+
+def _transformed_attend_backward(*inputs: Any) -> Any:
+    """`frisket::attend_backward` inside of transforms. It names needed gradients of Floats, `FuncBackward` of all."""
+    dout, dlse, *arrays, values, out, lse, softmax_stats, numbers, spec, names, needed = inputs
+    flags = iter(needed[4:])
+    needed = (*needed[:4], *(x.is_floating_point() and next(flags) for x in values))
+    arrays = [dout, dlse, out, lse, softmax_stats, *arrays]  # q, k, v and sinks are last
+    return list(_in_one_level(FuncBackward, (numbers, spec, names), needed, *arrays, *values))
+
+
+def _separate_calls(static: Any, dims: Any, values: Any) -> bool:
+    """Whether entries of a mapped axis are different calls: with sinks or values of their own (by `dims`), with
+    positions or sizes of a batch, random draws, keys that are stored, or masks and score mods that know b."""
+    numbers, spec, names = static
+    if any(isinstance(d, int) for d in dims) or any(" " in name for _, name in names_of(names)[1]):
+        return True
+    att, _ = call_of(values, numbers, spec, names)
+    return any(uses(e) & {"b", "B"} for e in att.program.exprs if e is not None)
+
+
+def _joined(x: Any, dim: Any, n: int) -> Any:
+    """The mapped axis and the batch as one."""
+    if x is None:
+        return None
+    return (x.movedim(dim, 0) if isinstance(dim, int) else x.expand(n, *x.shape)).flatten(0, 1)
+
+
+def _split(x: Any, n: int) -> Any:
+    return x.unflatten(0, (n, -1))

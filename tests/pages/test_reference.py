@@ -14,9 +14,9 @@ MODULES = (
 API = Path(__file__).parents[2] / "docs" / "api"
 INTERNAL = {  # methods for other modules of frisket: the pages of the reference leave them out
     "frisket.Attention": "call check_if_asked check_planned jagged jagged_names run",
-    "frisket.FlatPlan": "again stored_as",
+    "frisket.FlatPlan": "stored_as with_tables",
     "frisket.Layout": "scope",
-    "frisket.Plan": "again stored_as",
+    "frisket.Plan": "stored_as with_tables",
     "frisket.flex.BlockMask": "of",
 }
 

@@ -14,7 +14,7 @@ import frisket as fk
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.program import parse_expression
-from frisket.runtime.cli.input import saved
+from frisket.runtime.cli.show import array_of_file
 from frisket.runtime.explore.answer import answer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ def test_a_table_is_no_program(tmp_path):
 
     np.save(tmp_path / "t.npy", np.array([Evil()], dtype=object), allow_pickle=True)
     with pytest.raises(FrisketError, match="allow_pickle=False"):
-        saved("t=@t.npy", str(tmp_path / "t.npy"))
+        array_of_file("t=@t.npy", str(tmp_path / "t.npy"))
     assert not (tmp_path / "ran").exists()
 
 

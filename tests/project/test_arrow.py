@@ -14,12 +14,12 @@ LAYERS = ["grammar", "dsl", "lowering", "runtime"]
 FILES = [file for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"))]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
 # of runtime, imported by functions alone: classes, operators and primitives of a framework
-IN_TORCH = "autograd dtensor engine func fx graph op operators ready running take values".split()
+IN_TORCH = "autograd dtensor graph op operators ready running".split()
 OF_TORCH = {
     "runtime.backends.cpp.decode",
     *(f"runtime.torch.{name}" for name in IN_TORCH),
 }
-IN_JAX = "op primitives symbolic take task".split()
+IN_JAX = "call op primitives symbolic".split()
 OF_JAX = {f"runtime.jax.{name}" for name in IN_JAX}
 # packages behind doors of their own (`frisket.caches`, ...), whose modules may each be about one framework
 DOORS = ("caches", "integrations", "modeling", "operations", "parallel", "sharding")
@@ -28,7 +28,7 @@ FLEX = {ROOT / "runtime" / "facade" / "flex.py", *(ROOT / "runtime" / "flex").gl
 OPTIONAL = {*FRAMEWORKS, "matplotlib", "flax", "transformers", "qwix"}
 # imported inside functions, by a module of `frisket show`, which starts without them
 LATER = {
-    "frisket.runtime.cli.input": {"frisket.runtime.attention.entry"},
+    "frisket.runtime.cli.show": {"frisket.runtime.attention.entry"},
     "frisket.runtime.masks.layout": {"frisket.runtime.draw", "frisket.runtime.export"},
     "frisket.runtime.masks.mask": {"frisket.dsl.from_python.trace"},
     "frisket.dsl.ir": {"frisket.dsl.show"},  # ir and show are the one cycle

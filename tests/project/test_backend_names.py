@@ -16,9 +16,9 @@ NAMES = frozenset(RECORDS)  # the tiers, `library` and `native`, are words of mu
 ROOT = Path(__file__).parents[2]
 OTHERS = {  # where a text that is a backend's name means something else -> the beginning of the line
     "packages by their names": ("PACKAGES = {", 'for name in ("numpy", "torch", ', 'versions = ", ".join('),
-    "titles of columns": ('HEAD = ("arrays", "backend", ',),
+    "titles of columns": ('CHECK_HEAD = ("arrays", "backend", ',),
     "torch's namespace of operators": ('return name if library == "aten"',),
-    "transformers' names of attention": ("if self._supports_sdpa and all(", 'found.append((x, "sdpa" if "sdpa" in x'),
+    "transformers' names of attention": ("if self._supports_sdpa and all(", 'tables.append((x, "sdpa" if "sdpa" in x'),
     "peers that are measured": ('FAMILIES = ("sdpa", "flex", "flash", ',),
 }
 

@@ -14,7 +14,6 @@ FAMILIES = {
     ("lowering/simplify", "rules"),
     ("runtime/caches", "jax"),
     ("runtime/caches", "torch"),
-    ("runtime/integrations", "flax"),
     ("runtime/integrations", "transformers"),
     ("runtime/integrations", "vllm"),
     ("runtime/machine", "cpp"),

@@ -10,7 +10,7 @@ import torch.nn.attention.flex_attention as theirs
 from packaging.version import Version
 
 import frisket.flex as ours
-from frisket.runtime.flex.tile_tensors import TENSORS
+from frisket.runtime.flex.tensor_mask import TENSORS
 
 S = 24
 DOC = torch.tensor([0] * 7 + [1] * 5 + [2] * 12)

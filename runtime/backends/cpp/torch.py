@@ -57,7 +57,7 @@ def forward(
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real) if top else None
     known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=kernel_call.real) if softmax_stats else None
-    sinks = _real(sinks, kernel_call.real)
+    sinks = None if sinks is None else _real(sinks, kernel_call.real)
     words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, pages]
     kernel_call.call(
         "frisket_forward", slots, tables,

@@ -13,9 +13,8 @@ takes the same engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from frisket.lowering.engines.flags import Flags, flags_of
@@ -46,14 +45,18 @@ class EngineCall:
     engines: bool | tuple[str, ...] = True  # which of them are offered the call: True, or names
     plan: Any = None  # of the host, for engines that take plans
 
-    @cached_property
+    @property
     def capability(self) -> tuple[int, int]:
         """The compute capability of this machine's GPU; (0, 0) without one."""
-        if self.platform != "cuda":
-            return 0, 0
-        import torch
+        return capability_of(self.platform)
 
-        return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+def capability_of(platform: str) -> tuple[int, int]:
+    if platform != "cuda":
+        return 0, 0
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +88,12 @@ class EngineChoice:
     def __str__(self) -> str:
         ran = [] if self.proof is None else [str(self.proof)]
         return "\n".join([*ran, *(f"{name}: {why}" for name, why in self.why.items())])
+
+
+def may_win(framework: str, platform: str, dtype: str, g: Geometry, generated: str) -> bool:
+    """Whether a cost row says that an engine wins on such arrays. Without one no engine is asked what it computes."""
+    rows = [row for row in COSTS if row.pays(platform, dtype, g, generated)]
+    return bool(rows) and not {row.engine for row in rows}.isdisjoint(e.name for e in engines_of(framework, platform))
 
 
 def choose_engine(call: EngineCall, explain: bool = True) -> EngineChoice:
@@ -181,46 +190,67 @@ def engines_for(
 CHECKED: dict[str, tuple[str, ...]] = {"sdpa": ("cpu",)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CostRow:
-    """One row: `pays(call)` says whether the engine wins, and `source` where that is known from."""
+    """Calls for which an engine is faster than generated kernels. `where` says in words where it is not, and `source`
+    where both are known from."""
 
     engine: str
     platform: str
     dtypes: tuple[str, ...]
-    pays: Callable[[Any], bool]
-    where: str  # in words: where generated kernels win
-    source: str
+    capability: tuple[int, int] = (0, 0)  # of the GPU, at least
+    head_dims: tuple[int, ...] = ()  # of queries and values alike; (): any
+    queries: tuple[int, float] = (0, math.inf)  # their number, at least and at most
+    generated: str = ""  # the backend that runs the call otherwise; "": any
+    where: str = ""
+    source: str = ""
+
+    def covers(self, platform: str, dtype: str) -> bool:
+        """Whether the row is about such arrays."""
+        return platform == self.platform and dtype in self.dtypes
+
+    def pays(self, platform: str, dtype: str, g: Geometry, generated: str) -> bool:
+        """Whether the engine wins."""
+        return (
+            self.covers(platform, dtype)
+            and self.queries[0] <= g.q_len <= self.queries[1]
+            and (not self.head_dims or (g.head_dim == g.v_dim and g.head_dim in self.head_dims))
+            and self.generated in ("", generated)
+            and (self.capability == (0, 0) or capability_of(platform) >= self.capability)  # torch is asked last
+        )
 
 
-def turn(engine: str, call: Any) -> int:
+def _rows(engine: str, call: EngineCall) -> list[tuple[int, CostRow, bool]]:
+    """(place, row, whether it says that the engine wins) of the rows about an engine and the arrays of a call."""
+    about = call.platform, call.dtype
+    return [
+        (i, row, row.pays(*about, call.geometry, call.generated))
+        for i, row in enumerate(COSTS)
+        if row.engine == engine and row.covers(*about)
+    ]
+
+
+def turn(engine: str, call: EngineCall) -> int:
     """The place of an engine among those of a call: that of its first row that says it wins."""
-    return next((i for i, row in enumerate(COSTS) if _holds(row, engine, call) and row.pays(call)), len(COSTS))
+    return next((i for i, _, pays in _rows(engine, call) if pays), len(COSTS))
 
 
-def lost(engine: str, call: Any) -> str:
+def lost(engine: str, call: EngineCall) -> str:
     """A reason why a call does not take an engine by itself, whatever its mask; empty where it does."""
-    if call.engines is not True and engine not in call.engines:
+    if isinstance(call.engines, tuple) and engine not in call.engines:
         return f"engines={', '.join(call.engines)!r} leaves it out"
     if call.engines is True and call.platform not in CHECKED.get(engine, ()):
         return f"not all of it was compared with float64 on {call.platform}: engines={engine!r} takes it"
-    rows = [row for row in COSTS if _holds(row, engine, call)]
-    if any(row.pays(call) for row in rows):
+    rows = _rows(engine, call)
+    if any(pays for *_, pays in rows):
         return ""
-    return (
-        f"generated kernels are faster here: {rows[0].where}" if rows else "no measurement says that it is faster here"
-    )
-
-
-def _holds(row: CostRow, engine: str, call: Any) -> bool:
-    return (row.engine, row.platform) == (engine, call.platform) and call.dtype in row.dtypes
-
-
-def _heads(call: Any) -> bool:
-    return call.geometry.head_dim == call.geometry.v_dim and call.geometry.head_dim in (64, 128)
+    if not rows:
+        return "no measurement says that it is faster here"
+    return f"generated kernels are faster here: {rows[0][1].where}"
 
 
 HALVES = ("float16", "bfloat16")
+HEAD_DIMS = (64, 128)
 FLEX = (
     "PyTorch's post FlexAttention + FlashAttention-4: 1.6 to 3.2 times flex_attention's Triton kernels forward and "
     "1.85 to 2.3 times backward on a GB200; on Hopper and Blackwell 1.2 times or more where arithmetic takes the time. "
@@ -230,24 +260,24 @@ CUDNN = "with fewer than 1,024 queries, head dims other than 64 and 128, and on 
 FLASH = "with fewer than 2,048 queries, and head dims other than 64 and 128"
 COSTS = (
     CostRow(
-        "flash", "cuda", HALVES,
-        lambda call: call.capability >= (10, 0) and _heads(call) and call.geometry.q_len >= 2048, FLASH,
-        f"FlashAttention 4's paper: up to 1.3 times cuDNN 9.13 and 2.7 times Triton on a B200; {FLEX}",
+        engine="flash", platform="cuda", dtypes=HALVES, capability=(10, 0), head_dims=HEAD_DIMS,
+        queries=(2048, math.inf), where=FLASH,
+        source=f"FlashAttention 4's paper: up to 1.3 times cuDNN 9.13 and 2.7 times Triton on a B200; {FLEX}",
     ),
     CostRow(
-        "cudnn", "cuda", HALVES,
-        lambda call: call.capability >= (9, 0) and _heads(call) and call.geometry.q_len >= 1024, CUDNN,
-        "benchmarks/results/gpu.json, an H100, 2,048 to 32,768 tokens: causal forward 0.92 to 1.04 of the time of "
-        "generated kernels, backward 0.84 to 0.99, whose sums have no order",
+        engine="cudnn", platform="cuda", dtypes=HALVES, capability=(9, 0), head_dims=HEAD_DIMS,
+        queries=(1024, math.inf), where=CUDNN,
+        source="benchmarks/results/gpu.json, an H100, 2,048 to 32,768 tokens: causal forward 0.92 to 1.04 of the time "
+        "of generated kernels, backward 0.84 to 0.99, whose sums have no order",
     ),
     CostRow(
-        "flash", "cuda", HALVES,
-        lambda call: call.capability >= (9, 0) and _heads(call) and call.geometry.q_len >= 2048, FLASH, FLEX,
+        engine="flash", platform="cuda", dtypes=HALVES, capability=(9, 0), head_dims=HEAD_DIMS,
+        queries=(2048, math.inf), where=FLASH, source=FLEX,
     ),
     CostRow(
-        "sdpa", "cpu", ("float32", *HALVES), lambda call: call.generated == "aten" and call.geometry.q_len <= 256,
-        "with a C++ compiler, and past 256 queries without one",
-        "benchmarks/results/engines.json, Intel Xeon with AMX, one thread, head dim 64: library calls take 3.8 to 11 "
-        "times as long up to 256 tokens, 0.95 to 1.4 times at 1,024; C++ kernels 0.2 to 0.55 times",
+        engine="sdpa", platform="cpu", dtypes=("float32", *HALVES), queries=(0, 256), generated="aten",
+        where="with a C++ compiler, and past 256 queries without one",
+        source="benchmarks/results/engines.json, Intel Xeon with AMX, one thread, head dim 64: library calls take 3.8 "
+        "to 11 times as long up to 256 tokens, 0.95 to 1.4 times at 1,024; C++ kernels 0.2 to 0.55 times",
     ),
 )  # fmt: skip

@@ -21,9 +21,7 @@ from frisket.runtime.machine.extras import extras
 with extras():
     from frisket.runtime.caches.jax_plain import KVCache
 
-from frisket.runtime.caches.jax_paged import PagedKVCache
-from frisket.runtime.caches.jax_plain import quantized
-from frisket.runtime.caches.jax_ring import RingKVCache
-from frisket.runtime.caches.jax_sharded import ShardedKVCache
+from frisket.runtime.caches.jax_paged_ring import PagedKVCache, RingKVCache
+from frisket.runtime.caches.jax_plain import ShardedKVCache, quantized
 
 __all__ = ["KVCache", "PagedKVCache", "RingKVCache", "ShardedKVCache", "quantized"]

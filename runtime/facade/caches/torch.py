@@ -17,8 +17,7 @@ from frisket.runtime.machine.extras import extras
 with extras():
     from frisket.runtime.caches.torch_plain import KVCache
 
-from frisket.runtime.caches.torch_paged import PagedKVCache
+from frisket.runtime.caches.torch_paged_ring import PagedKVCache, RingKVCache
 from frisket.runtime.caches.torch_plain import quantized
-from frisket.runtime.caches.torch_ring import RingKVCache
 
 __all__ = ["KVCache", "PagedKVCache", "RingKVCache", "quantized"]

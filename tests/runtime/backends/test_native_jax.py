@@ -196,14 +196,14 @@ def test_copies_of_read_only_tables_are_cached():
     check(case, forward(**given))
     doc[:] = doc[::-1].copy()
     check(case, forward(**given | {"spans": cases.spans(case)}))
-    assert not any(key == id(doc) for key, _ in memo._beside._entries)
+    assert not any(key == id(doc) for key, _ in memo._on_objects._entries)
     doc.flags.writeable = False
     for _ in range(2):
         check(case, forward(**given | {"spans": cases.spans(case)}))
-        assert sum(key == id(doc) for key, _ in memo._beside._entries) == 1
+        assert sum(key == id(doc) for key, _ in memo._on_objects._entries) == 1
     was = id(doc)
     del doc, case, given
-    assert not any(key == was for key, _ in memo._beside._entries)
+    assert not any(key == was for key, _ in memo._on_objects._entries)
 
 
 # -- backward ---------------------------------------------------------------------------------------

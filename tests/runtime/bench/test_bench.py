@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime.bench import contestants, layouts, race, schema
+from frisket.runtime.bench import contestants, race, schema
 from frisket.runtime.bench.race import Contest, Contestant, NoWordsError, Sizes, lines, standard
 from frisket.runtime.cli import bench as cli_bench
 from frisket.runtime.cli.bench import add_bench
@@ -216,7 +216,7 @@ def test_splash_attention_interpreted():
 @pytest.mark.parametrize("text", ["causal & window(200)", "natten2d(16, 32, 5, 5)"])
 def test_block_mask_builders_agree_before_timing(text):
     contest = Contest(text, fk.mask(text), None, replace(SIZES, q_len=512, kv_len=512, heads=1))
-    found = finished(contest, layouts.stage())
+    found = finished(contest, contestants.layout_stage())
     assert set(found.times) | set(found.out) == {"frisket", "create_block_mask", "splash process_mask"}
     assert not [why for why in found.out.values() if not why.endswith("is not installed")]
 
@@ -228,20 +228,20 @@ def test_a_layout_that_misses_a_tile():
         return lambda: tiles
 
     contest = replace(CAUSAL, sizes=replace(SIZES, q_len=256, kv_len=256, heads=1))
-    found = finished(contest, off(layouts.stage(), "create_block_mask", change))
+    found = finished(contest, off(contestants.layout_stage(), "create_block_mask", change))
     assert found.out["create_block_mask"] == "wrong, not timed: 1 apart from the interpreter"
 
 
 def test_a_score_mod_has_no_layout():
     contest = Contest("", None, fk.score("softcap(5)"), replace(SIZES, q_len=256, kv_len=256))
-    found = finished(contest, layouts.stage(), rounds=1)
+    found = finished(contest, contestants.layout_stage(), rounds=1)
     assert not found.times
     assert found.out["frisket"] == "a score mod hides nothing: there are no tiles to tell apart"
 
 
 def test_peers_are_not_asked_for_what_takes_minutes():
     contest = replace(CAUSAL, sizes=replace(SIZES, q_len=1 << 20, kv_len=1 << 20, heads=1))
-    found = finished(contest, layouts.stage(), rounds=1)
+    found = finished(contest, contestants.layout_stage(), rounds=1)
     assert set(found.times) == {"frisket"}
     assert all("is not asked for more than" in why or "not installed" in why for why in found.out.values())
 

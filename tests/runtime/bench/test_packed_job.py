@@ -9,7 +9,8 @@ from frisket.dsl.errors import BackendError, ShapeError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, function, k, q, score
 from frisket.lowering import dense
-from frisket.runtime.bench import packed
+from frisket.runtime.bench import race
+from frisket.runtime.cli import run as packed
 from frisket.runtime.machine.extras import pip_install
 
 MASK = (q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))) & (q - k < 9)
@@ -76,11 +77,11 @@ def test_dense_peers_of_the_packed_job_agree(framework):
     tables = {"doc": np.repeat([0, 1], 20).astype(np.int32)}
     seen = packed.visible(MASK, {}, tables, 2, 40, by_head=False)
     for mod in (SCORE, None):
-        bench = packed.prepare(framework, packed.Job(arrays, MASK, mod, {}, tables), seen, lambda *a: None)
+        bench = packed.prepare_bench(framework, packed.Job(arrays, MASK, mod, {}, tables), seen, lambda *a: None)
         want, _ = dense.attention(*arrays, MASK, mod, scale=8**-0.5, params={}, tables=tables)
         np.testing.assert_allclose(bench.numpy(bench.dense.run()), want, atol=2e-6)
         assert (bench.builtin is None) == (mod is None)
-    bench = packed.prepare(framework, packed.Job(arrays, MASK, SCORE, {}, tables), seen, lambda *a: None)
+    bench = packed.prepare_bench(framework, packed.Job(arrays, MASK, SCORE, {}, tables), seen, lambda *a: None)
     plain, _ = dense.attention(*arrays, MASK, None, scale=8**-0.5, params={}, tables=tables)
     np.testing.assert_allclose(bench.numpy(bench.builtin.run()), plain, atol=2e-6)
 
@@ -94,10 +95,10 @@ def test_interleaved_runs_take_turns():
 
 
 def test_a_framework_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(packed, "installed", list)
+    monkeypatch.setattr(race, "installed", list)
     with pytest.raises(BackendError, match="neither torch nor JAX is installed: pip install"):
-        packed.choose(None)
+        race.choose(None)
     with pytest.raises(BackendError, match="^" + re.escape(f"jax is not installed: {pip_install('jax')}") + "$"):
-        packed.choose("jax")
-    monkeypatch.setattr(packed, "installed", lambda: ["jax"])
-    assert packed.choose(None) == "jax"
+        race.choose("jax")
+    monkeypatch.setattr(race, "installed", lambda: ["jax"])
+    assert race.choose(None) == "jax"

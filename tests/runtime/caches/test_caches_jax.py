@@ -11,9 +11,9 @@ import pytest
 import frisket as fk
 from frisket.caches import PagePool
 from frisket.caches.jax import KVCache, PagedKVCache, RingKVCache, quantized
-from frisket.runtime.caches.checks import seated
-from frisket.runtime.caches.masks import APPENDED, PADDED, SHARD, placed, ring
-from frisket.runtime.modeling.kv_cache import concatenate_to_cache, init_cache
+from frisket.runtime.caches.pool import seated
+from frisket.runtime.caches.positions import APPENDED, PADDED, SHARD, placed, ring
+from frisket.runtime.modeling.layers import concatenate_to_cache, init_cache
 from runtime.caches import llama_jax
 
 B, T, H, G, D, V = 2, 40, 4, 2, 16, 24

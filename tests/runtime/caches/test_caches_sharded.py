@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 import frisket as fk
 import test_caches_jax as cases
 from frisket.caches.jax import ShardedKVCache
-from frisket.runtime.modeling.kv_cache import init_cache
+from frisket.runtime.modeling.layers import init_cache
 from runtime.caches import llama_jax
 def auto(names, *shape):
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:np.prod(shape)])

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
-from frisket.runtime.caches.checks import seated
-from frisket.runtime.caches.pool import PagePool
+from frisket.runtime.caches.pool import PagePool, seated
 
 
 class Stored:

@@ -518,15 +518,15 @@ def test_run_measures_errors_by_the_formula(run, tmp_path, monkeypatch):
     """Whoever is raced against may be more exact than dense attention in that dtype, or wrong: no measure."""
     from dataclasses import replace
 
-    from frisket.runtime.bench import packed
+    from frisket.runtime.cli import run as job
 
-    prepare = packed.prepare
+    prepare = job.prepare_bench
 
-    def wrong(*job):
-        made = prepare(*job)
+    def wrong(*arguments):
+        made = prepare(*arguments)
         return replace(made, dense=replace(made.dense, run=lambda: float("nan")))
 
-    monkeypatch.setattr(packed, "prepare", wrong)
+    monkeypatch.setattr(job, "prepare_bench", wrong)
     (tmp_path / "a.md").write_text("some text " * 10)
     argv = ["run", "causal", "--tokens", "a.md", "--repeats", "1", "--heads", "2", "--framework", "torch", "--json"]
     status, out, _ = run(*argv)

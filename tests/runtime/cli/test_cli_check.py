@@ -7,7 +7,7 @@ import pytest
 
 from frisket.dsl.errors import LoweringError, MismatchError
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.cli import check as cli_check
+from frisket.runtime.cli import kernels as cli_kernels
 from frisket.runtime.cli.main import arguments, main
 
 
@@ -21,7 +21,7 @@ def run(capsys):
 
 
 def chosen(*argv):
-    return list(cli_check.cases(arguments(["check", *argv])))
+    return list(cli_kernels.cases(arguments(["check", *argv])))
 
 
 def test_check_of_a_running_backend_agrees(run):
@@ -58,7 +58,7 @@ def test_check_all_takes_each_combination():
 
 def test_check_cases_can_be_named_and_repeated():
     for case in chosen("causal", "--all"):
-        assert cli_check.named(str(case)) == case
+        assert cli_kernels.case_of(str(case)) == case
 
 
 @pytest.mark.parametrize("hidden", ["rows-hidden", "rows-as-is"])

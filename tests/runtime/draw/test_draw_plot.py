@@ -17,8 +17,7 @@ from support.lowering import brute
 import frisket as fk
 from frisket.dsl.errors import BackendError, ParameterError
 from frisket.runtime.cli.main import main
-from frisket.runtime.draw.pixels import DARK, LIGHT, of_tiles, panels, png, rgb
-from frisket.runtime.draw.plot import PANELS
+from frisket.runtime.draw.pixels import DARK, LIGHT, PANELS, of_tiles, panels, png, rgb
 from frisket.runtime.machine.extras import pip_install
 
 WINDOW = fk.mask("causal & window(w)", w=256)

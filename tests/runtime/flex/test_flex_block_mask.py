@@ -13,8 +13,7 @@ from support.torch import masks as torch_masks
 import frisket as fk
 import frisket.flex as ours
 from frisket.runtime.flex.score_mod import FlexPair
-from frisket.runtime.flex.tensor_mask import TensorMask
-from frisket.runtime.flex.tile_tensors import LISTS
+from frisket.runtime.flex.tensor_mask import LISTS, TensorMask
 
 
 def by_batch_and_head(b, h, q, k):

@@ -10,7 +10,7 @@ import torch.nn.attention.flex_attention as theirs  # noqa: E402
 
 import frisket as fk  # noqa: E402
 import frisket.flex as ours  # noqa: E402
-from frisket.runtime.flex.tile_tensors import LISTS  # noqa: E402
+from frisket.runtime.flex.tensor_mask import LISTS  # noqa: E402
 
 S, BLOCK = 60, 16
 NAMES = list(LISTS)

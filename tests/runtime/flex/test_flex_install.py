@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 import frisket as fk
 import frisket.flex as ours
-import frisket.runtime.flex.install as written
+import frisket.runtime.flex.attention as written
 from frisket.runtime.bench.contestants import torchs
 from frisket.runtime.bench.race import NoWordsError
 

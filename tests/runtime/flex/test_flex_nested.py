@@ -8,7 +8,7 @@ import torch.nn.attention.flex_attention as theirs
 
 import frisket as fk
 import frisket.flex as ours
-from frisket.runtime.flex.tile_tensors import LISTS
+from frisket.runtime.flex.tensor_mask import LISTS
 
 OFFSETS = torch.tensor([3, 0, 5, 1])
 MASKS = [

@@ -9,7 +9,7 @@ from support.flex_masks import PACKED, torchs
 
 import frisket as fk
 import frisket.flex as ours
-from frisket.runtime.flex.tile_tensors import LISTS
+from frisket.runtime.flex.tensor_mask import LISTS
 
 B, H, S = 2, 4, 24
 G = torch.Generator().manual_seed(0)

@@ -16,7 +16,6 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from frisket.dsl.errors import ParameterError
 from frisket.integrations import transformers as plugin
-from frisket.integrations import transformers_paged
 from frisket.runtime.machine.cpp_build import reason
 
 NEW = 12
@@ -96,7 +95,7 @@ def test_transformers_config_sets_mask_and_score_in_batches(name):
 def test_transformers_serving_steps_do_not_recompile(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "cpp")
     _, ours = hf_models.pair("mistral")
-    asked, calls, plain = prompts()[:3], [], transformers_paged.paged
+    asked, calls, plain = prompts()[:3], [], plugin.paged
     with built() as kernels:
         served(ours, asked, new=3)  # chunks of prompts and steps
     assert kernels
@@ -123,7 +122,7 @@ def test_on_a_gpu_they_look_at_no_value():
 
 def test_places_of_padded_rows_and_of_dropped_keys():
     """Three requests of 2, 1 and 3 new tokens, two rows of padding; the last has dropped the keys before its fifth."""
-    found = transformers_paged.where(
+    found = plugin.where(
         torch.tensor([0, 2, 3, 6, 6]), torch.tensor([0, 4, 5, 12, 12]), 8, torch.tensor([2, 3, 0, 9, 10, 11, 0, 0])
     )
     assert found["request_low"].tolist() == [0, 0, 4, 5, 5, 5, 12, 12]
@@ -149,16 +148,16 @@ def test_masks_that_have_no_place_among_requests():
         ours.config.frisket_params = {"ahead": 0, "back": 4} | value
         with pytest.raises(ParameterError, match=why):
             first(ours)
-    behind = transformers_paged.SymbolicMask("q >= k", 1, 4, 4)  # of a model that leaves its window to the cache
+    behind = plugin.SymbolicMask("q >= k", 1, 4, 4)  # of a model that leaves its window to the cache
     with pytest.raises(ParameterError, match=r"the mask of this model looks behind the cache of a sliding-window"):
         first(hf_models.pair("mistral")[1], behind)
-    seen = transformers_paged.SymbolicMask("", 1, 4, 4)  # of a model whose attention is not causal
+    seen = plugin.SymbolicMask("", 1, 4, 4)  # of a model whose attention is not causal
     with pytest.raises(ParameterError, match=r"`generate_batch`: a mask of a serving engine has to be causal"):
         first(hf_models.pair("llama")[1], seen)
     groups = {"groups": torch.ones(1, 4)}
-    given = transformers_paged.SymbolicMask("groups[b, q] == groups[b, k]", 1, 4, 4, tables=groups)
+    given = plugin.SymbolicMask("groups[b, q] == groups[b, k]", 1, 4, 4, tables=groups)
     with pytest.raises(ParameterError, match=r"reads the table 'groups' of the tokens of a call"):
-        transformers_paged.refuse_tables(given)
+        plugin.refuse_tables(given)
 
 
 def test_a_model_that_keeps_the_cache_from_its_layers():

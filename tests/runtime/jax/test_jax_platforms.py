@@ -13,7 +13,7 @@ import frisket as fk
 from frisket.runtime.backends import pallas_gpu, triton
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.request import Request
-from frisket.runtime.jax import platforms as jax_platforms
+from frisket.runtime.jax import attend as jax_attend
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.once import SAID
 from frisket.runtime.plans.device import FlatPlan
@@ -30,7 +30,7 @@ NATIVE = "xla" if native_build.reason() else "cpp"
 def called(monkeypatch):
     """The executors that are called, in turn. Every platform has its own backend."""
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
-    names, found = [], jax_platforms.executor
+    names, found = [], jax_attend.executor
 
     def executor(backend, what):
         names.append(backend)
@@ -108,7 +108,7 @@ def test_a_backend_that_is_named_is_that_backend_everywhere():
 
 def test_missing_backends_are_warned_about_once(called, monkeypatch):
     SAID.clear()
-    monkeypatch.setattr(jax_platforms, "lowerable", lambda backend: "not here" if backend == "triton" else "")
+    monkeypatch.setattr(jax_attend, "lowerable", lambda backend: "not here" if backend == "triton" else "")
     args = *(x.astype("float32") for x in (Q, K, V)), DOC
     with pytest.warns(UserWarning, match="for want of") as said:
         lowered("cuda", args=args)
@@ -125,10 +125,10 @@ def test_missing_backends_are_warned_about_once(called, monkeypatch):
 def test_a_gpu_that_is_no_hopper_has_triton(monkeypatch):
     plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
     geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
-    monkeypatch.setattr(jax_platforms, "lowerable", lambda backend: "")
+    monkeypatch.setattr(jax_attend, "lowerable", lambda backend: "")
     for kind, backend in (("9.0", "pallas-mosaic-gpu"), ("8.0", "triton"), ("10.3", "triton")):
         monkeypatch.setattr(pallas_gpu, "capabilities", lambda kind=kind: iter([kind]))
-        found = jax_platforms.backend_on("", "cuda", plan, geometry, "bfloat16", {}, False, frozenset())
+        found = jax_attend.backend_on("", "cuda", plan, geometry, "bfloat16", {}, False, frozenset())
         assert found == backend
 
 
@@ -151,7 +151,7 @@ def stand_ins(monkeypatch):
         return forward if direction == "forward" else backward
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(jax_platforms, "lowerable", lambda backend: "")
+    monkeypatch.setattr(jax_attend, "lowerable", lambda backend: "")
     monkeypatch.setattr("frisket.runtime.jax.call.executor", executor)
     return calls
 
@@ -196,7 +196,7 @@ def test_long_and_plain_calls_take_mosaic_on_hopper(stand_ins, given):
 @pytest.mark.parametrize("lacking", ["jax-triton", "kernels"])
 def test_short_rows_take_mosaic_without_triton(stand_ins, monkeypatch, lacking):
     if lacking == "jax-triton":
-        monkeypatch.setattr(jax_platforms, "lowerable", lambda backend: "no" if backend == "triton" else "")
+        monkeypatch.setattr(jax_attend, "lowerable", lambda backend: "no" if backend == "triton" else "")
     else:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     asked("causal & window(128)")
@@ -221,7 +221,7 @@ def test_a_broken_jax_triton_is_passed_over(monkeypatch, tmp_path):
     assert triton.missing().startswith("jax_triton cannot be imported: of another JAX; install versions of jax")
     plan = fk.compile("causal & window(128)").plan(1024, 1024)
     geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
-    chosen = jax_platforms.quickest_of("pallas-mosaic-gpu", plan, geometry, "bfloat16", Options())
+    chosen = jax_attend.quickest_of("pallas-mosaic-gpu", plan, geometry, "bfloat16", Options())
     assert chosen == "pallas-mosaic-gpu"
     triton._importing.cache_clear()
 
@@ -258,7 +258,7 @@ def test_traced_documents_are_planned_once_for_all_layers(stand_ins, monkeypatch
 def test_unknown_platform_takes_xla(called):
     plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
     geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
-    assert jax_platforms.backend_on("", "metal", plan, geometry, "float32", {}, False, frozenset()) == "xla"
+    assert jax_attend.backend_on("", "metal", plan, geometry, "float32", {}, False, frozenset()) == "xla"
 
 
 def test_errors_under_jit_say_under_which_mask():

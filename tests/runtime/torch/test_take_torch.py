@@ -12,7 +12,7 @@ from frisket.dsl.errors import BackwardError
 from frisket.runtime.backends.cpp import decode
 from frisket.runtime.backends.cpp import torch as native
 from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge
-from frisket.runtime.torch.take import APART, take
+from frisket.runtime.torch.autograd import APART, take
 
 LENGTHS = 96, 12288  # few rows at once, and so many that heads are copied apart, in huge pages
 MASK = "causal & k % 4 == 0"

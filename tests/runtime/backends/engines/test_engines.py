@@ -118,7 +118,7 @@ def test_named_engine_refuses_sinks_and_largest_scores() -> None:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """SDPA is taken on the CPU wherever it is proved."""
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
-    row = proof.CostRow("sdpa", "cpu", ("float32",), lambda call: True, "", "")
+    row = proof.CostRow(engine="sdpa", platform="cpu", dtypes=("float32",))
     monkeypatch.setattr(proof, "COSTS", (row,))
 
 

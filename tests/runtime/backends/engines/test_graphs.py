@@ -23,7 +23,7 @@ def alone(monkeypatch):
     """No backend is named, and every engine that is proved wins on the CPU."""
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
     kinds = ("float16", "bfloat16", "float32", "float64")
-    rows = [proof.CostRow(name, "cpu", kinds, lambda call: True, "", "") for name in ("flash", "cudnn", "sdpa")]
+    rows = [proof.CostRow(engine=name, platform="cpu", dtypes=kinds) for name in ("flash", "cudnn", "sdpa")]
     monkeypatch.setattr(proof, "COSTS", tuple(rows))
     torch._dynamo.reset()
 
