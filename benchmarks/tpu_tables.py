@@ -30,8 +30,7 @@ from store import keep, shown
 import frisket as fk
 from frisket.lowering.kernels.pallas_tpu.walk import walk
 from frisket.lowering.plan import Geometry, Target
-from frisket.runtime.backends.pallas_tpu import backward as pallas_tpu_backward
-from frisket.runtime.backends.pallas_tpu import forward as pallas_tpu
+from frisket.runtime.backends.pallas_tpu import jax as pallas_tpu
 from frisket.runtime.bench.race import processor_seconds, raced
 from frisket.runtime.machine import generated as modules
 
@@ -145,21 +144,20 @@ def ours(mask: Mask) -> dict[str, int]:
     g = Geometry(1, 1, 1, TOKENS, TOKENS, 16, 16, 0.25)
     x, target = jnp.ones((1, TOKENS, 1, 16)), Target("pallas-tpu", *block)
     values = made.slots, {n: jnp.asarray(t) for n, t in made.tables.items()}
-    known = pallas_tpu.load, pallas_tpu_backward.load
-    pallas_tpu.load = pallas_tpu_backward.load = noting
+    known, pallas_tpu.load = pallas_tpu.load, noting
     try:
         pallas_tpu._kernel.memo.clear()
-        pallas_tpu_backward._loaded.memo.clear()
+        pallas_tpu._loaded_gradient.memo.clear()
         out, lse, _ = pallas_tpu.forward(made.plan, plan, g, x, x, x, *values, target)
-        found = pallas_tpu_backward.backward(
+        found = pallas_tpu.backward(
             made.plan, plan, g, x, x, x, out, lse, out, None, *values, target, grad_names=frozenset("qkv")
         )
         jax.block_until_ready(found)
         jax.effects_barrier()
     finally:
-        pallas_tpu.load, pallas_tpu_backward.load = known
+        pallas_tpu.load = known
         pallas_tpu._kernel.memo.clear()
-        pallas_tpu_backward._loaded.memo.clear()
+        pallas_tpu._loaded_gradient.memo.clear()
     return {"visible": int((plan.work(block).layout.kinds() > 0).sum()), **seen}
 
 

@@ -15,7 +15,7 @@ from frisket.lowering.kernels.triton import backward, forward
 from frisket.lowering.kernels.triton.module import emit
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Target
-from frisket.runtime.backends.triton import report
+from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import TABLE, of_kernel, ordered
 
@@ -178,8 +178,10 @@ def compiled(ours: Ours, tile: Tile) -> Compiled:
     dims = Dims(ours.dim, ours.dim, ours.dtype, ours.group)
     source, name = _emitted(ours.part if ours.listed else "", plan, whole, dims), f"attention_{ours.part}"
     kernel = vars(load(source))[name]
-    key = (_one(source, name), report.signature(kernel, plan, mine, dims), mine, dims)
-    found = kept(name, ours.arch, tile.warps, key, lambda: report.compiled_for(ours.arch, kernel, plan, mine, dims))
+    key = (_one(source, name), triton_kernels.signature(kernel, plan, mine, dims), mine, dims)
+    found = kept(
+        name, ours.arch, tile.warps, key, lambda: triton_kernels.compiled_for(ours.arch, kernel, plan, mine, dims)
+    )
     return replace(found, stages=tile.stages)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.lowering.plan import Geometry, Spans
-from frisket.runtime.backends.triton.rows import RowParts, of_call
+from frisket.runtime.backends.triton.grids import RowParts, of_call
 from frisket.runtime.backends.triton.tiles import of_kernel
 
 from . import full

@@ -27,8 +27,8 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton import decode, forward
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Pages, make_plan
-from frisket.runtime.backends.triton import report
-from frisket.runtime.backends.triton.decode import Shares, shares
+from frisket.runtime.backends.triton import kernels as triton_kernels
+from frisket.runtime.backends.triton.grids import Shares, shares
 from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import MEDIUM, default_target, of_kernel
 
@@ -194,9 +194,13 @@ def made(name: str, step: Step, chosen: Shares) -> Compiled:
         source = decode.emit(plan, target, step.dims, packs=chosen.pack > 1, balanced=chosen.balanced)
     kernel = vars(load(source))[name]
     own = of_kernel(name, target)
-    key = (source, name, report.signature(kernel, plan, own, step.dims), own, step.dims)
+    key = (source, name, triton_kernels.signature(kernel, plan, own, step.dims), own, step.dims)
     found = kept(
-        name, step.arch, own.num_warps, key, lambda: report.compiled_for(step.arch, kernel, plan, own, step.dims)
+        name,
+        step.arch,
+        own.num_warps,
+        key,
+        lambda: triton_kernels.compiled_for(step.arch, kernel, plan, own, step.dims),
     )
     return replace(found, stages=own.num_stages)
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import frisket as fk
 from frisket.lowering.kernels.gluon import forward
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.runtime.backends.gluon.forward import compiled_for
+from frisket.runtime.backends.gluon.torch import compiled_for
 from frisket.runtime.backends.triton.source import load
 
 from .compiled import kept

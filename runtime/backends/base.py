@@ -1,8 +1,9 @@
 """Backend: all that frisket knows of one backend, in one record, which the backend's own folder registers.
 
 Every list of backends is derived from these records: what runs here, what a call takes by itself, what prints a
-kernel, what `frisket doctor` says. Functions are named "module:function" and imported when they are first called, so a
-record imports neither a framework nor a kernel.
+kernel, what `frisket doctor` says. A record names modules, one for its kernels and one for each framework, whose
+functions have the names that are listed here. They are loaded when a function is first asked for, so a record imports
+neither a framework nor a kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from glob import glob
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from frisket.dsl.errors import BackwardError
 from frisket.grammar.memo import memo
@@ -25,41 +26,52 @@ FRAMEWORKS = ("torch", "jax")
 DRIVERS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 LIBRARY, NATIVE = "library", "native"  # the CPU tiers: library calls of the arrays' framework; kernels of C++
 RECORDS: dict[str, Backend] = {}  # by name
+F = TypeVar("F")
 
 
-@dataclass(frozen=True)
-class Lazy:
-    """A function by its name, "module:function"."""
+def loaded(module: str) -> Any:
+    """The module of a name, imported where it is not yet."""
+    there: Any = sys.modules.get(module)
+    if there is None or getattr(there.__spec__, "_initializing", False):  # in another thread: this waits for it
+        there = importlib.import_module(module)
+    return there
 
-    name: str
 
-    @property
-    def function(self) -> Callable[..., Any]:
-        module, _, name = self.name.partition(":")
-        loaded: Any = sys.modules.get(module)
-        if loaded is None or getattr(loaded.__spec__, "_initializing", False):  # in another thread: this waits for it
-            loaded = importlib.import_module(module)
-        return getattr(loaded, name)  # type: ignore[no-any-return]
+class ModuleFunction(Generic[F]):
+    """A function that the module of a record has under the attribute's name; None where it has none."""
 
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        return self.function(*args, **more)
+    def __init__(self, module: str = "module") -> None:
+        self.module = module  # the field of the record that names it
+
+    def __set_name__(self, record: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, record: Any, of: type | None = None) -> F:
+        module = record and (getattr(record, self.module) or record.module)
+        return getattr(loaded(module), self.name, None) if module else None  # type: ignore[return-value]
+
+
+Optional = ModuleFunction[Callable[..., Any] | None]
 
 
 @dataclass(frozen=True)
 class Executors:
-    """Functions that run calls on arrays of one framework. `refuses` and `refuses_gradients` say why a kernel cannot
-    run a call of (plan, geometry, dtype, shapes of tables), and of wanted gradients too; "" where it can."""
+    """Functions of a module that run calls on arrays of one framework. `refuses` and `refuses_gradients` say why a
+    kernel cannot run a call of (plan, geometry, dtype, shapes of tables), and of wanted gradients too; "" where it
+    can."""
 
-    forward: Lazy
-    backward: Lazy | None = None
-    refuses: Lazy | None = None
-    refuses_gradients: Lazy | None = None
-    repeat: Lazy | None = None  # runs calls that differ from one in their arrays alone, and their gradients
-    checks_gradients: Lazy | None = None  # raises before a forward whose gradients the backward would refuse
-    build: Lazy | None = None  # compiles the forward before the first call; library calls run where it cannot
+    module: str
+    backward_module: str = ""  # of the backward, where it is not in the same
     nondeterministic: bool = False  # the backward takes deterministic=False, which is faster
     maps: bool = False  # the executor may stand under jax.vmap
     rows: bool = False  # executors and build take rows=, see `calls.arrays`
+    forward = ModuleFunction[Callable[..., Any]]()
+    backward = Optional("backward_module")
+    refuses = Optional()
+    refuses_gradients = Optional()
+    repeat = Optional()  # runs calls that differ from one in their arrays alone, and their gradients
+    checks_gradients = Optional()  # raises before a forward whose gradients the backward would refuse
+    build = Optional()  # compiles the forward before the first call; library calls run where it cannot
 
 
 @dataclass(frozen=True)
@@ -78,26 +90,30 @@ class Backend:
 
     `reason(framework)` says why it does not run here on arrays of torch or JAX, of either where that is None; "" where
     it does. `tiles(geometry, dtype, narrow)` gives the queries and keys of a tile, `narrow` where rows see few keys.
-    Kernels that ask more have a `target(plan, geometry, dtype, tile, narrow)` of a LoopPlan, and a `call_target(plan,
-    geometry, dtype, tile, tuning, device, arch)` of a whole call. `text(plan, target, geometry, dtype, sinks, learned,
-    spans)` gives the kernel's text and the target it runs with."""
+
+    `module` is of its kernels, and empty where it has library calls. `text(plan, target, geometry, dtype, sinks,
+    learned, spans)` gives the kernel's text and the target it runs with. Kernels that ask more than `tiles` have a
+    `target(plan, geometry, dtype, tile, narrow)` of a LoopPlan, and a `call_target(plan, geometry, dtype, tile, tuning,
+    device, arch)` of a whole call."""
 
     name: str
     kernels: str  # in the words of `frisket doctor`
     reason: Callable[[str | None], str] = lambda framework: ""
     tiles: Callable[..., tuple[int, int]] = lambda geometry, dtype, narrow: (64 if narrow else 128, 32)
-    target: Lazy | None = None
-    call_target: Lazy | None = None
-    text: Lazy | None = None  # None: library calls
-    ahead: Lazy | None = (
-        None  # (plan, target, geometry, dtype, direction, permuted) -> the text of a kernel for the disk
-    )
+    module: str = ""
+    target = Optional()
+    call_target = Optional()
+    text = Optional()
+    # (plan, target, geometry, dtype, direction, permuted) -> the text of a kernel for the disk
+    ahead = Optional()
+    # of torch (CallPlan, geometry, dtype), of JAX (LoopPlan, geometry, dtype, narrow): see `instead`
+    pays = Optional()
+    compile_reports = Optional()  # registers, spills and shared memory, by compiling ahead of time
     executors: Mapping[str, Executors] = field(default_factory=dict)  # by framework
     oracle: bool = False  # the float64 interpreter runs calls, without kernels and gradients
-    # of engines, see the folder `engines`: (flags, call) -> what would be called, or why it cannot; and of an engine
-    # with kernels of plans, as generated ones are: call -> (its mask in words, clauses, gradients), or why it cannot
-    engine: Lazy | None = None
-    engine_of_plans: Lazy | None = None
+    # of engines, see the folder `engines`: (flags, call) -> what would be called, or why it cannot
+    engine: Callable[[Any, Any], Any] | None = None
+    takes_plans: bool = False  # an engine with kernels of plans, as generated ones are: `module` has `engine_of_plans`
     # the choice of a backend
     order: int = 80  # place in lists
     tier: str = ""  # "library" and "native" are other names of backends
@@ -105,7 +121,6 @@ class Backend:
     rank: int | None = None  # turn among the backends of a platform, the lowest first; None: it runs only by name
     optional: bool = False  # library calls run where it does not, unless a call names it
     instead: str = ""  # the backend in whose place it runs, unless one is named, where `pays` says that it is faster
-    pays: Lazy | None = None  # of torch (CallPlan, geometry, dtype), of JAX (LoopPlan, geometry, dtype, narrow)
     missing: Callable[[], str] | None = None  # packages that lowering for JAX lacks; None: `reason` says that too
     unfit: Callable[[], str] = lambda: ""  # why this device is not one that the kernels are written for
     # its kernels
@@ -120,7 +135,6 @@ class Backend:
     exact_delta: bool = False  # delta is not taken from the rounded out; forwards of JAX give `lowering.xla` `noted`
     int64: bool = False  # kernels have Ints of 64 bits, in JAX without jax_enable_x64 too
     plans: Literal["", "host", "device"] = ""  # tables of the host are planned by its own planner where it is named
-    reports: Lazy | None = None  # registers, spills and shared memory, by compiling ahead of time
     operators: tuple[str, ...] = ()  # names in `frisket.operations`
 
     @cached_property
@@ -130,7 +144,13 @@ class Backend:
     @property
     def is_engine(self) -> bool:
         """Whether its kernels are a vendor's, which run where a proof says that they compute the call."""
-        return self.engine is not None or self.engine_of_plans is not None
+        return self.engine is not None or self.takes_plans
+
+    @property
+    def engine_of_plans(self) -> Callable[[Any], Any] | None:
+        """The function call -> (its mask in words, clauses, gradients), or why the engine cannot run it."""
+        function: Callable[[Any], Any] | None = loaded(self.module).engine_of_plans if self.takes_plans else None
+        return function
 
     @property
     def accelerated(self) -> bool:
@@ -153,7 +173,7 @@ class Backend:
         run = executors.backward if gradients else executors.forward
         if run is None:
             raise no_gradients(self.name)
-        return run.function
+        return run
 
     def has_gradients(self, framework: str) -> bool:
         """Whether calls have gradients: those of an engine without any are generated kernels'."""

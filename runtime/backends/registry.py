@@ -51,7 +51,7 @@ def reason(name: str, framework: str | None = None) -> str:
 
 def printed() -> list[str]:
     """The backends with a kernel text."""
-    return [b.name for b in backends_of() if b.text]
+    return [b.name for b in backends_of() if b.module]
 
 
 def library(framework: str) -> str:

@@ -29,7 +29,7 @@ from frisket.dsl.program import entries_of
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
-from frisket.runtime.backends.base import Lazy
+from frisket.runtime.backends.base import loaded
 from frisket.runtime.machine.integers import as_int
 from frisket.runtime.machine.parameters import check_plain, learns, traced
 
@@ -444,13 +444,13 @@ class TokenPermutation:
 
 
 Index = NDArray[np.int64]
-TAKES = {n: Lazy(f"frisket.runtime.{n}.{home}:take") for n, home in (("torch", "autograd"), ("jax", "call"))}
+TAKES = {"torch": "frisket.runtime.torch.autograd", "jax": "frisket.runtime.jax.call"}
 
 
 def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:
     """`x` at `index` along an axis, with gradients; `inverse` undoes `index`. `scratch`: the result stays inside."""
-    gather = TAKES.get(framework_of(x) or "numpy")
-    return np.take(x, index, axis=axis) if gather is None else gather(x, index, axis, inverse, scratch)
+    home = TAKES.get(framework_of(x) or "")
+    return np.take(x, index, axis=axis) if home is None else loaded(home).take(x, index, axis, inverse, scratch)
 
 
 WORDS = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}  # as a call has them

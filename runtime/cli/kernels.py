@@ -33,7 +33,7 @@ from frisket.runtime.backends.base import LIBRARY, RECORDS, Backend, backends_of
 from frisket.runtime.backends.engines.proof import CHECKED, COSTS
 from frisket.runtime.backends.registry import backends, check_name, lowerable, printed, ready_text, reason
 from frisket.runtime.backends.registry import choose as choose_backend
-from frisket.runtime.backends.triton import report as triton_report
+from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.tiles import GPUS
 from frisket.runtime.bench.race import choose, cpu_count, cpu_name, cpus, installed
 from frisket.runtime.machine import cpp_build as native_build
@@ -346,22 +346,22 @@ REPORT_HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers"
 def check_reports(option: str, backend: str) -> None:
     """Refuse an option about kernels that are compiled ahead of time, for a backend whose kernels are not."""
     record = RECORDS.get(backend)
-    if record is None or record.reports is None:
-        name = next(b.name for b in backends_of() if b.reports)
+    if record is None or record.compile_reports is None:
+        name = next(b.name for b in backends_of() if b.compile_reports)
         raise ParameterError(f"{option} is about {name.title()} kernels, not {backend!r}; write --backend {name}")
 
 
 def report(args: argparse.Namespace, console: Console) -> CommandResult:
     """A line for each kernel and architecture; status 1 where one needs more shared memory than there is."""
     check_reports("--report", args.backend)
-    reports = RECORDS[args.backend].reports
+    reports = RECORDS[args.backend].compile_reports
     assert reports is not None  # checked above
     architectures = args.arch or ["sm_90"]
     for arch in architectures:
-        triton_report.check_compiles(arch)
+        triton_kernels.check_compiles(arch)
     att, sizes = compiled(read_program(args), args.block), shapes(args)
     stages = {arch: att.stages(backend=args.backend, arch=arch, **sizes) for arch in architectures}
-    kernels: list[triton_report.KernelReport] = []
+    kernels: list[triton_kernels.KernelReport] = []
     dims = Dims(args.head_dim, args.v_dim or args.head_dim, args.dtype, args.heads // sizes["kv_heads"])
     with progress(sum(len(re.findall(r"^def attention_", s.source, re.M)) for s in stages.values())) as step:
         for arch, s in stages.items():

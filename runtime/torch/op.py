@@ -460,7 +460,7 @@ def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
         work.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
         tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
         inputs.layout != NATURAL["torch"], real, *_executor(backend, options), backend.stats_kind,
-        None if check is None else partial(check.function, deterministic=options.deterministic),
+        None if check is None else partial(check, deterministic=options.deterministic),
     )  # fmt: skip
 
 
@@ -468,11 +468,11 @@ def _executor(backend: Backend, options: Options) -> tuple[Callable[..., Any], C
     """The forward and the backward; most backwards give equal calls equal gradients, whatever is asked."""
     run = backend.executors["torch"]
     if run.backward is None:  # `attend` has refused gradients
-        return run.forward.function, partial(_refused, backend.name)
-    backward = run.backward.function
+        return run.forward, partial(_refused, backend.name)
+    backward = run.backward
     if run.nondeterministic and not options.deterministic:
         backward = partial(backward, deterministic=False)
-    forward, rows = run.forward.function, options.rows
+    forward, rows = run.forward, options.rows
     if rows is not None and run.rows:
         forward, backward = partial(forward, rows=rows), partial(backward, rows=rows)
     elif rows is not None:

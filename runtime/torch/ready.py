@@ -435,7 +435,7 @@ class VendorCall(PreparedCall):
 def _by_arguments(record: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The forward and the backward of an engine's own arguments."""
     run = record.executors["torch"]
-    return run.forward.function, _refused if run.backward is None else run.backward.function
+    return run.forward, _refused if run.backward is None else run.backward
 
 
 def _by_plan(ready: PreparedCall) -> tuple[Callable[..., Any], Callable[..., Any]]:

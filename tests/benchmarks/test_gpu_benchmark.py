@@ -25,7 +25,7 @@ register(replace(
     RECORDS["cudnn"], reason=lambda framework=None: "", platforms=("cuda", "cpu"), refuses={},
     engine=RECORDS["sdpa"].engine, executors=RECORDS["sdpa"].executors,
 ))
-of_triton = {n: getattr(RECORDS["triton"], n) for n in ("executors", "call_target", "platforms", "interpreter")}
+of_triton = {n: getattr(RECORDS["triton"], n) for n in ("executors", "module", "platforms", "interpreter")}
 register(replace(RECORDS["gluon"], reason=lambda framework=None: "", instead="", **of_triton))
 """
 

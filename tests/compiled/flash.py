@@ -122,13 +122,14 @@ def compiled(
 
     import frisket as fk
     from frisket.lowering.plan import Geometry
-    from frisket.runtime.backends.flash import executors, tiles
+    from frisket.runtime.backends.flash import call as flash_call
+    from frisket.runtime.backends.flash import torch as flash_torch
     from frisket.runtime.backends.flash.call import flags_for
 
     known = {n: np.arange(q_len, dtype=np.int32) // 300 for n in tables} | (params or {})
     plan = fk.compile(mask, score, **known).plan(q_len, kv_len, batch, heads)
     g = Geometry(batch, heads, kv_heads, q_len, kv_len, dim, dim, dim**-0.5)
-    target = tiles.target(plan, g, "bfloat16", arch=arch)
+    target = flash_call.call_target(plan, g, "bfloat16", arch=arch)
     work = plan.work((target.block_q, target.block_k), proofs=True)
 
     def array(count: int, length: int) -> Any:
@@ -145,13 +146,13 @@ def compiled(
         common = work.slots, read, target
         if direction == "forward":
             sink = torch.empty(heads, device="cuda") if sinks else None
-            executors.forward(made, plan, g, q, k, v, *common, sinks=sink)
+            flash_torch.forward(made, plan, g, q, k, v, *common, sinks=sink)
         else:
             lse = torch.empty(batch, heads, q_len, device="cuda")
             rows = q, k, v, torch.empty_like(q), lse, torch.empty_like(q), lse
             flags = flags_for(work.plan, plan, g, work.slots)
             exact = arch != "sm_90" or not isinstance(flags, str)  # deterministic
-            executors.backward(work.plan, plan, g, *rows, *common, grad_names=frozenset("qkv"), deterministic=exact)
+            flash_torch.backward(work.plan, plan, g, *rows, *common, grad_names=frozenset("qkv"), deterministic=exact)
 
 
 def entries(length: int) -> dict[str, tuple[dict[str, Any], Any]]:

@@ -39,7 +39,7 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu_forward
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
-from frisket.runtime.backends.pallas_gpu import forward as runtime
+from frisket.runtime.backends.pallas_gpu import jax as runtime
 from frisket.runtime.machine.generated import load
 
 DUMP = Path(os.environ["MOSAIC_GPU_DUMP_TO"])

@@ -37,8 +37,7 @@ from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_tpu import backward as pallas_tpu_backward
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, make_plan
-from frisket.runtime.backends.pallas_tpu import backward as runtime_backward
-from frisket.runtime.backends.pallas_tpu import forward as runtime
+from frisket.runtime.backends.pallas_tpu import jax as runtime
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled"
 TABLE = RESULTS / f"pallas-tpu-jax-{version('jax').rpartition('.')[0]}.txt"
@@ -157,7 +156,7 @@ def backward(
     else:
         walk, heads = shared(geometry, dtype, block)
     flags = strided, heads, runtime.searches(walk)
-    made = runtime_backward._kernel(which, plan, own, geometry, dtype, wanted, *flags)
+    made = runtime._gradient_kernel(which, plan, own, geometry, dtype, wanted, *flags)
     assert made is not None
     slots, tables = list(plan.slot_values({}).values()), [plan.table_values(case.tables)[t.name] for t in plan.tables]
 

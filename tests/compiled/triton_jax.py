@@ -34,9 +34,8 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Bounds, LoopPlan, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.triton import jax as triton_jax
-from frisket.runtime.backends.triton import jax_call as triton_jax_device
 
-triton_jax_device.triton_call()  # before jax_triton, whose import has a side effect that it undoes
+triton_jax.triton_call()  # before jax_triton, whose import has a side effect that it undoes
 import jax_triton.triton_lib as jax_triton  # noqa: E402
 
 GPUS = {"sm_90": ("NVIDIA H100 80GB HBM3", 132), "sm_80": ("NVIDIA A100-SXM4-80GB", 108)}
@@ -257,7 +256,7 @@ def check_amd() -> None:
     """As far as it goes without a device: compiled for gfx942, where JAX's plugin of CUDA takes the result for PTX."""
     device = jax_triton.triton_kernel_call_lib
     device.get_arch_details, device.get_compute_capability = lambda device: "gfx942", lambda device: 94
-    triton_jax_device._first = lambda: ("gfx942", 304, 0)
+    triton_jax._first = lambda: ("gfx942", 304, 0)
     with compiler.watched() as (kernels, _):
         try:
             assert calls(forward(WHOLE, platform="rocm")) == 1

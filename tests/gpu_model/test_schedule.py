@@ -20,7 +20,7 @@ from gpu_sim.schedule import (
     split,
 )
 
-from frisket.runtime.backends.triton.rows import RowParts
+from frisket.runtime.backends.triton.grids import RowParts
 
 FIXED = 1000.0
 

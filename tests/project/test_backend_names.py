@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.pages import sources
 
-from frisket.runtime.backends.base import RECORDS, Lazy
+from frisket.runtime.backends.base import RECORDS, ModuleFunction, loaded
 
 NAMES = frozenset(RECORDS)  # the tiers, `library` and `native`, are words of much else
 ROOT = Path(__file__).parents[2]
@@ -95,23 +95,44 @@ def test_uses_of_a_backend_name_without_comparison_pass(good):
     assert names_compared(ast.walk(ast.parse(good))) == []
 
 
-def test_records_name_functions_that_are_there():
+KERNELS = {  # backend -> the functions that its kernels' module has, those of engines with plans among them
+    "cpp": "ahead call_target target text", "flash": "call_target engine_of_plans text",
+    "gluon": "call_target compile_reports pays text", "pallas-mosaic-gpu": "target text", "pallas-tpu": "target text",
+    "triton": "call_target compile_reports pays target text",
+}  # fmt: skip
+EXECUTORS = {  # (backend, framework) -> the functions beside the forward
+    ("aten", "torch"): "backward", ("cpp", "torch"): "backward build repeat", ("cpp", "jax"): "backward",
+    ("cudnn", "torch"): "backward", ("flash", "torch"): "backward checks_gradients refuses_gradients",
+    ("gluon", "torch"): "backward", ("pallas-mosaic-gpu", "jax"): "backward refuses refuses_gradients",
+    ("pallas-tpu", "jax"): "backward refuses refuses_gradients", ("sdpa", "torch"): "backward", ("splash", "jax"): "",
+    ("triton", "torch"): "backward", ("triton", "jax"): "backward refuses", ("xla", "jax"): "backward",
+}  # fmt: skip
+
+
+def test_modules_of_records_have_the_listed_functions_alone():
     for module in ("torch", "jax", "triton"):
         pytest.importorskip(module)
-    found = [x for b in RECORDS.values() for e in (b, *b.executors.values()) for x in vars(e).values()]
-    lazy = [x for x in found if isinstance(x, Lazy)]
-    assert len(lazy) > 25
-    assert all(callable(x.function) for x in lazy)
+
+    def functions(record, *more):
+        names = [*more, *(n for n, x in vars(type(record)).items() if isinstance(x, ModuleFunction))]
+        found = {n: x for n in names if (x := getattr(record, n)) is not None}
+        assert all(map(callable, found.values()))
+        return " ".join(sorted(found.keys() - {"forward"}))
+
+    assert {b.name: functions(b, "engine_of_plans") for b in RECORDS.values() if b.module} == KERNELS
+    run = {(b.name, f): e for b in RECORDS.values() for f, e in b.executors.items()}
+    assert {key: functions(e) for key, e in run.items()} == EXECUTORS
+    assert all(callable(e.forward) for e in run.values())
 
 
-def test_a_function_is_that_of_a_whole_module(tmp_path, monkeypatch):
+def test_a_module_is_loaded_whole(tmp_path, monkeypatch):
     """Threads whose first calls come at once wait for the import of the first."""
     (tmp_path / "slowly_imported.py").write_text(
         "import time\ntime.sleep(0.3)\ndef answer(): return AFTER\nAFTER = 42\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with ThreadPoolExecutor(6) as pool:
-        assert [*pool.map(lambda _: Lazy("slowly_imported:answer")(), range(6))] == [42] * 6
+        assert [*pool.map(lambda _: loaded("slowly_imported").answer(), range(6))] == [42] * 6
 
 
 def test_registering_imports_no_framework():

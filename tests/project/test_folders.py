@@ -12,7 +12,6 @@ MOST = 20
 # (folder, prefix): files that serve one framework or language each, or one family of rules
 FAMILIES = {
     ("lowering/simplify", "rules"),
-    ("runtime/backends/triton", "jax"),
     ("runtime/caches", "jax"),
     ("runtime/caches", "torch"),
     ("runtime/integrations", "transformers"),

@@ -1,14 +1,13 @@
 """Library calls of torch, on the CPU."""
 
-from frisket.runtime.backends.base import LIBRARY, Backend, Executors, Lazy, absent, register
+from frisket.runtime.backends.base import LIBRARY, Backend, Executors, absent, register
 
 register(Backend(
     name="aten",
     kernels="library calls of torch",
     language="torch",
     reason=lambda framework: absent("torch", "torch"),
-    executors={"torch": Executors(Lazy("frisket.lowering.aten.forward:forward"),
-                                  Lazy("frisket.lowering.aten.backward:backward"))},
+    executors={"torch": Executors("frisket.lowering.aten.forward", "frisket.lowering.aten.backward")},
     order=10,
     tier=LIBRARY,
     platforms=("cpu",),

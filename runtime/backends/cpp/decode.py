@@ -1,36 +1,31 @@
 """Steps of decoding on the CPU, in torch: from call to call nothing changes but the values of small tables.
 
-A `DecodeCall` has the rest of a call ready: to run it is one call of the spans' C++ planner, and one of the kernel. A
-call like one before (`repeat`) changes only addresses and strides of its record.
+A `DecodeCall` has the rest of a call ready: to run it is one call of the spans' C++ planner, and one of the kernel.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar.memo import remember
-from frisket.lowering.derive import norm_width
-from frisket.lowering.kernels.cpp.call import OFFSET, SHORT, WORDS
-from frisket.lowering.plan import KV_INPUTS, PAGES, Geometry, LoopPlan, Sizes, Spans, Target
+from frisket.lowering.plan import KV_INPUTS, PAGES, Sizes, Spans
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
 from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine.cpp_build import Threads, of_torch
 from frisket.runtime.machine.parameters import check_offsets, kind_of, segments_of_coordinates, short_tables
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.run import Prepared, SpanRequest, function
 from frisket.runtime.torch.op import NUMBERS, prepare
 
-from .torch import LARGE, huge, out_of_memory, prepared
+from .torch import repeat
 
 MAX_STEP_QUERIES = 64  # queries: a kernel of more takes longer than a plan
 KEPT = 16
@@ -77,18 +72,9 @@ class DecodeCall:
         if self.native and not self.ready.awaits and all(source in KV_INPUTS for _, source in self.ready.kv_inputs):
             names = [name for name, _ in [*self.ready.kv_inputs, *self.names]]
             ready, fixed = self.ready, {n: x for n, x in self.ready.tables.items() if n not in names}
-            arguments = (
-                ready.plan,
-                self.spans,
-                ready.geometry,
-                q.dtype,
-                k.dtype,
-                ready.slots,
-                fixed,
-                names,
-                ready.target,
+            self.repeat = repeat(
+                ready.plan, self.spans, ready.geometry, q.dtype, k.dtype, ready.slots, fixed, names, ready.target
             )
-            self.repeat = repeat(*arguments)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, kv_inputs: Mapping[str, Tensor], tables: Mapping[str, Tensor],
@@ -165,119 +151,3 @@ def step_of(
         return None
     remember(steps, key, step, KEPT)
     return step
-
-
-THREADS = struct.Struct("3q")
-ADDRESS, TABLES = struct.Struct("q"), 8 * OFFSET["tables"]  # of tables, in bytes
-# words from `sinks` to `out`, which a forward fills in, and zeros to the end
-ARRAYS = struct.Struct(f"{OFFSET['dout'] - OFFSET['sinks']}q{8 * (WORDS - OFFSET['dout'])}x")
-ALL = struct.Struct(f"{WORDS - OFFSET['sinks']}q")  # words from `sinks` to the end
-NONE = (0, 0, 0, 0)  # a gradient that is not wanted
-
-
-class Repeat(NamedTuple):
-    """Calls that differ from one in the entries of their arrays alone."""
-
-    fits: Callable[..., bool]  # (q, k, v): whether `forward` reads such arrays where they are
-    # (q, k, v, saving, sinks=None, live_tables=()): out, with `saving` (out, lse, softmax_stats). None where arrays
-    # must be copied first, or a table of the plan was written to
-    forward: Callable[..., Any]
-    gradients: Callable[..., Any]  # [dq, dk, dv]; None where no kernel is built yet, or arrays must be copied first
-    memory: list[Any]  # the memory that records point to
-
-
-def repeat(
-    plan: LoopPlan, spans: Spans, g: Geometry, dtype: Any, stored: Any, slots: Mapping[str, Any],
-    tables: Mapping[str, Tensor], table_names: Sequence[str], target: Target,
-) -> Repeat:  # fmt: skip
-    """A forward by q, k and v of these shapes and dtypes, and its gradients. `table_names` are those of each call."""
-    kernel_call = prepared(plan, spans, g, target, dtype, stored)
-    size, wide, width = (g.batch, g.heads, g.q_len, g.v_dim), g.head_dim == g.v_dim, norm_width(dtype, g.v_dim)
-    pairs = 2 * g.batch * g.heads * g.q_len * g.kv_len
-    short = pairs * (g.head_dim + g.v_dim) < SHORT
-    short_backward = pairs * (3 * g.head_dim + 2 * g.v_dim) < SHORT
-    alone, empty_like, pack = THREADS.pack(*Threads(1)), torch.empty_like, ARRAYS.pack
-    large = dtype.itemsize * size[0] * size[1] * size[2] * size[3] >= LARGE
-    strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
-    shapes = (*kernel_call.shapes.values(),)
-    steps = [(h * n * dim, n * dim, dim) for _, h, n, dim in shapes]
-    versions = [(x, x._version) for x in tables.values() if not x.is_inference()]
-    memory: list[Any] = []
-    built: dict[str, tuple[Any, bytes]] = {}  # kernels, and their records
-
-    def kernel(name: str) -> tuple[Any, bytes]:
-        if name not in built:
-            run, record, pointed = kernel_call.frozen(name, slots, None if table_names else tables)
-            memory.append(pointed)
-            built[name] = run, record
-        return built[name]
-
-    run, record = kernel("frisket_forward")
-    head = alone + record
-
-    def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-        readable = q.stride(3) == k.stride(3) == v.stride(3) == 1 and q.data_ptr() and k.data_ptr() and v.data_ptr()
-        return bool(readable) and all(x._version == n for x, n in versions)
-
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, saving: bool, sinks: Tensor | None = None, live_tables: Sequence[Tensor] = ()
-    ) -> Any:
-        (qb, qh, qn, q_step), (kb, kh, kn, k_step), (vb, vh, vn, v_step) = q.stride(), k.stride(), v.stride()
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()  # 0 of zeros that torch has no memory for
-        if not (q_step == k_step == v_step == 1 and at_q and at_k and at_v):
-            return None
-        for x, version in versions:
-            if x._version != version:
-                return None
-        out = empty_like(q) if wide and q.is_contiguous() else q.new_empty(size)
-        if large:
-            huge(out)
-        lse = q.new_empty(size[:3], dtype=kernel_call.real) if saving else None
-        softmax_stats = None if lse is None else lse.new_empty((*size[:3], width))
-        to_lse, to_norm = (0, 0) if lse is None or softmax_stats is None else (lse.data_ptr(), softmax_stats.data_ptr())
-        arrays = pack(
-            0 if sinks is None else sinks.data_ptr(), to_lse, 0, to_norm, width, 0, k.shape[0] if plan.pages else 0,
-            at_q, qb, qh, qn, at_k, kb, kh, kn, at_v, vb, vh, vn, out.data_ptr(), *strides,
-        )  # fmt: skip
-        common = head if short else THREADS.pack(*of_torch()) + record
-        if table_names:
-            words = kernel_call.kernel.words({**tables, **dict(zip(table_names, live_tables, strict=True))})
-            common = common[:TABLES] + ADDRESS.pack(words[0][2]) + common[TABLES + ADDRESS.size :]
-        if run(common + arrays):
-            raise out_of_memory("frisket_forward")
-        return (out, lse, softmax_stats) if saving else out
-
-    def gradients(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        softmax_stats: Tensor,
-        dout: Tensor,
-        needed: Sequence[bool],
-    ) -> list[Tensor | None] | None:
-        if "frisket_backward" not in kernel_call.kernel.functions:
-            return None
-        run, record = kernel("frisket_backward")
-        if not all(x.dtype == kernel_call.real and x.is_contiguous() for x in (lse, softmax_stats)):
-            return None
-        words = [0, lse.data_ptr(), 0, softmax_stats.data_ptr(), softmax_stats.shape[3], 0, 0]
-        for x in (q, k, v, out, dout):
-            *x_strides, step = x.stride()
-            if step != 1 or x.dtype != dtype or x.is_neg() or x._is_zerotensor():
-                return None
-            words += (x.data_ptr(), *x_strides)
-        grads: list[Tensor | None] = []
-        for x, shape, x_steps, need in zip((q, k, v), shapes, steps, needed):
-            grad = None
-            if need:
-                grad = empty_like(x) if x.is_contiguous() else x.new_empty(shape)
-                huge(grad)
-            grads.append(grad)
-            words += NONE if grad is None else (grad.data_ptr(), *x_steps)
-        if run((alone if short_backward else THREADS.pack(*of_torch())) + record + ALL.pack(*words, 0, 0)):
-            raise out_of_memory("frisket_backward")
-        return grads
-
-    return Repeat(fits, forward, gradients, memory)

@@ -1,4 +1,8 @@
-"""The native kernels on torch tensors: a call's record filled in and handed over."""
+"""The native kernels on torch tensors: a call's record filled in and handed over, and the kernels' tiles and texts.
+
+Calls that differ from one in the entries of their arrays alone (`repeat`) change only addresses and strides of its
+record.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import ctypes
 import math
 import mmap
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -16,12 +20,16 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.aten.captured import folded
+from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp.backward import KERNELS
-from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, WORDS
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
+from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, SHORT, WORDS
+from frisket.lowering.kernels.cpp.tiles import long_runs, tiles
+from frisket.lowering.kernels.cpp.tiles import pays as products_pay
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, TableUse, Target
 from frisket.runtime.calls.arrays import TokenPermutation
-from frisket.runtime.machine.cpp_build import library, of_torch
+from frisket.runtime.machine.cpp_build import Threads, library, of_torch
+from frisket.runtime.machine.cpp_cpu import lacking
 
 Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
@@ -88,15 +96,8 @@ def backward(
     )
     sums = [torch.zeros(_shape(x, g, tables), dtype=kernel_call.real) if mine else None for x, mine in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
-    words = [
-        _at(sinks),
-        lse.data_ptr(),
-        0,
-        _at(softmax_stats),
-        0 if softmax_stats is None else softmax_stats.shape[3],
-        0,
-        0,
-    ]
+    width = 0 if softmax_stats is None else softmax_stats.shape[3]
+    words = [_at(sinks), lse.data_ptr(), 0, _at(softmax_stats), width, 0, 0]
     for x in (*arrays, *map(grads.get, "qkv")):
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
     kernel_call.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
@@ -131,6 +132,37 @@ def build(
         kernel.function("frisket_forward")
     finally:  # two compilers at once in the background
         of_torch()
+
+
+def target(plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: bool = False) -> Target:
+    """The tiles of a call, or the caller's, and how float32 is multiplied: `exact`, by vectors alone."""
+    six = not exact and products_pay(g, dtype, narrow) and not lacking("amx") and _in_long_runs(plan)
+    block_q, block_k = tile or tiles(g, dtype, narrow, six)
+    return Target("cpp", block_q, block_k, precision="bf16x6" if six else "ieee")
+
+
+def _in_long_runs(plan: Any) -> bool:
+    """Whether rows see long runs of keys; of masks of q - k alone, a plan's `narrow` has told the others."""
+    mask = None if plan is None else plan.mask if isinstance(plan, LoopPlan) else plan.simplified[0]
+    return mask is None or distance_only(mask) or long_runs(mask)
+
+
+def call_target(plan: Any, g: Geometry, dtype: str, tile: Any, tuning: Any, device: Any, arch: Any) -> Target:
+    """The target of a call of torch."""
+    return target(plan, g, dtype, tile, plan is not None and plan.narrow, tuning.precision == "ieee")
+
+
+def text(
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    spans: SpanSource | None = None,
+) -> tuple[str, Target]:  # fmt: skip
+    """The forward kernel's text, and its target."""
+    return KERNELS["forward"](plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype).source(), target
+
+
+def ahead(plan: LoopPlan, target: Target, g: Geometry, dtype: str, kind: str, permuted: bool) -> str:
+    """The text that calls load whose keys have the dtype of queries. `permuted`: it reads rows by tables."""
+    return str(KERNELS[kind](plan, target, g.head_dim, g.v_dim, dtype, named=False, permuted=permuted).source())
 
 
 def huge(x: Tensor) -> None:
@@ -325,3 +357,117 @@ _kernel = memo(KEPT, by="weak")(_LoadedKernel)  # of a plan by its identity
 prepared = memo(
     KEPT, by="identity", weigh=lambda _, call, owners: 4000 + sum(x.nbytes for group in call.alive[1:] for x in group)
 )(_Prepared)
+
+
+# -- calls like one before ---------------------------------------------------------------------------
+
+THREADS = struct.Struct("3q")
+ADDRESS, TABLES = struct.Struct("q"), 8 * OFFSET["tables"]  # of tables, in bytes
+# words from `sinks` to `out`, which a forward fills in, and zeros to the end
+ARRAYS = struct.Struct(f"{OFFSET['dout'] - OFFSET['sinks']}q{8 * (WORDS - OFFSET['dout'])}x")
+ALL = struct.Struct(f"{WORDS - OFFSET['sinks']}q")  # words from `sinks` to the end
+NONE = (0, 0, 0, 0)  # a gradient that is not wanted
+
+
+class Repeat(NamedTuple):
+    """Calls that differ from one in the entries of their arrays alone."""
+
+    fits: Callable[..., bool]  # (q, k, v): whether `forward` reads such arrays where they are
+    # (q, k, v, saving, sinks=None, live_tables=()): out, with `saving` (out, lse, softmax_stats). None where arrays
+    # must be copied first, or a table of the plan was written to
+    forward: Callable[..., Any]
+    gradients: Callable[..., Any]  # [dq, dk, dv]; None where no kernel is built yet, or arrays must be copied first
+    memory: list[Any]  # the memory that records point to
+
+
+def repeat(
+    plan: LoopPlan, spans: Spans, g: Geometry, dtype: Any, stored: Any, slots: Mapping[str, Any],
+    tables: Mapping[str, Tensor], table_names: Sequence[str], target: Target,
+) -> Repeat:  # fmt: skip
+    """A forward by q, k and v of these shapes and dtypes, and its gradients. `table_names` are those of each call."""
+    import torch
+
+    kernel_call = prepared(plan, spans, g, target, dtype, stored)
+    size, wide, width = (g.batch, g.heads, g.q_len, g.v_dim), g.head_dim == g.v_dim, norm_width(dtype, g.v_dim)
+    pairs = 2 * g.batch * g.heads * g.q_len * g.kv_len
+    short = pairs * (g.head_dim + g.v_dim) < SHORT
+    short_backward = pairs * (3 * g.head_dim + 2 * g.v_dim) < SHORT
+    alone, empty_like, pack = THREADS.pack(*Threads(1)), torch.empty_like, ARRAYS.pack
+    large = dtype.itemsize * size[0] * size[1] * size[2] * size[3] >= LARGE
+    strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
+    shapes = (*kernel_call.shapes.values(),)
+    steps = [(h * n * dim, n * dim, dim) for _, h, n, dim in shapes]
+    versions = [(x, x._version) for x in tables.values() if not x.is_inference()]
+    memory: list[Any] = []
+    built: dict[str, tuple[Any, bytes]] = {}  # kernels, and their records
+
+    def kernel(name: str) -> tuple[Any, bytes]:
+        if name not in built:
+            run, record, pointed = kernel_call.frozen(name, slots, None if table_names else tables)
+            memory.append(pointed)
+            built[name] = run, record
+        return built[name]
+
+    run, record = kernel("frisket_forward")
+    head = alone + record
+
+    def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+        readable = q.stride(3) == k.stride(3) == v.stride(3) == 1 and q.data_ptr() and k.data_ptr() and v.data_ptr()
+        return bool(readable) and all(x._version == n for x, n in versions)
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, saving: bool, sinks: Tensor | None = None, live_tables: Sequence[Tensor] = ()
+    ) -> Any:
+        (qb, qh, qn, q_step), (kb, kh, kn, k_step), (vb, vh, vn, v_step) = q.stride(), k.stride(), v.stride()
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()  # 0 of zeros that torch has no memory for
+        if not (q_step == k_step == v_step == 1 and at_q and at_k and at_v):
+            return None
+        for x, version in versions:
+            if x._version != version:
+                return None
+        out = empty_like(q) if wide and q.is_contiguous() else q.new_empty(size)
+        if large:
+            huge(out)
+        lse = q.new_empty(size[:3], dtype=kernel_call.real) if saving else None
+        softmax_stats = None if lse is None else lse.new_empty((*size[:3], width))
+        to_lse, to_norm = (0, 0) if lse is None or softmax_stats is None else (lse.data_ptr(), softmax_stats.data_ptr())
+        arrays = pack(
+            0 if sinks is None else sinks.data_ptr(), to_lse, 0, to_norm, width, 0, k.shape[0] if plan.pages else 0,
+            at_q, qb, qh, qn, at_k, kb, kh, kn, at_v, vb, vh, vn, out.data_ptr(), *strides,
+        )  # fmt: skip
+        common = head if short else THREADS.pack(*of_torch()) + record
+        if table_names:
+            words = kernel_call.kernel.words({**tables, **dict(zip(table_names, live_tables, strict=True))})
+            common = common[:TABLES] + ADDRESS.pack(words[0][2]) + common[TABLES + ADDRESS.size :]
+        if run(common + arrays):
+            raise out_of_memory("frisket_forward")
+        return (out, lse, softmax_stats) if saving else out
+
+    def gradients(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_stats: Tensor, dout: Tensor,
+        needed: Sequence[bool],
+    ) -> list[Tensor | None] | None:  # fmt: skip
+        if "frisket_backward" not in kernel_call.kernel.functions:
+            return None
+        run, record = kernel("frisket_backward")
+        if not all(x.dtype == kernel_call.real and x.is_contiguous() for x in (lse, softmax_stats)):
+            return None
+        words = [0, lse.data_ptr(), 0, softmax_stats.data_ptr(), softmax_stats.shape[3], 0, 0]
+        for x in (q, k, v, out, dout):
+            *x_strides, step = x.stride()
+            if step != 1 or x.dtype != dtype or x.is_neg() or x._is_zerotensor():
+                return None
+            words += (x.data_ptr(), *x_strides)
+        grads: list[Tensor | None] = []
+        for x, shape, x_steps, need in zip((q, k, v), shapes, steps, needed):
+            grad = None
+            if need:
+                grad = empty_like(x) if x.is_contiguous() else x.new_empty(shape)
+                huge(grad)
+            grads.append(grad)
+            words += NONE if grad is None else (grad.data_ptr(), *x_steps)
+        if run((alone if short_backward else THREADS.pack(*of_torch())) + record + ALL.pack(*words, 0, 0)):
+            raise out_of_memory("frisket_backward")
+        return grads
+
+    return Repeat(fits, forward, gradients, memory)

@@ -1,2 +1,74 @@
-"""Engines: kernels of vendors, which run where a proof says that they compute the call. `proof` decides, `costs` says
-where they are faster, `torch` runs one in the place of generated kernels."""
+"""Engines: kernels of vendors, which run where a proof says that they compute the call. `proof` decides, and says where
+they are faster; engines without windows and documents share the masks here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from frisket.lowering.engines.flags import Flags
+from frisket.lowering.plan import Geometry
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class SquareMask:
+    """Keys [start, stop) alone are valid; `causal`: query i sees keys up to start + i."""
+
+    causal: bool
+    start: int
+    stop: int
+
+    def valid(self, *arrays: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values [batch, heads, length, dim] without those that are not valid: views."""
+        return tuple(x if self._all(x) else x[:, :, self.start : self.stop] for x in arrays)
+
+    def whole(self, gradient: Tensor, of: Tensor) -> Tensor:
+        """The gradient of all keys from that of the valid ones: nobody sees the others."""
+        if self._all(of):
+            return gradient
+        padded = gradient.new_zeros(of.shape)
+        padded[:, :, self.start : self.stop] = gradient
+        return padded
+
+    def _all(self, x: Tensor) -> bool:
+        return bool(self.start == 0 and self.stop == x.shape[2])
+
+
+def square(flags: Flags, geometry: Geometry, name: str, rectangles: bool = True) -> SquareMask | str:
+    """The mask of an engine without windows and documents, or why it has none. Without `rectangles` a causal mask has
+    as many keys as queries: with more keys, engines differ in where they begin."""
+    if flags.documents is not None:
+        return f"{flags}: {name} has no documents"
+    if flags.softcap is not None or flags.slopes is not None:
+        return f"{flags}: {name} has no score mod"
+    if flags.queries is not None:
+        return f"{flags}: {name} has no queries that see nothing"
+    left, right = flags.top_left
+    start, stop = flags.keys or (0, geometry.kv_len)
+    if not all(isinstance(x, int) for x in (start, stop)):
+        return f"{flags}: {name} has one length for all batch entries"
+    if flags.empty_rows(geometry):
+        return f"{flags}: some query sees no key, and {name} says nothing about its result"
+    if left is not None:
+        return f"{flags}: {name} has no window"
+    if right is None:
+        return SquareMask(False, start, stop)  # type: ignore[arg-type]
+    if not isinstance(right, int) or right != start:
+        return f"{flags}: {name} begins a causal mask at the first query and the first key"
+    if not rectangles and stop - start != geometry.q_len:
+        return f"{flags}: {name} has a causal mask of as many keys as queries"
+    return SquareMask(True, start, stop)  # type: ignore[arg-type]
+
+
+def with_lse(dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """q, k, v, out and dout, wider by eight numbers, whose gradients in the first ones are those of out and lse.
+
+    A backward subtracts `sum(dout * out)` of a row from the products of dout and values; one more number, 1 in dout,
+    -dlse in out and 0 in the values, subtracts `- dlse` beside it: the gradient of lse by a score is its weight."""
+    from torch.nn.functional import pad
+
+    q, k, v, out, dout = (pad(x, (0, 8)) for x in (q, k, v, out, dout))
+    out[..., -1], dout[..., -1] = -dlse.to(out.dtype), 1
+    return q, k, v, out, dout

@@ -3,10 +3,9 @@ the engine's flags where it is one, and as code and tiles elsewhere."""
 
 from __future__ import annotations
 
-from frisket.runtime.backends.base import Backend, Executors, Lazy, absent, nvidia, register
+from frisket.runtime.backends.base import Backend, Executors, absent, nvidia, register
 from frisket.runtime.machine.extras import pip_install
 
-HERE = "frisket.runtime.backends.flash"
 COMPILED = {(9, 0), (10, 0)}
 READ = "4.0.0b36"  # the version whose source and compiled kernels the calls are held against
 
@@ -49,16 +48,9 @@ register(Backend(
     kernels="kernels of FlashAttention 4, by name until a GPU has run them under frisket",
     language="cute",
     reason=reason,
-    engine_of_plans=Lazy(f"{HERE}.call:offered"),
-    call_target=Lazy(f"{HERE}.tiles:target"),
-    text=Lazy(f"{HERE}.executors:text"),
-    executors={
-        "torch": Executors(
-            Lazy(f"{HERE}.executors:forward"), Lazy(f"{HERE}.executors:backward"),
-            refuses_gradients=Lazy(f"{HERE}.executors:refuses_gradients"), nondeterministic=True,
-            checks_gradients=Lazy(f"{HERE}.executors:backward_call"),
-        )
-    },
+    module=f"{__name__}.call",
+    takes_plans=True,
+    executors={"torch": Executors(f"{__name__}.torch", nondeterministic=True)},
     order=55,
     platforms=("cuda",),
     rank=15,

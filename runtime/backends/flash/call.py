@@ -1,18 +1,22 @@
-"""Calls of FlashAttention 4 as data: flags where they are the whole mask, code and tiles elsewhere.
+"""Calls of FlashAttention 4 as data, and its tiles and heads: flags where they are the whole mask, else code.
 
-The engine's meanings, from its source (4.0.0b36): scores are scaled, modified, then masked; a row without a visible
-key, or whose scores are all -inf, has output 0 and lse -inf, with a sink its lse is the sink; lse is a natural
-logarithm and holds the sink. With n queries and m keys, windows are counted from query i at key i + m - n, both ends
-inclusive. Keys past `seqused_k` move that corner too, so a prefix of keys comes without a window. Of pages that are no
-tile of keys, rows past `seqused_k` are not read; a page that is one is read whole.
+The engine's meanings, from its source (4.0.0b36, `flash_attn/cute/interface.py`): scores are scaled, modified, then
+masked; a row without a visible key, or whose scores are all -inf, has output 0 and lse -inf, with a sink its lse is the
+sink; lse is a natural logarithm and holds the sink. With n queries and m keys, windows are counted from query i at key
+i + m - n, both ends inclusive. Keys past `seqused_k` move that corner too, so a prefix of keys comes without a window.
+Of pages that are no tile of keys, rows past `seqused_k` are not read; a page that is one is read whole.
 
 The engine walks a row's partial tiles and then its full ones, each from the last to the first, and looks at the ends of
 the sequences in the first tile of each walk only: lists ascend, and a last tile that is ragged is partial.
+
+Tiles and heads are those that the engine's own configuration asks block-sparse tensors for. A key tile of the lists is
+one of the kernel's. On Hopper a query tile is as well; on Blackwell the forward has two in flight. Backward lists have
+the backward's own tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,16 +29,20 @@ from frisket.grammar.memo import memo
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.kernels.cute.mods import Mods, emit
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends import flash
 from frisket.runtime.backends.engines.proof import EngineCall
+from frisket.runtime.backends.triton.tiles import architecture
+from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.export.tile_lists import BlockSparseTensors
-
-from .tiles import INSTEAD, target
+from frisket.runtime.plans.device import CallPlan
 
 Tensor = Any
 SMALLEST_TILE = 64  # keys of a tile, whatever the heads
+ARCHITECTURES = ("sm_90", "sm_100")
+INSTEAD = "take backend='triton'"
+Block = tuple[int, int]  # queries, keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +131,15 @@ def refuse_tiles(g: Geometry, target: Target, gradients: bool, deterministic: bo
         raise BackendError(
             f"FlashAttention 4 has no gradients of heads of 256 on Blackwell where the mask is tiles\n  {INSTEAD}"
         )
+
+
+def text(
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    spans: SpanSource | None = None,
+) -> tuple[str, Target]:  # fmt: skip
+    """The functions of mask and score mod, and their target. Where flags say the whole mask, it has no function."""
+    placed = frozenset(n for n, x in zip("bhqk", g.origin, strict=True) if type(x) is not int or x)
+    return mods_of(plan, placed).text, target
 
 
 # -- flags ------------------------------------------------------------------------------------------
@@ -303,14 +320,14 @@ class FlashArguments:
     gradients: bool  # whether the engine makes them, or generated kernels do
 
 
-def offered(call: EngineCall) -> tuple[Flags | str, FlashArguments, tuple[str, ...]] | str:
+def engine_of_plans(call: EngineCall) -> tuple[Flags | str, FlashArguments, tuple[str, ...]] | str:
     """The mask as flags, or in words where it is code and tiles; its clauses; and why the engine has neither. The code
     is printed, as the kernel that is built of it needs it."""
     g, have = call.geometry, flash.version()
     if have != flash.READ:  # its functions are private, and may mean another thing
         return f"flash-attn-4 {have or 'of no version'} is installed, and calls are held against {flash.READ}"
     try:
-        chosen = target(call.plan, g, call.dtype)
+        chosen = call_target(call.plan, g, call.dtype)
         check(g)
         work = call.plan.work((chosen.block_q, chosen.block_k), proofs=True)
         flags = flags_for(work.plan, call.plan, g, work.slots)
@@ -336,3 +353,59 @@ def no_gradients(g: Geometry, chosen: Target, deterministic: bool, by_flags: boo
     except BackendError as error:
         return str(error)
     return ""
+
+
+# -- tiles and heads ---------------------------------------------------------------------------------
+
+
+def call_target(
+    plan: CallPlan | None, g: Geometry, dtype: str, tile: Block | None = None, tuning: Tuning = AS_CHOSEN,
+    device: Any = None, arch: str | None = None,
+) -> Target:  # fmt: skip
+    """The target of a call; `dq` has the tiles of the backward. The engine has its own: a `tile` must be that."""
+    if arch and arch not in ARCHITECTURES:
+        raise BackendError(f"FlashAttention 4 is checked on {' and '.join(ARCHITECTURES)}, not {arch}; {INSTEAD}")
+    gpu = arch or architecture(device)
+    gpu = gpu if gpu in ARCHITECTURES else ARCHITECTURES[0]  # whose source can be printed anywhere
+    if why := refused_heads(g, gpu):
+        raise BackendError(f"{why}\n  {INSTEAD}")
+    block = forward_block(g, gpu)
+    if tile is not None and tuple(tile) != block:
+        raise BackendError(f"FlashAttention 4 takes tiles of {block[0]} x {block[1]} for this head, leave out `tile`")
+    back = Target("flash", *backward_block(g, gpu), num_warps=12, arch=gpu)
+    return Target("flash", *block, num_warps=12, arch=gpu, dq=back)
+
+
+def forward_block(g: Geometry, arch: str) -> Block:
+    """The queries and keys of a tile of the forward's lists."""
+    if arch == "sm_100":
+        return 256, 128
+    if g.head_dim <= 96:
+        return 192, 128
+    if g.head_dim <= 128:
+        return 128, 128
+    return (128, 128 if g.v_dim <= 128 else 112) if g.head_dim <= 192 else (128, 80)
+
+
+def backward_block(g: Geometry, arch: str) -> Block:
+    """The queries and keys of a tile of the backward's lists."""
+    if arch == "sm_100":  # heads of 192 have two blocks of threads for 256 keys
+        return 128, 256 if g.head_dim == 192 else 128
+    if g.head_dim <= 64:
+        return 128, 128
+    if g.head_dim <= 128:
+        return 64, 128
+    return 64, 96 if g.head_dim <= 192 else 64
+
+
+def refused_heads(g: Geometry, arch: str) -> str:
+    """A reason why the engine does not take heads of these sizes; "" where it does."""
+    d, v = g.head_dim, g.v_dim
+    if d % 8 or v % 8:
+        return f"FlashAttention 4 takes head sizes that are multiples of 8, not {d} and {v}"
+    if arch == "sm_90":
+        known = min(d, v) >= 8 and max(d, v) <= 256
+        return "" if known else f"FlashAttention 4 takes head sizes from 8 to 256 on Hopper, not {d} and {v}"
+    known = (min(d, v) >= 8 and max(d, v) <= 128) or (d, v) in ((192, 128), (256, 256))
+    which = "from 8 to 128, 192 with values of 128, and 256"
+    return "" if known else f"FlashAttention 4 takes head sizes {which} on Blackwell, not {d} and {v}"

@@ -3,9 +3,8 @@ Their gradients are Triton's kernels."""
 
 from __future__ import annotations
 
-from frisket.runtime.backends.base import Backend, Executors, Lazy, absent, nvidia, register
+from frisket.runtime.backends.base import Backend, Executors, absent, nvidia, register
 
-HERE, TRITON = "frisket.runtime.backends.gluon", "frisket.runtime.backends.triton"
 WRITTEN = {(9, 0), (10, 0)}
 
 
@@ -27,15 +26,11 @@ register(Backend(
     kernels="kernels for Hopper and Blackwell, on Hopper in the place of Triton's where they are faster",
     language="gluon",
     reason=reason,
-    call_target=Lazy(f"{HERE}.tiles:target"),
-    text=Lazy(f"{HERE}.forward:text"),
-    executors={
-        "torch": Executors(Lazy(f"{HERE}.forward:forward"), Lazy(f"{TRITON}.backward:backward"), nondeterministic=True)
-    },
+    module=f"{__name__}.torch",
+    executors={"torch": Executors(f"{__name__}.torch", nondeterministic=True)},
     order=50,
     platforms=("cuda",),
     instead="triton",
-    pays=Lazy(f"{HERE}.tiles:pays"),
     refuses={
         "float32": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or take backend='triton'",
         "float64": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or move them to the CPU",
@@ -43,5 +38,4 @@ register(Backend(
     guarded=True,
     loads=True,
     stats_kind="low",
-    reports=Lazy(f"{HERE}.forward:compile_reports"),
 ))  # fmt: skip

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from frisket.runtime.backends.base import Backend, Executors, Interpreter, Lazy, absent, no_gpu, register
-
-HERE = "frisket.runtime.backends.pallas_gpu"
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, no_gpu, register
 
 
 def interpreted() -> bool:
@@ -37,10 +35,8 @@ register(Backend(
     reason=lambda framework: absent("jax", "jax") or no_gpu(),
     missing=str,
     unfit=unfit,
-    target=Lazy(f"{HERE}.forward:target"),
-    text=Lazy(f"{HERE}.forward:text"),
-    executors={"jax": Executors(Lazy(f"{HERE}.forward:forward"), Lazy(f"{HERE}.backward:backward"),
-                                Lazy(f"{HERE}.forward:reason"), Lazy(f"{HERE}.backward:reason"))},
+    module=f"{__name__}.jax",
+    executors={"jax": Executors(f"{__name__}.jax")},
     order=70,
     platforms=("cuda",),
     rank=1,

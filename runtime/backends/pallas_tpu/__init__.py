@@ -1,8 +1,6 @@
 """Kernels of Pallas for TPUs; elsewhere Pallas' interpreter runs them."""
 
-from frisket.runtime.backends.base import Backend, Executors, Interpreter, Lazy, absent, register
-
-HERE = "frisket.runtime.backends.pallas_tpu"
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, register
 
 
 def interpreted() -> bool:
@@ -19,10 +17,8 @@ register(Backend(
     reason=lambda framework: absent("jax", "jax"),
     missing=str,
     how=", in Pallas' interpreter where there is no TPU",
-    target=Lazy(f"{HERE}.forward:target"),
-    text=Lazy(f"{HERE}.text:text"),
-    executors={"jax": Executors(Lazy(f"{HERE}.forward:forward"), Lazy(f"{HERE}.backward:backward"),
-                                Lazy(f"{HERE}.forward:reason"), Lazy(f"{HERE}.backward:reason"))},
+    module=f"{__name__}.jax",
+    executors={"jax": Executors(f"{__name__}.jax")},
     order=60,
     platforms=("tpu",),
     rank=1,

@@ -7,9 +7,7 @@ import importlib.util
 import os
 
 from frisket.grammar.memo import memo
-from frisket.runtime.backends.base import Backend, Executors, Interpreter, Lazy, absent, no_driver, no_gpu, register
-
-HERE = "frisket.runtime.backends.triton"
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, no_driver, no_gpu, register
 
 
 def interpreted() -> bool:
@@ -68,18 +66,14 @@ register(Backend(
     language="triton",
     reason=reason,
     missing=missing,
-    target=Lazy(f"{HERE}.jax:target"),
-    call_target=Lazy(f"{HERE}.tiles:target"),
-    text=Lazy(f"{HERE}.text:text"),
+    module=f"{__name__}.kernels",
     executors={
-        "torch": Executors(Lazy(f"{HERE}.forward:forward"), Lazy(f"{HERE}.backward:backward"), nondeterministic=True),
-        "jax": Executors(Lazy(f"{HERE}.jax:forward"), Lazy(f"{HERE}.jax:backward"), refuses=Lazy(f"{HERE}.jax:reason")),
+        "torch": Executors(f"{__name__}.torch", nondeterministic=True), "jax": Executors(f"{__name__}.jax")
     },
     order=40,
     platforms=("cuda", "rocm"),
     rank=2,
     instead="pallas-mosaic-gpu",
-    pays=Lazy(f"{HERE}.jax:pays"),
     interpreter=Interpreter("Triton's", 0.03, interpreted, {
         "bfloat16": "Triton's interpreter takes the bits of bfloat16 for integers and computes nonsense\n"
                     "  give it float16 or float32, or unset TRITON_INTERPRET on a machine with a GPU",
@@ -88,6 +82,5 @@ register(Backend(
     loads=True,
     stats_kind="low",
     plans="device",
-    reports=Lazy(f"{HERE}.report:compile_reports"),
     operators=("frisket-triton",),
 ))  # fmt: skip

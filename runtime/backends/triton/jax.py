@@ -1,6 +1,8 @@
 """Runs the Triton kernels on JAX arrays: those of torch, from the same plans and spans.
 
-A call is a few custom calls of XLA, which jax-triton compiles for this machine's GPU, or for an H100 without one.
+A call is a few custom calls of XLA, which jax-triton compiles for this machine's GPU, or for an H100 without one. On a
+CPU they run in Triton's interpreter. The compiled kernel depends on shapes and dtypes alone: origins, sizes, slots and
+spans are operands, and may be traced.
 
 Gradients of captured tables and scalars come from the kernels' sums: by distance, by position, and from rows, columns
 and heads to where a table was read.
@@ -9,41 +11,50 @@ and heads to where a table was read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frisket.dsl.errors import LoweringError
+from frisket.dsl.errors import BackendError, LoweringError, ParameterError
+from frisket.dsl.ir import SIZES
+from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.aten.captured import BITS
 from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.triton import backward as triton_backward
-from frisket.lowering.kernels.triton import cotangents as emit
+from frisket.lowering.kernels.triton import cotangents
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import forward as triton_forward
-from frisket.lowering.kernels.triton.cotangents import Sum, sums, weights
-from frisket.lowering.kernels.triton.writer import Dims, padded
-from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.kernels.triton import writer as triton_writer
+from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, arguments, near, padded, rows_of_tables
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, TableUse, Target
+from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded as xla_folded
+from frisket.runtime.backends.cpp.jax import _halves as halves
+from frisket.runtime.machine.extras import pip_install
 
 from . import grids as triton_grids
+from . import interpreted
 from . import tiles as triton_tiles
-from .decode import INTERPRETED, NOTHING, shares
-from .grids import backward_plan, forward_plan, of_backward, of_forward
-from .jax_call import JaxTritonCall, architecture, gpu_here, interpreted, kernels_of, processors
+from .grids import Grid, of_host
+from .launch import GRID, loaded_kernels, refused_shape, span_arrays
 
 if TYPE_CHECKING:
     import jax
 
-
 Array = Any  # a jax.Array, traced or not
+INT32 = np.iinfo(np.int32)
+_interpreter = Lock()  # it replaces functions of Triton's while it runs
 # These kernels replace Mosaic GPU's from SHORTEST queries on, where a query sees at most WINDOW keys (a window of 1024
 # and half a tile) or there are at most KEYS keys.
 SHORTEST, WINDOW, KEYS = 1024, 1088, 8192
-GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
 
 
@@ -68,32 +79,26 @@ def forward(
     results |= {"Low": row} if lse_residual else {}
     if 0 in (g.batch, g.q_len):
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in results.values())
-    plan = forward_plan(plan, g)
+    plan, kind = triton_grids.forward_plan(plan, g), triton_grids.ForwardKind((), sinks is not None, True, lse_residual)
     call = JaxTritonCall(plan, g, slots, tables, dims, platform)
     inputs = {"Q": q, "K": k, "V": v}
     last = {} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)}
-    few = shares(plan, None, g, target, dims, INTERPRETED if interpreted() else processors())
+    few = triton_grids.shares(plan, None, g, target, dims, triton_grids.INTERPRETED if interpreted() else processors())
+    block = (target.block_q, target.block_k) if few is None else few.block
+    records = None if spans is None else partial(spans.rows, block)
     if few is None:
-        source = _forward(plan, target, dims, sinks=sinks is not None, top=True, low=lse_residual)
-        outputs = call.run(
-            source, "attention_forward", of_forward(g, target), target, inputs | last, results,
-            None if spans is None else partial(spans.rows, (target.block_q, target.block_k)), pool=k.shape[0],
-        )  # fmt: skip
+        source = _source(triton_forward.emit, plan, target, dims, **kind.flags)
+        grid, arrays = triton_grids.of_forward(g, target), inputs | last
+        outputs = call.run(source, "attention_forward", grid, target, arrays, results, records, pool=k.shape[0])
         return tuple(outputs[n] for n in results)
-    alone, decode_target = few.alone, few.target
-    alike = replace(decode_target, splits=int(alone))
-    flags = {"packs": few.pack > 1, "sinks": sinks is not None, "low": lse_residual, "balanced": few.balanced}
-    source = _decode(plan, alike, dims, top=True, **flags)
-    records = None if spans is None else partial(spans.rows, few.block)
+    source = _source(triton_decode.emit, plan, few.text_target, dims, **few.flags, **kind.flags)
     outputs = call.run(
-        source, "attention_decode", few.grid(g), decode_target, inputs | last if alone else inputs,
-        results if alone else few.results(g), records, splits=decode_target.splits, batches=g.batch, pool=k.shape[0],
+        source, "attention_decode", few.grid(g), few.target, inputs | last if few.alone else inputs,
+        results if few.alone else few.results(g), records, splits=few.target.splits, batches=g.batch, pool=k.shape[0],
     )  # fmt: skip
-    if alone:
-        return tuple(outputs[n] for n in results)
-    numbers: dict[str, Any] = {**few.numbers(g)}
-    grid, two = (g.q_len, g.heads, g.batch), replace(decode_target, num_warps=2)
-    outputs = call.run(source, "attention_combine", grid, two, outputs | last, results, None, plan=NOTHING, **numbers)
+    if not few.alone:
+        grid, more = (g.q_len, g.heads, g.batch), {"plan": triton_grids.NOTHING, **few.numbers(g)}
+        outputs = call.run(source, "attention_combine", grid, few.combine_target, outputs | last, results, **more)
     return tuple(outputs[n] for n in results)
 
 
@@ -112,19 +117,17 @@ def backward(
     values = grad_names - arrays.keys()
     if 0 in (g.batch, g.q_len, g.kv_len):
         return {n: jnp.zeros_like(x) for n, x in arrays.items() if n in grad_names} | _zeros(values, tables)
-    kernel_plan = backward_plan(plan, g)
+    kernel_plan = triton_grids.backward_plan(plan, g)
     call = JaxTritonCall(kernel_plan, g, slots, tables, dims, platform)
     inputs = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout.astype(q.dtype), "Lse": lse.astype(np.float32)}
     inputs["Low"] = jnp.zeros_like(inputs["Lse"]) if lse_residual is None else lse_residual.astype(np.float32)
     if dlse is not None:
         inputs["DLse"] = dlse.astype(np.float32)
-    source, totals = (
-        _backward(kernel_plan, target, dims, grad_names, dlse=dlse is not None),
-        sums(kernel_plan, grad_names),
-    )
+    source = _source(triton_backward.emit, kernel_plan, target, dims, grad_names, dlse=dlse is not None)
+    totals = cotangents.sums(kernel_plan, grad_names)
     names, dtypes = kernels_of(source), {n: x.dtype for n, x in arrays.items() if n in grad_names}
     results = _results(g, dtypes, totals, "attention_dv" in names)
-    for step in of_backward(g, target, names):
+    for step in triton_grids.of_backward(g, target, names):
         tile, plain = step.tile, None if step.side else triton_backward.bare(kernel_plan)
         records = partial(getattr(spans, step.side), (tile.block_q, tile.block_k)) if step.side and spans else None
         inputs |= call.run(source, step.name, step.grid, tile, inputs, results[step.name], records, plan=plain)
@@ -134,12 +137,12 @@ def backward(
     sums_of = {s.gradient: inputs[s.buffer] for s in totals}
     buffers: dict[Gradient, Array] = {s: x.sum(-1) if s.over == "head" else x for s, x in sums_of.items()}
     more = [x for x in backward_of(plan).gradients if x.source in grad_names and x.over in ("diagonal", "scatter")]
-    buffers |= captured(call, spans, inputs, target, more)
+    buffers |= _CapturedJaxRun(call, spans, inputs, cotangents.square(target)).buffers(more)
     folds = folded(buffers, g, slots, tables, plan.int64)
     return grads | folds | _zeros(values - folds.keys(), tables)
 
 
-def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """A reason why the kernels cannot run a call, or ""."""
     g = geometry
     try:
@@ -153,10 +156,7 @@ def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, 
                 f"  give it in parts of q, k and v along axis {axis}, with origin= and sizes= where the mask or score "
                 "mod reads b or h"
             )
-    for t in plan.every_table:
-        if len(shape := shapes.get(t.name, (1,) * t.rank)) != t.rank or 0 in shape:
-            return f"table `{t.source}` has {t.rank} axes of at least one entry, not shape {list(shape)}"
-    return ""
+    return next(filter(None, (refused_shape(t, shapes.get(t.name, (1,) * t.rank)) for t in plan.every_table)), "")
 
 
 def target(
@@ -212,16 +212,19 @@ def _precise(target: Target, dtype: str) -> Target:
 
 def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str, Any]) -> Dims:
     """The dimensions that the kernels' text takes from arrays; LoweringError where there are no such kernels."""
-    if why := reason(plan, g, dtype, {n: np.shape(x) for n, x in tables.items()}):
+    if why := refuses(plan, g, dtype, {n: np.shape(x) for n, x in tables.items()}):
         raise LoweringError(why)
     return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, by_length=True)
 
 
-_forward, _decode, _backward = (memo(group="sources")(x.emit) for x in (triton_forward, triton_decode, triton_backward))
+@memo(group="sources")
+def _source(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> str:
+    """The text that `emit` writes of a plan."""
+    return emit(plan, *parts, **flags)
 
 
 def _results(
-    g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum], separate_dv: bool
+    g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[cotangents.Sum], separate_dv: bool
 ) -> dict[str, dict[str, Any]]:
     """(shape, dtype) of what each kernel of a backward writes; `separate_dv`: values have one of their own."""
     rows, columns = ((g.batch, g.heads, n) for n in (g.q_len, g.kv_len))
@@ -244,73 +247,43 @@ def _zeros(names: frozenset[str], tables: Mapping[str, Any]) -> dict[str, Array]
     return {n: jnp.zeros(np.shape(tables[n]) if n in tables else (), np.float32) for n in names}
 
 
-_diagonal, _plane = memo(group="sources")(emit.diagonal), memo(group="sources")(emit.plane)
-_scatter = memo(group="sources")(partial(emit.scatter, fixed=True))
+class _CapturedJaxRun(triton_grids.CapturedKernels):
+    """The kernels of one call on JAX arrays; `inputs` are arrays by the kernels' names, `Stats` as `attention_delta`
+    writes it."""
 
+    def __init__(
+        self, call: JaxTritonCall, spans: SpanSource | None, inputs: Mapping[str, Array], tile: Target
+    ) -> None:
+        self.call, self.inputs, self.tile = call, inputs, tile
+        self.plan, self.geometry, self.slots, self.tables = call.plan, call.geometry, call.slots, call.tables
+        self.records = None if spans is None else partial(spans.rows, (tile.block_q, tile.block_k))
 
-def captured(
-    call: JaxTritonCall,
-    spans: SpanSource | None,
-    inputs: Mapping[str, Array],
-    target: Target,
-    gradients: Sequence[Gradient],
-) -> dict[Gradient, Array]:
-    """The buffers of gradients over "diagonal" and "scatter", as `derive.Gradient` describes them; `inputs` are arrays
-    by the kernels' names, `Stats` as `attention_delta` writes it."""
-    tile = emit.square(target)
-    records = None if spans is None else partial(spans.rows, (tile.block_q, tile.block_k))
-    run = partial(call.run, tile=tile, inputs=inputs, spans=records)
-    buffers: dict[Gradient, Array] = {}
-    if by_distance := tuple(g for g in gradients if g.over == "diagonal"):
-        buffers |= dict(zip(by_distance, _diagonals(call, run, tile, by_distance), strict=True))
-    for g in gradients:
-        if g.over == "scatter":
-            buffers[g] = _scattered(call, run, tile, inputs, records, g)
-    return buffers
+    def run(
+        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid,
+        result: triton_grids.CapturedResult, *, flags: Mapping[str, bool] = triton_grids.NO_FLAGS,
+        more: Mapping[str, Any] = triton_grids.NO_FLAGS, zeroed: bool = False, **numbers: Any,
+    ) -> Array:  # fmt: skip
+        (name, shape), source = result, _source(emit, self.plan, self.tile, self.call.dims, *parts, **flags)
+        dtype = np.int32 if name == "Counted" else np.float32
+        return self.call.run(
+            source, kernel, grid, self.tile, {**self.inputs, **more}, {name: (shape, dtype)}, self.records,
+            zeroed=zeroed, **numbers,
+        )[name]  # fmt: skip
 
+    def padded(self, x: Array, before: int, behind: int) -> Array:
+        import jax.numpy as jnp
 
-def _diagonals(call: JaxTritonCall, run: Any, tile: Target, gradients: tuple[Gradient, ...]) -> list[Array]:
-    import jax.numpy as jnp
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (before, behind), (0, 0)])
 
-    g, side, factors = call.geometry, tile.block_q, weights(gradients)
-    grid = triton_grids.of_diagonals(g, side, len(factors))
-    shape = g.batch, g.heads, len(factors), grid.parts, 2, grid.across, side
-    sums = run(
-        _diagonal(call.plan, tile, call.dims, gradients), "attention_diagonal",
-        (grid.across * grid.parts, g.heads, g.batch), results={"Sums": (shape, np.float32)}, share=grid.share,
-    )["Sums"].sum(3)  # fmt: skip
-    low, high = sums[:, :, :, 0], sums[:, :, :, 1]  # diagonals c of a tile, and c - side: those of the next one up
-    ends = [(0, 0)] * 3
-    whole = jnp.pad(low, (*ends, (1, 0), (0, 0))) + jnp.pad(high, (*ends, (0, 1), (0, 0)))
-    whole = whole.reshape(*whole.shape[:3], -1)
-    first = triton_grids.tiles(g, side)[1] * side - g.kv_len + 1
-    whole = whole[..., first : first + g.q_len + g.kv_len - 1]
-    return [whole[:, :, factors.index(x.weight)] for x in gradients]
+    def in_fixed_point(self, total: Array, shape: tuple[int, ...], count: Callable[..., Array]) -> Array:
+        import jax
+        from jax import lax
 
-
-def _scattered(
-    call: JaxTritonCall, run: Any, tile: Target, inputs: Mapping[str, Array], records: Any, gradient: Gradient
-) -> Array:
-    import jax
-    from jax import lax
-
-    g, table = call.geometry, call.tables[gradient.source].shape
-    shared = triton_grids.plane(gradient, table, g, call.slots)
-    if shared is not None:
-        source = _plane(call.plan, tile, call.dims, gradient, shared)
-        grid, into = triton_grids.of_plane(g, tile.block_q, shared), {"Into": (table, np.float32)}
-        return run(source, "attention_plane", grid, results=into, zeroed=True, batches=g.batch)["Into"]
-    rows = triton_grids.tiles(g, tile.block_q)[0]
-    source, grid = _scatter(call.plan, tile, call.dims, gradient), (rows, g.heads, g.batch)
-    total = run(source, "attention_total", grid, results={"Total": ((g.batch, g.heads, rows), np.float32)})["Total"]
-    with jax.enable_x64(True):
-        per = units(total.astype(np.float64).sum())
-    counted = call.run(
-        source, "attention_scatter", grid, tile, {**inputs, "PerUnit": per.reshape(1)},
-        {"Counted": ((*table, 2), np.int32)}, records, zeroed=True,
-    )["Counted"]  # fmt: skip
-    with jax.enable_x64(True):
-        return amounts(lax.bitcast_convert_type(counted, np.int64), per)
+        with jax.enable_x64(True):
+            per = units(total.astype(np.float64).sum())
+        counted = count(("Counted", (*shape, 2)), per.reshape(1))
+        with jax.enable_x64(True):
+            return amounts(lax.bitcast_convert_type(counted, np.int64), per)
 
 
 def folded(
@@ -351,3 +324,319 @@ def fixed(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -> A
     per = units(jnp.abs(values).sum())
     counted = jnp.round(values * per.astype(np.float64)).astype(np.int64)
     return amounts(jnp.zeros(shape, np.int64).at[places].add(counted), per)
+
+
+# -- calls of one kernel -----------------------------------------------------------------------------
+
+
+class JaxTritonCall:
+    """A plan with the values of a call, and how they reach kernels."""
+
+    def __init__(
+        self, plan: LoopPlan, geometry: Geometry, slots: Mapping[str, Any], tables: Mapping[str, Any], dims: Dims,
+        platform: str,
+    ) -> None:  # fmt: skip
+        check(platform, dims.dtype)
+        self.plan, self.geometry, self.slots, self.dims, self.platform = plan, geometry, slots, dims, platform
+        self.tables = {t.name: _readable(t, tables[t.name], plan.int64) for t in plan.every_table}
+
+    @cached_property
+    def per_batch(self) -> bool:
+        return any(np.ndim(x) for x in self.geometry.origin[2:])
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The values in the vectors of values, by the kernels' names."""
+        g, known = self.geometry, arguments(self.plan)
+        origin = {f"{n}_origin": x for n, x in zip("bhqk", g.origin)}
+        slots = {known[s.name].name: self.slots[s.name] for s in self.plan.slots}
+        return {**origin, **dict(zip(SIZES, g.full, strict=True)), **slots}
+
+    @cached_property
+    def arrays(self) -> dict[str, Array]:
+        """The arrays of the plan: tables, and origins of every batch entry."""
+        import jax.numpy as jnp
+
+        known, g = arguments(self.plan), self.geometry
+        arrays = {known[n].name: x for n, x in self.tables.items()}
+        if self.per_batch:
+            for n, x in zip(("q_origin", "k_origin"), g.origin[2:]):
+                arrays[n] = jnp.broadcast_to(jnp.asarray(x, np.int32).reshape(-1), (g.batch,))
+        return arrays
+
+    @cached_property
+    def lengths(self) -> dict[str, Any]:
+        g, known = self.geometry, arguments(self.plan)
+        lengths = {"heads": g.heads, "q_len": g.q_len, "kv_len": g.kv_len, "scale": np.float32(g.scale)}
+        for name, table in self.tables.items():
+            lengths |= dict(zip(known[name].sizes, self._shape(name, table)))
+        return lengths
+
+    def _shape(self, name: str, table: Array) -> tuple[int, ...]:
+        return table.shape[:-1] if name in self.pairs else table.shape  # type: ignore[no-any-return]
+
+    def near(self, rows: int) -> bool:
+        """Whether so many rows of every table that counts queries are within 2**31 entries of one another."""
+        shapes = [(self._shape(n, self.tables[n]), axis) for n, axis in rows_of_tables(self.plan).items()]
+        steps = [[math.prod(shape[i + 1 :]) for i in range(len(shape))] for shape, _ in shapes]
+        return all(near(shape, by, axis, rows) for (shape, axis), by in zip(shapes, steps))
+
+    @cached_property
+    def pairs(self) -> frozenset[str]:
+        """Tables of 64 bits, by plan names."""
+        ranks = {t.name: t.rank for t in self.plan.every_table}
+        return frozenset(n for n, x in self.tables.items() if x.ndim > ranks[n])
+
+    @cached_property
+    def form(self) -> Form:
+        known = arguments(self.plan)
+        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
+        wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
+        aligned = set()
+        for name in wide & self.tables.keys():
+            shape = self._shape(name, self.tables[name])
+            steps = known[name].strides[:-1]
+            aligned |= {n for i, n in enumerate(steps) if np.prod(shape[i + 1 :], dtype=object) % 16 == 0}
+        pairs = frozenset({"Counted", *(known[n].name for n in self.pairs)})
+        return Form(self.dims, self.per_batch, pairs, frozenset(aligned))
+
+    # -- launching ------------------------------------------------------------------------------------
+
+    def run(
+        self, source: str, kernel: str, grid: Grid, tile: Target, inputs: Mapping[str, Array],
+        results: Mapping[str, tuple[Sequence[int], Any]], spans: Callable[[], Any] | None = None, *,
+        zeroed: bool = False, plan: LoopPlan | None = None, **lengths: int,
+    ) -> dict[str, Array]:  # fmt: skip
+        """The results by name, of (shape, dtype). `spans`, `rows` or `columns` of a SpanSource, is asked where the
+        kernel reads a table of them; `plan` is the kernel's where it is another one; `zeroed` says that results begin
+        as 0."""
+        import jax
+
+        fn, entry = _entry(source, kernel, plan or self.plan, self.form, tuple(results))
+        arrays = {**self.arrays, **inputs}
+        if "Spans" in entry.arrays:
+            if spans is None:
+                raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
+            arrays |= span_operands(spans(), entry.arrays)
+            lengths["records"] = arrays["Spans"].shape[2]
+        operands = [jax.numpy.asarray(arrays[n]) for n in entry.arrays]
+        operands += [_vector([self.values[n] for n in names], kind, self.plan.int64)
+                     for names, kind in ((entry.whole, INT), (entry.real, FLOAT)) if names]  # fmt: skip
+        known = {**self.lengths, **lengths}
+        constants = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "ORIGIN_PER_BATCH": self.per_batch}
+        constants["NEAR"] = self.near(tile.block_q)
+        shaped: Any = jax.ShapeDtypeStruct  # JAX leaves some of its functions untyped
+        shapes = [shaped(tuple(shape), dtype) for shape, dtype in (results[n] for n in entry.results)]
+        launch = _interpreted if self.platform == "cpu" else _compiled
+        outputs = launch(
+            fn, entry, grid, tile, operands, [known[n] for n in entry.lengths], shapes,
+            {n: constants[n] for n in entry.constants}, zeroed, self.platform,
+        )  # fmt: skip
+        return dict(zip(entry.results, outputs, strict=True))
+
+
+kernels_of = memo(group="kernels")(triton_writer.parameters)
+
+
+@memo(1024)
+def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[str, ...]) -> tuple[Any, JaxEntry]:
+    """A kernel of a module through its entry, which stands behind it in a module of its own."""
+    entry = triton_writer.entry(kernel, kernels_of(source)[kernel], plan, form, results)
+    return getattr(loaded_kernels(f"{source}\n\n{entry.text}"), entry.name), entry
+
+
+def _compiled(
+    fn: Any, entry: JaxEntry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
+    shapes: Sequence[Any], constants: Mapping[str, Any], zeroed: bool, platform: str,
+) -> Sequence[Array]:  # fmt: skip
+    outputs: Sequence[Array] = triton_call()(
+        *operands, *lengths, kernel=fn, out_shape=list(shapes), grid=grid, name=entry.name, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, compute_capability=capability(platform), enable_fp_fusion=True,
+        zeroed_outputs=tuple(range(len(shapes))) if zeroed else (), **constants,
+    )  # fmt: skip
+    return outputs
+
+
+def _interpreted(
+    fn: Any, entry: JaxEntry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
+    shapes: Sequence[Any], constants: Mapping[str, Any], zeroed: bool, platform: str,
+) -> Sequence[Array]:  # fmt: skip
+    import jax
+
+    def run(*inputs: Any) -> list[Any]:
+        arrays = [np.ascontiguousarray(x) for x in inputs]
+        outputs = [(np.zeros if zeroed else np.empty)(s.shape, s.dtype) for s in shapes]
+        memory = [Memory(x) for x in (*arrays, *outputs)]
+        numbers = [float(x) if isinstance(x, np.floating) else x for x in lengths]
+        with _interpreter:
+            fn[grid](*memory[: len(arrays)], *numbers, *memory[len(arrays) :], **constants)
+        return outputs
+
+    result: Sequence[Array] = jax.pure_callback(run, list(shapes), *operands)
+    return result
+
+
+class Memory:
+    """A numpy array as much like a torch tensor as Triton's interpreter asks, which then works on the array itself."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.dtype = array, str(array.dtype)
+
+    def data_ptr(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def itself(self, *_: Any, **__: Any) -> Memory:
+        return self
+
+    untyped_storage = cpu = new_empty = set_ = copy_ = storage_offset = size = stride = itself
+
+
+# -- operands -----------------------------------------------------------------------------------------
+
+
+def _vector(parts: Sequence[Any], kind: Any, wide: bool) -> Array:
+    """Numbers, some of them perhaps traced, in float32, or in int32, in pairs of them where they are `wide`."""
+    import jax.numpy as jnp
+
+    if all(map(of_host, parts)):
+        if kind is FLOAT:
+            return np.array(parts, np.float32)
+        whole = np.array([int(x) for x in parts], np.int64)
+        if not wide and len(whole) and (whole.max() > INT32.max or whole.min() < INT32.min):
+            raise ParameterError(
+                f"{max(whole, key=abs)} needs more than 32 bits, and the kernel was made for numbers of 32\n"
+                "  make the plan with this value: att.plan(...), so that its kernel has 64-bit integers"
+            )
+        return halves(whole) if wide else whole.astype(np.int32)
+    if kind is FLOAT:
+        return jnp.stack([jnp.asarray(x, np.float32).reshape(()) for x in parts])
+    if wide:
+        return jnp.stack([halves(np.asarray(x, np.int64) if of_host(x) else x).reshape(2) for x in parts])
+    return jnp.stack([jnp.asarray(x, np.int32).reshape(()) for x in parts])
+
+
+def _readable(use: TableUse, table: Any, wide: bool) -> Array:
+    """The table as kernels read it: Bool as bytes, Int as int32, in pairs of them where it needs 64 bits."""
+    import jax.numpy as jnp
+
+    if why := refused_shape(use, np.shape(table)):
+        raise ParameterError(why)
+    if use.type is BOOL:
+        return table.astype(bool).astype(np.int8)
+    if use.type is FLOAT:
+        return jnp.asarray(table, None if table.dtype in (jnp.bfloat16, np.float16) else np.float32)
+    if table.dtype in (np.int64, np.uint64, np.uint32):
+        if isinstance(table, np.ndarray):
+            fits = table.max() <= INT32.max and table.min() >= INT32.min
+            if not fits and not wide:
+                raise ParameterError(
+                    f"table `{use.source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
+                )
+            return table.astype(np.int32) if fits else halves(table)
+        if wide:
+            return halves(table)
+    return table.astype(np.int32)
+
+
+def span_operands(spans: Any, names: Sequence[str]) -> dict[str, Array]:
+    """The span arrays that kernels read, by the names of their parameters."""
+    import jax.numpy as jnp
+
+    if not isinstance(spans, DeviceSpans):
+        return dict(span_arrays(spans))
+    arrays = {"Spans": spans.bounds, "Count": spans.count, "SliceOf": jnp.asarray(spans.slice_of, np.int32)}
+    if "Order" in names:
+        width = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
+        arrays["Order"] = jnp.argsort(-width, axis=-1, stable=True) if spans.order is None else spans.order
+    return {n: x.astype(np.int32) for n, x in arrays.items()}
+
+
+NOWHERE = "sm_90", 132, 0  # where there is no GPU: an H100
+# parts of GPUs' names -> architecture, for JAX's abstract devices, which have nothing but a name
+KINDS = {kind: arch for arch, gpu in triton_tiles.GPUS.items() for kind in gpu["kinds"]}
+
+
+def architecture() -> str:
+    """The architecture as in `tiles.GPUS`: that of the current mesh where JAX lowers for an abstract
+    device, else of the first GPU, else sm_90."""
+    return gpu_here()[0]
+
+
+def processors() -> int:
+    """Streaming multiprocessors, or compute units."""
+    return gpu_here()[1]
+
+
+def capability(platform: str) -> int | None:
+    """The capability that jax-triton compiles for: 90 for sm_90. On AMD's GPUs it asks the device."""
+    return int(architecture()[3:]) if platform != "rocm" else None
+
+
+def gpu_here() -> tuple[str, int, int]:
+    """(architecture, processors, bytes of shared memory that a block may have, or 0 where that is not known)."""
+    import jax
+
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if abstract is not None and abstract.platform in ("gpu", "cuda", "rocm", None):
+        kind = next((n for n in sorted(KINDS, key=len, reverse=True) if n in abstract.device_kind), "")
+        if kind:
+            return KINDS[kind], abstract.num_cores or NOWHERE[1], 0
+    return _first()
+
+
+@memo(group="once")
+def _first() -> tuple[str, int, int]:
+    import jax
+
+    try:
+        device: Any = jax.devices("gpu")[0]
+    except RuntimeError:
+        return NOWHERE
+    of_amd = str(device.compute_capability).split(":")[0]
+    name = of_amd if of_amd.startswith("gfx") else f"sm_{str(device.compute_capability).replace('.', '')}"
+    cores, shared = getattr(device, "core_count", NOWHERE[1]), getattr(device, "shared_memory_per_block_optin", 0)
+    return name, int(cores), int(shared)
+
+
+def check(platform: str, dtype: str) -> None:
+    """Raise where the kernels cannot be called on arrays of a platform."""
+    if platform == "cpu" and not interpreted():
+        raise BackendError(
+            "Triton kernels need a GPU: on the CPU take backend='xla' or 'cpp', or set TRITON_INTERPRET=1 before "
+            "Python starts to run them in Triton's interpreter"
+        )
+    if platform not in ("cpu", "cuda", "rocm"):
+        raise BackendError(f"no Triton kernel runs on {platform}; they run on cuda and rocm")
+    if platform == "rocm" and _release("jax-triton") <= (0, 3, 1) and _release("triton") >= (3, 9):
+        raise BackendError(
+            "jax-triton 0.3.1 does not compile for AMD's GPUs with Triton 3.9\n"
+            "  install triton==3.6.0, or take backend='xla'"
+        )
+    if platform != "cpu" and interpreted():
+        raise BackendError("TRITON_INTERPRET=1 is set, so that no Triton kernel is compiled; unset it on a GPU")
+
+
+def _release(package: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in re.findall(r"\d+", version(package))[:3])
+    except PackageNotFoundError:
+        return (0,)
+
+
+@memo(group="once")
+def triton_call() -> Any:
+    """`jax_triton.triton_call`."""
+    cache_dir = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        from jax_triton import triton_call as call  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except (ImportError, AttributeError) as error:
+        raise BackendError(
+            f"the Triton kernels are called through jax-triton, which cannot be imported here: {error}\n"
+            f"  {pip_install('jax-gpu')}, and a JAX with GPU support"
+        ) from error
+    finally:  # jax-triton points it at no folder, for everybody in this process
+        if cache_dir is None:
+            os.environ.pop("TRITON_CACHE_DIR", None)
+        else:
+            os.environ["TRITON_CACHE_DIR"] = cache_dir
+    return call

@@ -1,6 +1,6 @@
 """Library calls of JAX, on every platform."""
 
-from frisket.runtime.backends.base import LIBRARY, Backend, Executors, Lazy, absent, register
+from frisket.runtime.backends.base import LIBRARY, Backend, Executors, absent, register
 
 register(Backend(
     name="xla",
@@ -8,8 +8,7 @@ register(Backend(
     language="jax",
     reason=lambda framework: absent("jax", "jax"),
     tiles=lambda geometry, dtype, narrow: (256, 128),
-    executors={"jax": Executors(Lazy("frisket.lowering.xla.forward:forward"),
-                                Lazy("frisket.lowering.xla.backward:backward"))},
+    executors={"jax": Executors("frisket.lowering.xla.forward", "frisket.lowering.xla.backward")},
     order=20,
     tier=LIBRARY,
     stats_kind="low",

@@ -17,8 +17,8 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Pages, Spans, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.triton import tiles as triton_tiles
-from frisket.runtime.backends.triton.arguments import near
-from frisket.runtime.backends.triton.decode import INTERPRETED, Shares, most_tiles, parts, processors, shares
+from frisket.runtime.backends.triton.grids import INTERPRETED, Shares, most_tiles, parts, processors, shares
+from frisket.runtime.backends.triton.launch import near
 from frisket.runtime.backends.triton.tiles import default_target, target
 from frisket.runtime.calls.options import LaunchOptions, Tuning
 

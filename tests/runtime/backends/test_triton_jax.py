@@ -24,7 +24,6 @@ from frisket.lowering.kernels.triton import writer as triton_writer
 from frisket.lowering.kernels.triton.writer import Dims, Form
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.triton import jax as triton_jax
-from frisket.runtime.backends.triton import jax_call as triton_jax_device
 from frisket.runtime.backends.triton.tiles import TABLE, shared
 from frisket.runtime.machine.extras import pip_install
 
@@ -137,8 +136,8 @@ def test_tiles_are_those_of_the_mask():
 def test_jax_tiles_fit_the_gpu_that_is_here(monkeypatch):
     device = SimpleNamespace(compute_capability="12.1", core_count=48, shared_memory_per_block_optin=101_376)
     monkeypatch.setattr(jax, "devices", lambda kind: [device])
-    monkeypatch.setattr(triton_jax_device, "_first", triton_jax_device._first.__wrapped__)
-    assert triton_jax_device.gpu_here() == ("sm_121", 48, 101_376)
+    monkeypatch.setattr(triton_jax, "_first", triton_jax._first.__wrapped__)
+    assert triton_jax.gpu_here() == ("sm_121", 48, 101_376)
     found = triton_jax.target(closed(causal), G, "bfloat16")
     assert found.limit == 101_376
     assert shared("forward", 128, found.block_q, found.block_k, found.num_stages) <= 101_376
@@ -153,13 +152,13 @@ def test_float32_is_multiplied_as_jax_is_told():
 
 
 def test_a_gpu_that_is_not_here_is_named_by_the_mesh():
-    assert triton_jax_device.gpu_here() == ("sm_90", 132, 0)
+    assert triton_jax.gpu_here() == ("sm_90", 132, 0)
     named = {"NVIDIA A100-SXM4-80GB": "sm_80", "NVIDIA L40S": "sm_89", "AMD Instinct MI300X": "gfx942"}
     named |= {"NVIDIA GB10": "sm_121", "NVIDIA GB200": "sm_100", "Tesla T4": "sm_75", "NVIDIA Thor": "sm_110"}
     for kind, arch in named.items():
         device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=100)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-            assert (triton_jax_device.architecture(), triton_jax_device.processors()) == (arch, 100)
+            assert (triton_jax.architecture(), triton_jax.processors()) == (arch, 100)
 
 
 @pytest.mark.parametrize(
@@ -172,15 +171,15 @@ def test_a_gpu_that_is_not_here_is_named_by_the_mesh():
     ],
 )
 def test_triton_jax_refuses_unsupported_calls(changes, dtype, expected):
-    found = triton_jax.reason(make_plan(causal, None), Geometry(**{**vars(G), **changes}), dtype, {})
+    found = triton_jax.refuses(make_plan(causal, None), Geometry(**{**vars(G), **changes}), dtype, {})
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 
 
 def test_a_table_of_another_rank_is_a_reason():
     made = make_plan(lookup("doc", (q,)) >= k, None)
-    assert triton_jax.reason(made, G, "float16", {"t0": (4096,)}) == ""
-    assert triton_jax.reason(made, G, "float16", {"t0": (2, 9)}) == (
+    assert triton_jax.refuses(made, G, "float16", {"t0": (4096,)}) == ""
+    assert triton_jax.refuses(made, G, "float16", {"t0": (2, 9)}) == (
         "table `doc` has 1 axes of at least one entry, not shape [2, 9]"
     )
 
@@ -207,10 +206,10 @@ def test_a_cpu_needs_the_interpreter(monkeypatch):
 def test_without_jax_triton_the_extra_is_named(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setitem(sys.modules, "jax_triton", None)
-    triton_jax_device.triton_call.memo.clear()
+    triton_jax.triton_call.memo.clear()
     with pytest.raises(BackendError, match="(?s)cannot be imported here: .*" + re.escape(pip_install("jax-gpu"))):
-        triton_jax_device.triton_call()
-    triton_jax_device.triton_call.memo.clear()
+        triton_jax.triton_call()
+    triton_jax.triton_call.memo.clear()
 
 
 def test_triton_jax_calls_without_queries_give_zeros():

@@ -17,7 +17,7 @@ from frisket.dsl.sugar import k, q
 from frisket.lowering.kernels.triton import backward, forward
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
-from frisket.runtime.backends.triton.rows import FINER, LATER, LEAST, LONG, of_call, row_parts
+from frisket.runtime.backends.triton.grids import FINER, LATER, LEAST, LONG, of_call, row_parts
 
 GLOBAL = make_plan((abs(q - k) <= 256) | (k < 64) | (q < 64), None)
 

@@ -13,8 +13,8 @@ import frisket as fk
 from frisket.lowering.kernels.triton.cotangents import square
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton import tiles
-from frisket.runtime.backends.triton.arguments import GRID
 from frisket.runtime.backends.triton.grids import of_backward, of_forward
+from frisket.runtime.backends.triton.launch import GRID
 from frisket.runtime.calls.options import LaunchOptions, Tuning
 
 

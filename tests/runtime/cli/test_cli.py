@@ -395,7 +395,7 @@ def test_emit_reports_the_kernels_of_the_backend(run, archs):
 
 
 def test_emit_reports_need_triton(run, monkeypatch):
-    monkeypatch.setattr("frisket.runtime.backends.triton.report.find_spec", lambda name: None)
+    monkeypatch.setattr("frisket.runtime.backends.triton.kernels.find_spec", lambda name: None)
     status, out, err = run("emit", "causal", "--backend", "triton", "--report")
     assert (status, out) == (2, "")
     assert err == f"BackendError: triton is not installed: {pip_install('triton')}\n"

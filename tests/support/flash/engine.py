@@ -1,6 +1,6 @@
 """FlashAttention 4 on numpy, from what its source says of its arguments: attention of a `FlashCall` in float64.
 
-A stand-in of the engine in `frisket.runtime.backends.flash.executors`, with which it shares nothing but the call."""
+A stand-in of the engine in `frisket.runtime.backends.flash.torch`, with which it shares nothing but the call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def install(monkeypatch):
 
     from frisket.runtime.backends import flash
     from frisket.runtime.backends.base import RECORDS, register
-    from frisket.runtime.backends.flash import executors
+    from frisket.runtime.backends.flash import torch as flash_torch
 
     monkeypatch.setattr(flash, "version", lambda: flash.READ)
-    monkeypatch.setattr(executors, "attend", attend)
-    monkeypatch.setattr(executors, "gradients", gradients)
+    monkeypatch.setattr(flash_torch, "attend", attend)
+    monkeypatch.setattr(flash_torch, "gradients", gradients)
     was = RECORDS["flash"]
     register(replace(was, reason=lambda framework=None: ""))
     return lambda: register(was)

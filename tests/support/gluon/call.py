@@ -10,19 +10,19 @@ from support.gluon import language
 from frisket.dsl.ir import COORDINATES, SIZES
 from frisket.lowering import dense
 from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
-from frisket.runtime.backends.gluon import forward as gluon_launch
-from frisket.runtime.backends.triton import arguments
+from frisket.runtime.backends.gluon import torch as gluon_launch
+from frisket.runtime.backends.triton import launch as triton_launch
 
 DROPPED = {SEED: 11, RATE: 0.3}
-EMITTED = arguments.emitted_kernels.__wrapped__
+EMITTED = triton_launch.emitted_kernels.__wrapped__
 
 
 def install(monkeypatch, change=str, seed=0, late=True):
     """Texts are executed by the interpreter from here on, `change`d before; their schedules are drawn from `seed`."""
     monkeypatch.setattr(language, "SEED", seed)
     monkeypatch.setattr(language, "LATE", late)
-    monkeypatch.setattr(arguments, "emitted_kernels", EMITTED)
-    monkeypatch.setattr(arguments, "_loaded", lambda text: SimpleNamespace(**language.kernels(change(text))))
+    monkeypatch.setattr(triton_launch, "emitted_kernels", EMITTED)
+    monkeypatch.setattr(triton_launch, "loaded_kernels", lambda text: SimpleNamespace(**language.kernels(change(text))))
 
 
 def tensors(case, layout="bhsd"):

@@ -7,7 +7,7 @@ from support.triton import bf16 as triton_bf16
 
 from frisket.lowering import dense
 from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
-from frisket.runtime.backends.triton import forward as triton_launch
+from frisket.runtime.backends.triton import torch as triton_torch
 
 triton_bf16.install()
 DROPPED = {SEED: 11, RATE: 0.3}
@@ -40,7 +40,7 @@ def run(case, made=None, layout="bhsd", spans=None, keys=None, sinks=None, top=F
         for n, a in made.table_values(case.tables).items()
     }
     sinks = None if sinks is None else poisoned(sinks, torch.float32, "b")
-    return triton_launch.forward(
+    return triton_torch.forward(
         made, spans or cases.Source(case), cases.geometry(case), *tensors(case, layout, keys, by),
         made.slot_values({**case.slots, **DROPPED}), tables, Target("triton", *case.block, **target), sinks=sinks,
         top=top,

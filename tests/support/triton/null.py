@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from frisket.runtime.backends.triton import arguments as triton_bind
+from frisket.runtime.backends.triton import launch as triton_launch
 
 compiled: list[str] = []  # the names of kernels, one for every compilation
 launched: list[tuple[Any, tuple[int, ...], int, tuple[Any, ...]]] = []  # kernel, grid, stream, arguments if `watching`
@@ -54,4 +54,4 @@ def install(watch: bool = False) -> None:
         )
     )  # fmt: skip
     triton.compiler.compile = _compile
-    triton_bind.runs_here = lambda kernel, device: None
+    triton_launch.runs_here = lambda kernel, device: None

@@ -17,7 +17,7 @@ from support.native.compiler import needs_compiler
 import frisket as fk
 from frisket.dsl.sugar import b, k
 from frisket.lowering.plan import PAGES, Geometry
-from frisket.runtime.backends.cpp import text
+from frisket.runtime.backends.cpp import torch as native_torch
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.machine import cpp_build, cpp_cpu
 from lowering.kernels.cpp import test_cpp_backward, test_cpp_forward, test_native_stored, test_native_variants
@@ -443,10 +443,13 @@ def test_matrix_unit_instructions_are_in_the_machine_code(name, kind, tmp_path):
 
 def test_large_float32_calls_take_six_products_of_bfloat16(monkeypatch):
     def precision(tuning=AS_CHOSEN, lacks="", narrow=False, dtype="float32", tile=None, **sizes):
-        monkeypatch.setattr(text, "lacking", lambda variant: lacks)
+        monkeypatch.setattr(native_torch, "lacking", lambda variant: lacks)
         shape = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 1024, "kv_len": 1024, "head_dim": 64, "v_dim": 64}
         g = Geometry(**shape | {"scale": 0.1} | sizes)
-        asked = text.call_target(None, g, dtype, tile, tuning, None, None), text.target(None, g, dtype, tile, narrow)
+        asked = (
+            native_torch.call_target(None, g, dtype, tile, tuning, None, None),
+            native_torch.target(None, g, dtype, tile, narrow),
+        )
         return [t.precision for t in asked]
 
     assert precision() == precision(tile=(64, 64)) == precision(q_len=64) == ["bf16x6"] * 2
@@ -473,7 +476,7 @@ def test_large_float32_calls_take_six_products_of_bfloat16(monkeypatch):
 def test_masks_that_take_six_products(mask, there, monkeypatch):
     """Those under which rows see long runs of keys, on plans with tables and without, of torch and of JAX."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(text, "lacking", lambda variant: "")
+    monkeypatch.setattr(native_torch, "lacking", lambda variant: "")
     tables = {
         "lens": np.array([9]), "seen": np.ones((1, 2048), bool), "n": 9, "doc": np.arange(2048) // 256,
         "blocks": np.ones((128, 128), bool),
@@ -485,8 +488,8 @@ def test_masks_that_take_six_products(mask, there, monkeypatch):
         plan = fk.compile(mask).plan(2048, 2048, 1, 2, flat=flat, **values)
         assert plan.on_device == (flat and values.keys() - {"n"} != set())
         kernel = plan.static.plan if plan.on_device else plan.work((128, 128)).plan
-        of_torch = text.call_target(plan, g, "float32", None, AS_CHOSEN, None, None)
-        of_jax = text.target(kernel, g, "float32", None, plan.narrow)
+        of_torch = native_torch.call_target(plan, g, "float32", None, AS_CHOSEN, None, None)
+        of_jax = native_torch.target(kernel, g, "float32", None, plan.narrow)
         assert [x.precision == "bf16x6" for x in (of_torch, of_jax)] == [there] * 2
 
 

@@ -18,7 +18,7 @@ from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.lowering import dense
 from frisket.lowering.plan import Bounds, Target, make_plan
 from frisket.runtime.backends import gluon
-from frisket.runtime.backends.gluon import forward as gluon_launch
+from frisket.runtime.backends.gluon import torch as gluon_launch
 
 BLOCKS = {"sm_90": (128, 64), "sm_100": (256, 64)}
 

@@ -30,7 +30,7 @@ from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.runtime.backends.pallas_gpu import forward as runtime
+from frisket.runtime.backends.pallas_gpu import jax as runtime
 from frisket.runtime.machine.generated import load
 
 REFUSED = {"relation", "switch"} & {name for name, c in CASES.items() if "sees" in c.tables}
@@ -390,7 +390,7 @@ def test_pallas_gpu_walk_visits_exactly_the_visible_tiles(name):
 
 def refusal(case, dtype="bfloat16", **changes):
     made = cases.plan(case)
-    return runtime.reason(made, replace(cases.geometry(case), **changes), dtype, {})
+    return runtime.refuses(made, replace(cases.geometry(case), **changes), dtype, {})
 
 
 def test_pallas_gpu_kernel_refuses_unsupported_calls():
@@ -407,7 +407,7 @@ def test_pallas_gpu_kernel_refuses_unsupported_calls():
         ("scales of values", make_plan(causal, None, weight=lookup("v_scale", (k,), FLOAT))),
         ("some that may never have been written", make_plan(causal, None, unwritten=True)),
     ):
-        assert what in runtime.reason(plan, cases.geometry(CASES["causal"]), "bfloat16", {})
+        assert what in runtime.refuses(plan, cases.geometry(CASES["causal"]), "bfloat16", {})
     far = Case(score=score + lookup("bias", (h, q - k), FLOAT), tables={"bias": np.zeros((2, 9), np.float32)})
     assert "values by q - k take" in refusal(far, q_len=2**20, kv_len=2**20)
     with pytest.raises(LoweringError, match="not float32"):

@@ -21,7 +21,7 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.runtime.backends.pallas_gpu import backward as runtime
+from frisket.runtime.backends.pallas_gpu import jax as runtime
 from frisket.runtime.machine import generated as modules
 
 OLD = tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 11)
@@ -203,11 +203,11 @@ def test_dropout_scales_what_survives():
 def test_pallas_gpu_backward_refuses_unsupported_calls():
     case = SMALL.but(mask=causal, score=score + lookup("apart", (q - k,), FLOAT), tables={"apart": np.ones(150)})
     made, g = plan(case), geometry(case)
-    assert runtime.reason(made, g, "bfloat16", {"t0": (150,)}, frozenset("qkv")) == ""
-    assert "one per distance of query and key" in runtime.reason(
+    assert runtime.refuses_gradients(made, g, "bfloat16", {"t0": (150,)}, frozenset("qkv")) == ""
+    assert "one per distance of query and key" in runtime.refuses_gradients(
         made, g, "bfloat16", {"t0": (150,)}, frozenset({"q", "t0"})
     )
-    assert "not float32" in runtime.reason(made, g, "float32", {"t0": (150,)}, frozenset("q"))
+    assert "not float32" in runtime.refuses_gradients(made, g, "float32", {"t0": (150,)}, frozenset("q"))
     with pytest.raises(LoweringError, match="owns 128 or 256 positions and walks 32, 64 or 128"):
         kernels.emit(made, Target("", 64, 64), g, {"q"})
     with pytest.raises(LoweringError, match="leaves no shared memory"):

@@ -27,7 +27,7 @@ from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
 from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.runtime.backends.pallas_tpu import forward as runtime
+from frisket.runtime.backends.pallas_tpu import jax as runtime
 from frisket.runtime.machine.generated import load
 
 TARGET = Target("pallas-tpu", 128, 128)
@@ -335,8 +335,8 @@ def test_pallas_tpu_refuses_what_a_tpu_lacks():
         'shrink the numbers in the mask, or use backend="xla"'
     )
     g = cases.geometry(CASES["causal"])
-    assert runtime.reason(wide, g, "float32", {}) == refused(CASES["causal"], made=wide)
-    assert runtime.reason(cases.plan(CASES["causal"]), g, "bfloat16", {}) == ""
+    assert runtime.refuses(wide, g, "float32", {}) == refused(CASES["causal"], made=wide)
+    assert runtime.refuses(cases.plan(CASES["causal"]), g, "bfloat16", {}) == ""
 
 
 def test_a_table_too_large_to_try():
@@ -350,7 +350,7 @@ def test_a_table_too_large_to_try():
         'index it by q, by k or by q - k alone, shrink it, or use backend="xla"'
     )
     made = cases.plan(case)
-    assert runtime.reason(made, cases.geometry(case), "float32", {"t0": (400,), "t1": (33, 32)}) == str(caught.value)
+    assert runtime.refuses(made, cases.geometry(case), "float32", {"t0": (400,), "t1": (33, 32)}) == str(caught.value)
 
 
 def test_how_lookups_reach_the_kernel():

@@ -25,7 +25,7 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_tpu import backward as emitted
 from frisket.lowering.plan import Geometry, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.runtime.backends.pallas_tpu import backward as runtime
+from frisket.runtime.backends.pallas_tpu import jax as runtime
 from frisket.runtime.machine import generated as modules
 
 MORE = {
@@ -160,7 +160,9 @@ def test_pallas_tpu_gradients_repeat_and_do_not_recompile():
     first, _ = run(case, **eager)
     made = cases.plan(case)
     kernels = [
-        runtime._kernel(n, made, Target("pallas-tpu", 128, 128), cases.geometry(case), "float32", frozenset(first))[0]
+        runtime._gradient_kernel(
+            n, made, Target("pallas-tpu", 128, 128), cases.geometry(case), "float32", frozenset(first)
+        )[0]
         for n in ("dq", "dkv")
     ]
     before = [f._cache_size() for f in kernels]
@@ -218,7 +220,7 @@ def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
         return modules.load(source.replace(line, line + note), seen=seen)
 
     monkeypatch.setattr(runtime, "load", load)
-    runtime._loaded.memo.clear()
+    runtime._loaded_gradient.memo.clear()
     made = make_plan(layout.mask, None, limits=dict.fromkeys([*ir.COORDINATES, *MASKS[text]], 2.0**14))
     x, y, rows = (np.zeros(s, np.float32) for s in ((1, 500, 4, 16), (1, 500, 2, 16), (1, 4, 500)))
 
@@ -235,7 +237,7 @@ def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
     )  # fmt: skip
     jax.block_until_ready(found)
     jax.effects_barrier()
-    runtime._loaded.memo.clear()
+    runtime._loaded_gradient.memo.clear()
     for seen in visits.values():
         np.testing.assert_array_equal(seen, layout.kinds())
     assert seen.sum() > 0
@@ -336,8 +338,8 @@ def test_pallas_tpu_backward_refuses_unsupported_calls():
     made = cases.plan(case)
     long = replace(cases.geometry(case), q_len=1 << 20, kv_len=1 << 20)
     shapes = {"t0": (2, 75)}
-    assert runtime.reason(made, long, "float32", shapes, frozenset("qkv")) == ""
-    assert runtime.reason(made, long, "float32", shapes, frozenset({"t0"})) == (
+    assert runtime.refuses_gradients(made, long, "float32", shapes, frozenset("qkv")) == ""
+    assert runtime.refuses_gradients(made, long, "float32", shapes, frozenset({"t0"})) == (
         "the gradient of `x` by q - k takes 2097152 sums of a TPU kernel's memory, at most 1048576; take shorter parts "
         'of the sequence, or backend="xla"'
     )

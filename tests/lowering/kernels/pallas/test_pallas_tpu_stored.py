@@ -15,7 +15,7 @@ from support.tiers import default_only
 from frisket.dsl.errors import LoweringError
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.plan import Geometry, Pages, Target, make_plan
-from frisket.runtime.backends.pallas_tpu import forward as runtime
+from frisket.runtime.backends.pallas_tpu import jax as runtime
 
 TARGET = Target("pallas-tpu", 128, 128)
 PAGED = {
@@ -87,16 +87,16 @@ def test_tiles_that_fit_pages(page, tile):
 def test_pallas_tpu_refuses_storage_that_a_tpu_lacks():
     pages = {n: make_plan(None, None, pages=Pages("pages", n)) for n in (16, 144)}
     g, few = Geometry(1, 1, 1, 1, 288, 64, 64, 1.0), {"t0": (4, 8)}
-    assert runtime.reason(pages[16], g, "bfloat16", few) == ""
-    assert runtime.reason(pages[144], g, "bfloat16", few) == (
+    assert runtime.refuses(pages[16], g, "bfloat16", few) == ""
+    assert runtime.refuses(pages[144], g, "bfloat16", few) == (
         "a TPU kernel takes 128 keys or a multiple at a time, in at most 8 pages, and none of them is whole pages of "
         '144 tokens; use a page of 16, 32, 64, or a multiple of 128, or backend="xla"'
     )
-    assert runtime.reason(pages[16], g, "float16", few) == (
+    assert runtime.refuses(pages[16], g, "float16", few) == (
         "TPUs have no float16, and a pool of pages would be converted whole at every call; "
         'use bfloat16 or float32, or backend="xla"'
     )
-    assert runtime.reason(pages[16], g, "bfloat16", {"t0": (64, 2048)}) == (
+    assert runtime.refuses(pages[16], g, "bfloat16", {"t0": (64, 2048)}) == (
         "a table of 131072 pages takes 512 KiB of a TPU's scalar memory, at most 256; "
         'use larger pages, fewer sequences in a call, or backend="xla"'
     )

@@ -14,7 +14,7 @@ import frisket as fk
 from frisket.dsl.errors import BackendError
 from frisket.runtime.backends import triton as triton_backend
 from frisket.runtime.backends.base import RECORDS, register
-from frisket.runtime.backends.gluon.forward import addressable
+from frisket.runtime.backends.gluon.torch import addressable
 
 triton_driver.install()
 register(replace(RECORDS["gluon"], reason=lambda framework=None: ""))

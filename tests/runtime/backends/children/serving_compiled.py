@@ -15,8 +15,8 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton import decode
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, Pages, make_plan
-from frisket.runtime.backends.triton.decode import shares
-from frisket.runtime.backends.triton.report import compiled_for
+from frisket.runtime.backends.triton.grids import shares
+from frisket.runtime.backends.triton.kernels import compiled_for
 from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import MEDIUM, default_target
 

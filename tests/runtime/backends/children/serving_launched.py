@@ -10,7 +10,7 @@ from support.triton import null as triton_null
 
 import frisket as fk
 from frisket.runtime.backends import triton as backend
-from frisket.runtime.backends.triton import decode
+from frisket.runtime.backends.triton import grids as triton_grids
 
 triton_null.install(watch=True)
 backend._on_torch = lambda: ""
@@ -24,7 +24,7 @@ PLANNERS = {"lines", "plan_spans", "longest_first"}
 @pytest.fixture(autouse=True)
 def posed(monkeypatch):
     pose(monkeypatch)
-    monkeypatch.setattr(decode, "INTERPRETED", PROCESSORS)  # processors of what tensors of the host pass for
+    monkeypatch.setattr(triton_grids, "INTERPRETED", PROCESSORS)  # processors of what tensors of the host pass for
 
 
 def step(kv, page, queries, batch=2, length=LENGTH):

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from frisket.runtime.backends.triton import arguments as triton_bind
+from frisket.runtime.backends.triton import launch as triton_launch
 
 SHARED = 232_448  # bytes of shared memory that a block of an H100 may have
 STREAM = 7
@@ -91,7 +91,7 @@ def install() -> None:
         )
     )  # fmt: skip
     triton.compiler.compile = _noted(triton.compiler.compile)
-    triton_bind.runs_here = lambda kernel, device: None
+    triton_launch.runs_here = lambda kernel, device: None
 
 
 def _noted(compile: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ShapeError
-from frisket.runtime.backends.triton import arguments as triton_bind
+from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.machine.once import SAID
 
 G = torch.Generator().manual_seed(0)
@@ -213,13 +213,13 @@ def test_eager_plans_of_the_device():
 def test_eager_only_what_is_wanted(monkeypatch):
     """Kernels of gradients that nobody asks for do not run; the scalar's value is never read by the host."""
     ran = []
-    real = triton_bind.Launch.__call__
+    real = triton_launch.Launch.__call__
 
     def watched(self, *given):
         ran.append(self.kernel.fn.__name__)
         return real(self, *given)
 
-    monkeypatch.setattr(triton_bind.Launch, "__call__", watched)
+    monkeypatch.setattr(triton_launch.Launch, "__call__", watched)
     att = fk.compile("causal", "param c: float\nscore = c * tanh(score / c)", **NARROW)
     q, k, v = qkv()
     c = torch.tensor(3.0)
@@ -241,14 +241,14 @@ def test_eager_triton_calls_take_views_without_copies(monkeypatch, layout):
     """Views of one projection, one array as keys and values, expanded ones, cotangents of all kinds: as contiguous
     copies of them, and none is copied."""
     seen = []
-    real = triton_bind.Launch.__call__
+    real = triton_launch.Launch.__call__
 
     def watched(self, values, *tensors):
         if self.kernel.fn.__name__ == "attention_forward":
             seen.append([x.data_ptr() for x in tensors[:3]])
         return real(self, values, *tensors)
 
-    monkeypatch.setattr(triton_bind.Launch, "__call__", watched)
+    monkeypatch.setattr(triton_launch.Launch, "__call__", watched)
     x = rand(1, 20, 3, 2, 16)
     one = x[:, :, 0] if layout == "bshd" else x[:, :, 0].transpose(1, 2)
     few = x[:, :, 1, :1] if layout == "bshd" else x[:, :, 1, :1].transpose(1, 2)

@@ -22,9 +22,8 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.plan import RATE, SEED, Bounds, Target, make_plan, survives
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.runtime.backends.triton import decode as triton_decode
+from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import jax as triton_jax
-from frisket.runtime.backends.triton import jax_call as triton_jax_call
 from frisket.runtime.backends.triton import tiles as triton_tiles
 
 triton_bf16.install()
@@ -76,8 +75,8 @@ def test_jax_triton_gradients_equal_the_reference(name):
 @pytest.mark.parametrize("name", ["full", "gqa", "v-wider", "learned by-column"])
 def test_jax_dv_in_a_separate_kernel_equals_the_reference(name, monkeypatch):
     ran = []
-    run = triton_jax_call.JaxTritonCall.run
-    monkeypatch.setattr(triton_jax_call.JaxTritonCall, "run", lambda *a, go=run, **m: ran.append(a[2]) or go(*a, **m))
+    run = triton_jax.JaxTritonCall.run
+    monkeypatch.setattr(triton_jax.JaxTritonCall, "run", lambda *a, go=run, **m: ran.append(a[2]) or go(*a, **m))
     compare(*gradients(smaller(ALL[name]).but(batch=1), dv=Target("triton", 16, 64)))
     assert ran == ["attention_delta", "attention_dq", "attention_dkv", "attention_dv"]
 
@@ -128,15 +127,15 @@ def test_few_queries_of_all_heads_in_parts_of_the_keys(splits):
 
 @pytest.mark.parametrize("queries", [1, 5])
 def test_sequences_have_parts_in_proportion_to_what_they_see(monkeypatch, queries):
-    monkeypatch.setattr(triton_decode, "RAGGED", 0)
+    monkeypatch.setattr(triton_grids, "RAGGED", 0)
     end = lookup("end", (b,))
     case = Case(
         (k <= q + end - queries) & (k < end), q_len=queries, kv_len=300, batch=3, heads=4, kv_heads=2,
         tables={"end": np.array([300, 17, 0])}, block=(16, 32),
     )  # fmt: skip
     asked = []
-    whole = triton_jax.shares
-    monkeypatch.setattr(triton_jax, "shares", lambda *a: asked.append(whole(*a)) or asked[-1])
+    whole = triton_grids.shares
+    monkeypatch.setattr(triton_grids, "shares", lambda *a: asked.append(whole(*a)) or asked[-1])
     out, lse, _ = forward(case)
     cases.check(case, out, lse)
     assert [x.balanced for x in asked] == [True]
@@ -162,9 +161,9 @@ def test_stored_keys_and_values(name, splits):
 @pytest.mark.parametrize("queries", [1, 4])
 def test_stored_keys_in_parts_in_proportion(monkeypatch, queries):
     asked = []
-    whole = triton_jax.shares
-    monkeypatch.setattr(triton_jax, "shares", lambda *a: asked.append(whole(*a)) or asked[-1])
-    monkeypatch.setattr(triton_decode, "RAGGED", 0)
+    whole = triton_grids.shares
+    monkeypatch.setattr(triton_grids, "shares", lambda *a: asked.append(whole(*a)) or asked[-1])
+    monkeypatch.setattr(triton_grids, "RAGGED", 0)
     stored = Stored(decode((300, 0, 1), queries, kv_len=304), "int8", page=16)
     made = stored_cases.problem(stored, "bshd")
     tables = {n: jnp.asarray(x) for n, x in made.plan.table_values(made.tables).items()}
@@ -237,10 +236,10 @@ def test_traced_values_make_no_other_kernel():
         compare(found, {n: want["d" + n].transpose(0, 2, 1, 3) for n in "qkv"})
 
     call(case)
-    kernels = triton_jax_call._entry.memo.info().misses
+    kernels = triton_jax._entry.memo.info().misses
     call(case.but(slots={"w": 12}, tables={"doc": np.roll(case.tables["doc"], 3)},
                   origin=(0, 0, np.array([3, 30]), np.array([1, 2]))))  # fmt: skip
-    assert triton_jax_call._entry.memo.info().misses == kernels
+    assert triton_jax._entry.memo.info().misses == kernels
     assert run._cache_size() == 1
 
 
@@ -266,7 +265,7 @@ def test_jax_calls_of_triton_repeat_bit_for_bit(name):
 
 def test_scalar_beyond_32_bits_is_refused_by_the_kernel():
     case = Case(causal & (q - k < ir.param("w")), slots={"w": 2**40})
-    with pytest.raises(triton_jax_call.ParameterError) as caught:
+    with pytest.raises(triton_jax.ParameterError) as caught:
         forward(case)
     assert str(caught.value) == (
         "1099511627776 needs more than 32 bits, and the kernel was made for numbers of 32\n"

@@ -17,8 +17,9 @@ from support.triton import null as triton_null
 import frisket as fk
 from frisket.dsl.errors import BackendError, ShapeError
 from frisket.runtime.backends import triton as backend
-from frisket.runtime.backends.triton import arguments as triton_bind
-from frisket.runtime.backends.triton import decode, tiles
+from frisket.runtime.backends.triton import grids as triton_grids
+from frisket.runtime.backends.triton import launch as triton_launch
+from frisket.runtime.backends.triton import tiles
 from frisket.runtime.calls import arrays as frameworks
 from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.torch import op as torch_op
@@ -94,7 +95,7 @@ def test_new_dtypes_and_head_sizes_recompile_once():
 @pytest.mark.parametrize("learned", [False, True])
 def test_long_rows_are_launched_in_parts(learned, monkeypatch):
     """Forward, dq and dkv, each with the launch that combines parts; a learned table leaves the rows to the host."""
-    monkeypatch.setattr(decode, "INTERPRETED", 132)
+    monkeypatch.setattr(triton_grids, "INTERPRETED", 132)
     att = fk.compile("abs(q - k) <= 200 | k < 64 | q < 64", BIAS if learned else None, backend="triton")
     more = {"bias": torch.zeros(8, 16384, requires_grad=True)} if learned else {}
     given = arrays(16384, h=8)
@@ -144,7 +145,7 @@ def test_prepared_launch_takes_the_kernel_of_triton(monkeypatch):
         found = []
         for known in (True, False):
             if not known:
-                monkeypatch.setattr(triton_bind.Launch, "_run", _by_triton)
+                monkeypatch.setattr(triton_launch.Launch, "_run", _by_triton)
             triton_null.launched.clear()
             att(*case[:3], bias=case[3])
             ((kernel, grid, _, arguments),) = triton_null.launched
@@ -200,8 +201,8 @@ def test_launcher_reads_a_warm_descriptor_like_a_new_one(monkeypatch):
     for n in ("fill_tma_descriptor", "fill_tma_descriptor_tiled"):
         setattr(utils, n, lambda *given: filled.append(given) or "a map")
     monkeypatch.setattr(triton.runtime.driver.active, "utils", utils, raising=False)
-    own = triton_bind.descriptor(x, (1, 1, 32, 64))
-    warm = triton_bind.WarmDescriptor(own.shape, own.strides, x.data_ptr())
+    own = triton_launch.descriptor(x, (1, 1, 32, 64))
+    warm = triton_launch.WarmDescriptor(own.shape, own.strides, x.data_ptr())
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 32, 64], "fp4_padded": False}
     rest = () if triton.__version__ < "3.9" else (None,)
     assert driver.make_tensordesc_arg(own, meta, *rest) == driver.make_tensordesc_arg(warm, meta, *rest)
@@ -234,12 +235,12 @@ def test_triton_launches_on_the_device_of_the_arrays(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(triton_bind.Launch, "_run", lambda self, *given: ran.append(current[-1]))
+    monkeypatch.setattr(triton_launch.Launch, "_run", lambda self, *given: ran.append(current[-1]))
     att = fk.compile("causal", backend="triton")
     q, k, v = (x.detach() for x in arrays(64))
     att(q, k, v)
     (ready,) = att.ready.values()
-    (launch,) = triton_bind.bound(ready.plan, ready.spans, ready.geometry, ready.target, q, k).launches.values()
+    (launch,) = triton_launch.bound(ready.plan, ready.spans, ready.geometry, ready.target, q, k).launches.values()
     for index in (0, 1):
         monkeypatch.setattr(launch, "device", torch.device("cuda", index))
         att(q, k, v)
@@ -304,7 +305,7 @@ def test_seeds_leave_nothing_behind():
     sizes = []
     for seed in range(3):
         train(att, given, bias=bias, seed=seed)
-        kinds = [x for x in gc.get_objects() if isinstance(x, triton_bind.Bound)]
+        kinds = [x for x in gc.get_objects() if isinstance(x, triton_launch.Bound)]
         sizes.append((sum(len(b.launches) for b in kinds), sum(len(b.planes) for b in kinds)))
     assert sizes[0] == sizes[1] == sizes[2]
     assert sizes[0][1] > 0
@@ -417,7 +418,7 @@ def test_learned_tables_leave_nothing_behind():
     att = fk.compile("causal & same(doc)", doc=np.arange(64) // 9, backend="triton")
     att(*arrays(64))
     (ready,) = att.ready.values()
-    own = triton_bind.bound(ready.plan, ready.spans, ready.geometry, ready.target, *arrays(64)[:2])
+    own = triton_launch.bound(ready.plan, ready.spans, ready.geometry, ready.target, *arrays(64)[:2])
     assert own.values(ready.slots, ready.tables) is own.values(ready.slots, ready.tables)
 
 

@@ -13,10 +13,8 @@ from support.triton.call import check, run, with_everything
 
 from frisket.dsl.sugar import b, h, k, q
 from frisket.lowering.plan import Target
-from frisket.runtime.backends.triton import backward as triton_backward
-from frisket.runtime.backends.triton import decode as triton_decode
-from frisket.runtime.backends.triton import forward as triton_launch
-from frisket.runtime.backends.triton import rows as triton_rows
+from frisket.runtime.backends.triton import grids as triton_grids
+from frisket.runtime.backends.triton import torch as triton_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 GLOBAL = Case(
@@ -32,19 +30,19 @@ BY_BATCH = GLOBAL.but(mask=causal & ((q - k <= 20) | (q >= 110 - 30 * b)), batch
 def divided(monkeypatch):
     """The tables of programs. No call is divided as one of few queries."""
     made = []
-    real = triton_rows.row_parts
-    monkeypatch.setattr(triton_rows, "row_parts", lambda *a: made.append(real(*a)) or made[-1])
-    monkeypatch.setattr(triton_decode, "shares", lambda *a: None)
-    monkeypatch.setattr(triton_decode, "INTERPRETED", 16)
-    monkeypatch.setattr(triton_rows, "LEAST", 2)
+    real = triton_grids.row_parts
+    monkeypatch.setattr(triton_grids, "row_parts", lambda *a: made.append(real(*a)) or made[-1])
+    monkeypatch.setattr(triton_grids, "shares", lambda *a: None)
+    monkeypatch.setattr(triton_grids, "INTERPRETED", 16)
+    monkeypatch.setattr(triton_grids, "LEAST", 2)
     return made
 
 
 @pytest.fixture
 def everywhere(monkeypatch):
     """Every row of more than two tiles is long."""
-    monkeypatch.setattr(triton_rows, "LONG", 0)
-    monkeypatch.setattr(triton_decode, "INTERPRETED", 1 << 10)
+    monkeypatch.setattr(triton_grids, "LONG", 0)
+    monkeypatch.setattr(triton_grids, "INTERPRETED", 1 << 10)
 
 
 EVERYWHERE = [
@@ -112,7 +110,7 @@ def test_any_head_size(dim, v_dim, divided):
 def test_short_rows_run_in_one_unsplit_launch(monkeypatch, divided):
     """Masks without long rows, rows that have to stay whole, and formulas: one launch, by the kernel as it was."""
     made = []
-    monkeypatch.setattr(triton_rows.RowLaunches, "__init__", lambda *a: made.append(a))
+    monkeypatch.setattr(triton_grids.RowLaunches, "__init__", lambda *a: made.append(a))
     for case, more in ((CASES["window"], {}), (GLOBAL, {"splits": 1}), (GLOBAL, {"order": "forward"})):
         check(case, *run(case, **more))
     assert not made
@@ -122,7 +120,7 @@ def test_short_rows_run_in_one_unsplit_launch(monkeypatch, divided):
 class Both(torch_gradients.Both):
     """A case run by the kernels and by the reference."""
 
-    forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
+    forward, backward = staticmethod(triton_torch.forward), staticmethod(triton_torch.backward)
     stored = ("out",)
 
     def __init__(self, case, *, order="longest-of-all-first", **options):

@@ -19,7 +19,8 @@ from frisket.runtime.backends import flash
 from frisket.runtime.backends.base import RECORDS, register
 from frisket.runtime.backends.engines import proof
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine
-from frisket.runtime.backends.flash import executors, tiles
+from frisket.runtime.backends.flash import call as flash_call
+from frisket.runtime.backends.flash import torch as flash_torch
 from frisket.runtime.calls.arrays import Stored
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.plans.host import Plan
@@ -36,7 +37,7 @@ def gpu(monkeypatch):
 
     def of(major):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: (major, 0))
-        monkeypatch.setattr(tiles, "architecture", lambda device=None: f"sm_{major}0")
+        monkeypatch.setattr(flash_call, "architecture", lambda device=None: f"sm_{major}0")
 
     of(9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -195,7 +196,7 @@ def test_calls_that_flash_takes(mask, score, said, deterministic, how, monkeypat
 def test_sinks_of_calls_that_flash_takes(mask, monkeypatch):
     """The engine's own, and frisket's gradient of them; also where gradients are generated kernels'."""
     ran = []
-    monkeypatch.setattr(executors, "attend", lambda *given: ran.append(given[-1]) or stand_in.attend(*given))
+    monkeypatch.setattr(flash_torch, "attend", lambda *given: ran.append(given[-1]) or stand_in.attend(*given))
     att = fk.compile(mask, engines="flash", sinks=torch.linspace(-1, 2, 4))
     for seed in range(25):
         torch.manual_seed(seed)

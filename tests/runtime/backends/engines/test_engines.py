@@ -13,11 +13,11 @@ from frisket.dsl.errors import BackendError  # noqa: E402
 from frisket.lowering.engines.flags import Flags, flags_of  # noqa: E402
 from frisket.lowering.engines.forms import EngineForm, form_of  # noqa: E402
 from frisket.lowering.plan import Geometry  # noqa: E402
+from frisket.runtime.backends import sdpa  # noqa: E402
 from frisket.runtime.backends.base import RECORDS, register  # noqa: E402
-from frisket.runtime.backends.cudnn.torch import CudnnArguments, fitted  # noqa: E402
-from frisket.runtime.backends.engines import proof  # noqa: E402
-from frisket.runtime.backends.engines.proof import EngineCall, SquareMask, choose_engine, square  # noqa: E402
-from frisket.runtime.backends.sdpa import torch as sdpa  # noqa: E402
+from frisket.runtime.backends.cudnn import CudnnArguments, fitted  # noqa: E402
+from frisket.runtime.backends.engines import SquareMask, proof, square  # noqa: E402
+from frisket.runtime.backends.engines.proof import EngineCall, choose_engine  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
 from frisket.runtime.calls.request import CallArgs  # noqa: E402
 from frisket.runtime.plans.compiled import simplified_program  # noqa: E402

@@ -11,7 +11,8 @@ from support.tiers import default_only
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.flash import executors, tiles
+from frisket.runtime.backends.flash import call as flash_call
+from frisket.runtime.backends.flash import torch as flash_torch
 from frisket.runtime.backends.flash.call import call_of, flags_for, tensors_of, write_order
 
 LENGTH = 300
@@ -23,7 +24,7 @@ OFTEN = ("causal", "window(w)", "bottom_right", "same(t)", "padding(len)", "natt
 @pytest.fixture(autouse=True, params=["sm_90", pytest.param("sm_100", marks=pytest.mark.exhaustive)])
 def arch(monkeypatch, request):
     """The backend runs here, on such a GPU."""
-    monkeypatch.setattr(tiles, "architecture", lambda device=None: request.param)
+    monkeypatch.setattr(flash_call, "architecture", lambda device=None: request.param)
     undo = stand_in.install(monkeypatch)
     yield request.param
     undo()
@@ -123,7 +124,7 @@ GOLDEN = {
 def called(mask, score, values, arch, gradients=False, deterministic=False):
     plan = fk.compile(mask, score, **values).plan(300, 300, 2, 4)
     g = Geometry(2, 4, 2, 300, 300, 128, 128, 0.125)
-    target = tiles.target(plan, g, "bfloat16", arch=arch)
+    target = flash_call.call_target(plan, g, "bfloat16", arch=arch)
     work = plan.work((target.block_q, target.block_k), proofs=True)
     read = {n: torch.as_tensor(np.asarray(x)) for n, x in work.tables.items()}
     given = work.plan, plan, g, target, work.slots, read, torch.device("cpu")
@@ -259,7 +260,7 @@ def test_flash_engine_reads_keys_in_pages(mask, page):
 
 def test_flash_engine_passes_the_page_table(monkeypatch):
     calls = []
-    monkeypatch.setattr(executors, "attend", lambda call, *given: calls.append(call) or stand_in.attend(call, *given))
+    monkeypatch.setattr(flash_torch, "attend", lambda call, *given: calls.append(call) or stand_in.attend(call, *given))
     paged("k < n", 16, n=77)
     said = ["softmax_scale = 0.125", "seqused_k int32 [3]", "page_table int32 [3, 12]"]
     assert [str(call).splitlines() for call in calls] == [said]
@@ -288,7 +289,7 @@ def test_pages_that_flash_does_not_read(mask, page, score, words):
 def test_gradients_are_refused_before_the_forward(arch, monkeypatch):
     """Where one would be asked for; under no_grad the forward runs."""
     ran = []
-    monkeypatch.setattr(executors, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
+    monkeypatch.setattr(flash_torch, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
     q, k, v = arrays(cases.Case("causal", 64, 64, heads=4))
     odd, learned = "causal & (q % 7 < 6)", torch.zeros(4, requires_grad=True)
     att = fk.compile("causal", "alibi(slopes)", slopes=learned, backend="flash", deterministic=False)

@@ -10,11 +10,11 @@ from support.tiers import thinned
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError
+from frisket.runtime.backends import sdpa
 from frisket.runtime.backends.base import RECORDS, register
-from frisket.runtime.backends.engines import proof
-from frisket.runtime.backends.engines.proof import square
-from frisket.runtime.backends.flash import executors, tiles
-from frisket.runtime.backends.sdpa import torch as sdpa
+from frisket.runtime.backends.engines import proof, square
+from frisket.runtime.backends.flash import call as flash_call
+from frisket.runtime.backends.flash import torch as flash_torch
 from frisket.runtime.torch.ready import VendorCall
 
 
@@ -32,7 +32,7 @@ def alone(monkeypatch):
 def elsewhere(monkeypatch):
     """FlashAttention 4 and cuDNN on the CPU: the stand-in of the one, torch's kernel for CPUs for the other."""
     undo, records = stand_in.install(monkeypatch), {n: RECORDS[n] for n in ("flash", "cudnn")}
-    monkeypatch.setattr(tiles, "architecture", lambda device=None: "sm_90")
+    monkeypatch.setattr(flash_call, "architecture", lambda device=None: "sm_90")
     register(replace(RECORDS["flash"], platforms=("cpu",)))
     cudnn = replace(
         records["cudnn"], reason=lambda framework=None: "", platforms=("cpu",), executors=RECORDS["sdpa"].executors,
@@ -150,7 +150,7 @@ def test_sinks_of_flash_in_a_graph(mask, called):
 def test_gradients_that_flash_lacks_are_refused_early(monkeypatch):
     """Where one would be asked for; under no_grad the forward runs."""
     ran = []
-    monkeypatch.setattr(executors, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
+    monkeypatch.setattr(flash_torch, "attend", lambda *given: ran.append(1) or stand_in.attend(*given))
     q, k, v = (torch.randn(1, h, 40, 16).half() for h in (4, 2, 2))
     slopes = torch.zeros(4, requires_grad=True)
     alibi = fk.compile("causal", "alibi(slopes)", backend="flash", deterministic=False)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frisket.runtime.backends.engines.proof import SquareMask
-from frisket.runtime.backends.sdpa.torch import SdpaArguments, backward
+from frisket.runtime.backends.engines import SquareMask
+from frisket.runtime.backends.sdpa import SdpaArguments, backward
 
 
 class Seen(TorchDispatchMode):

@@ -12,7 +12,7 @@ from frisket.lowering.engines.flags import Flags, flags_of  # noqa: E402
 from frisket.lowering.engines.forms import EngineForm, form_of  # noqa: E402
 from frisket.lowering.plan import Geometry  # noqa: E402
 from frisket.runtime.backends.engines.proof import EngineCall  # noqa: E402
-from frisket.runtime.backends.splash.jax import SplashArguments, arguments  # noqa: E402
+from frisket.runtime.backends.splash import SplashArguments, arguments  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
 from frisket.runtime.plans.compiled import simplified_program  # noqa: E402
 

@@ -13,7 +13,7 @@ from support.triton import null as triton_null
 import frisket.integrations.transformers as plugin
 from frisket.integrations import vllm_pages
 from frisket.runtime.backends import triton as backend
-from frisket.runtime.backends.triton import decode
+from frisket.runtime.backends.triton import grids as triton_grids
 
 triton_null.install(watch=True)
 backend._on_torch = lambda: ""
@@ -24,7 +24,7 @@ STEPS = 50
 @pytest.fixture(autouse=True)
 def posed(monkeypatch):
     pose(monkeypatch)
-    monkeypatch.setattr(decode, "INTERPRETED", 132)
+    monkeypatch.setattr(triton_grids, "INTERPRETED", 132)
 
 
 def ends(lengths):

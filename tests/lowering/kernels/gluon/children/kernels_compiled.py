@@ -19,8 +19,7 @@ from frisket.dsl.sugar import k, q
 from frisket.lowering.kernels.gluon.forward import emit, groups_of
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
-from frisket.runtime.backends.gluon.forward import compile_reports, compiled_for
-from frisket.runtime.backends.gluon.tiles import stages
+from frisket.runtime.backends.gluon.torch import compile_reports, compiled_for, stages
 from frisket.runtime.backends.triton.source import load
 
 RESULTS = Path(__file__).parents[5] / "benchmarks" / "results" / "compiled"

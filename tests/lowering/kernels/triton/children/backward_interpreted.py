@@ -20,9 +20,8 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton.backward import emit
 from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Bounds, Target, make_plan
-from frisket.runtime.backends.triton import arguments as triton_bind
-from frisket.runtime.backends.triton import backward as triton_backward
-from frisket.runtime.backends.triton import forward as triton_launch
+from frisket.runtime.backends.triton import launch as triton_launch
+from frisket.runtime.backends.triton import torch as triton_torch
 
 triton_bf16.install()
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 class Both(torch_gradients.Both):
     """A case run by the kernels and by the reference; `tiles` are those of dq and of dk and dv, or of each of them."""
 
-    forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
+    forward, backward = staticmethod(triton_torch.forward), staticmethod(triton_torch.backward)
     stored = ("out",)
 
     def __init__(self, case, *, tiles=None, descriptors=False, **options):
@@ -147,8 +146,8 @@ def test_shapes_of_any_strides():
 def described(monkeypatch):
     """The blocks of the tensor descriptors that are made."""
     made = []
-    real = triton_bind.descriptor
-    monkeypatch.setattr(triton_bind, "descriptor", lambda x, block: made.append(block) or real(x, block))
+    real = triton_launch.descriptor
+    monkeypatch.setattr(triton_launch, "descriptor", lambda x, block: made.append(block) or real(x, block))
     return made
 
 

@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from frisket.dsl.sugar import h
 from frisket.lowering.plan import Target
-from frisket.runtime.backends.triton import forward as triton_launch
+from frisket.runtime.backends.triton import torch as triton_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 GROUP, KEY_HEADS, DIM, KEYS = 8, 2, 64, 32
@@ -59,7 +59,7 @@ def step(stored, loads, splits):
     made, case = stored_cases.problem(stored), stored.case
     tables = {n: tensor(x) for n, x in made.plan.table_values(made.tables).items()}
     arrays = [tensor(x) for x in (made.q.transpose(0, 2, 1, 3), made.k, made.v)]
-    out, lse, _ = triton_launch.forward(
+    out, lse, _ = triton_torch.forward(
         made.plan, cases.Source(case), cases.geometry(case), *arrays, {}, tables,
         Target("triton", *case.block, splits=splits),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton.cotangents import diagonal, plane, scatter, square
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, make_plan
-from frisket.runtime.backends.triton.report import compile_reports
+from frisket.runtime.backends.triton.kernels import compile_reports
 from frisket.runtime.backends.triton.tiles import default_target
 
 causal = q >= k

@@ -20,10 +20,9 @@ from frisket.lowering.aten import forward as aten
 from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Bounds, Target, make_plan
-from frisket.runtime.backends.triton import backward as triton_backward
-from frisket.runtime.backends.triton import forward as triton_launch
 from frisket.runtime.backends.triton import grids as triton_grids
-from frisket.runtime.backends.triton.captured import _Run, captured
+from frisket.runtime.backends.triton import torch as triton_torch
+from frisket.runtime.backends.triton.torch import _CapturedRun, captured
 
 triton_bf16.install()
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
@@ -178,7 +177,9 @@ class Tables(torch_gradients.Both):
 @pytest.mark.parametrize("name", ALL)
 def test_captured_tables_equal_the_reference(name, monkeypatch):
     launched = []
-    monkeypatch.setattr(_Run, "launch", lambda *a, go=_Run.launch, **m: launched.append(a[2]) or go(*a, **m))
+    monkeypatch.setattr(
+        _CapturedRun, "launch", lambda *a, go=_CapturedRun.launch, **m: launched.append(a[2]) or go(*a, **m)
+    )
     Tables(ALL[name]).check()
     way = name.split(",")[0]
     assert set(launched) == {f"attention_{x}" for x in ([way, "total"] if way == "scatter" else [way])}
@@ -205,7 +206,7 @@ def test_closed_form_bounds_in_64_bits(name):
 @pytest.mark.parametrize("room", [1 << 24, 1 << 11])  # 1 << 11: less than all the parts want
 @pytest.mark.parametrize("name", ["two weights", "crop"])
 def test_diagonals_in_parts(name, room, monkeypatch):
-    monkeypatch.setattr(triton_grids, "ROWS", 1)
+    monkeypatch.setattr(triton_grids, "DIAGONAL_ROWS", 1)
     monkeypatch.setattr(triton_grids, "ROOM", room)
     Tables(DIAGONAL[name]).check()
 
@@ -249,7 +250,7 @@ def test_programs_may_run_in_any_order(name, monkeypatch):
 def test_fixed_point_keeps_what_is_added_to_a_unit(monkeypatch):
     both = Tables(ALL["plane, of one head"])  # one value for every place, so that nothing else is rounded
     (exact,) = both.ours().values()
-    monkeypatch.setattr(_Run, "plane", lambda *_: None)
+    monkeypatch.setattr(_CapturedRun, "plane", lambda *_: None)
     (fixed,) = both.again().values()
     assert (fixed - exact).abs().max() <= 2.0**-60 * exact.double().abs().sum()
     assert not torch.equal(fixed, torch.zeros_like(fixed))
@@ -273,7 +274,7 @@ def test_captured_gradients_ignore_hidden_nan():
 
 def test_beside_all_other_gradients():
     class Both(torch_gradients.Both):
-        forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
+        forward, backward = staticmethod(triton_torch.forward), staticmethod(triton_torch.backward)
         target, spans = Target("triton", 32, 32), property(lambda self: Source(self.case))
 
     mod = score + t(q - k) + t(q + k) + lookup("u", (q, k), FLOAT) + lookup("u", (h, k), FLOAT)
@@ -286,7 +287,7 @@ def test_beside_all_other_gradients():
 )
 def test_deterministic_is_handed_on(deterministic, everywhere, want, monkeypatch):
     asked = []
-    monkeypatch.setattr(_Run, "scattered", lambda *a, go=_Run.scattered: asked.append(a[2]) or go(*a))
+    monkeypatch.setattr(_CapturedRun, "scattered", lambda *a, go=_CapturedRun.scattered: asked.append(a[2]) or go(*a))
     draw = np.random.default_rng(0)
     arrays = [torch.from_numpy(draw.standard_normal((1, 1, 40, 16))).float() for _ in range(3)]
     grads = []

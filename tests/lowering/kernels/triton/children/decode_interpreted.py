@@ -14,8 +14,8 @@ from frisket.dsl.sugar import b, h, k, q, score
 from frisket.lowering import dense
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, make_plan
-from frisket.runtime.backends.triton import arguments
-from frisket.runtime.backends.triton import decode as triton_decode
+from frisket.runtime.backends.triton import grids as triton_grids
+from frisket.runtime.backends.triton import launch as triton_launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 q0, q1, k0, k1 = (ir.var(n) for n in ("q0", "q1", "k0", "k1"))
@@ -64,7 +64,7 @@ def test_parts_of_any_head_size(dim, v_dim, dtype):
 
 
 def test_decode_at_any_position_is_one_triton_kernel():
-    made = arguments.emitted_kernels.memo.info
+    made = triton_launch.emitted_kernels.memo.info
     seen = []
     for at, keys in ((299, 300), (120, 130), (30, 300), (0, 17)):
         case = Case(
@@ -85,7 +85,7 @@ def test_parts_by_head_where_the_mask_tells_heads_apart():
 
 def test_parts_of_some_heads_of_a_large_group():
     case = last(Case(causal, heads=130, kv_heads=1, dim=16, v_dim=16, q_len=60, kv_len=60), 1)
-    assert triton_decode.packed(cases.plan(case), Dims(16, 16, "float32", 130)) == 26
+    assert triton_grids.packed(cases.plan(case), Dims(16, 16, "float32", 130)) == 26
     check(case, *run(case, splits=2))
 
 
@@ -100,10 +100,10 @@ def test_parts_are_the_same_bits_at_every_call():
 def balanced(monkeypatch):
     """Rows have parts in proportion to what they see, however short and alike."""
     launched = []
-    whole = triton_decode.Parts.__call__
-    monkeypatch.setattr(triton_decode.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
-    monkeypatch.setattr(triton_decode, "RAGGED", 0)
-    monkeypatch.setattr(triton_decode, "EVEN", 0)
+    whole = triton_grids.Parts.__call__
+    monkeypatch.setattr(triton_grids.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    monkeypatch.setattr(triton_grids, "RAGGED", 0)
+    monkeypatch.setattr(triton_grids, "EVEN", 0)
     yield launched
     assert launched
     assert all("Parts" in p.partial_shapes for p in launched)
@@ -147,7 +147,7 @@ def test_more_sequences_than_a_program_looks_at_at_a_time(balanced):
 
 @pytest.mark.parametrize("name", ["gqa", "heads-and-batches"])
 def test_parts_in_proportion_with_everything(balanced, monkeypatch, name):
-    monkeypatch.setattr(triton_decode, "INTERPRETED", 100)
+    monkeypatch.setattr(triton_grids, "INTERPRETED", 100)
     case = last(CASES[name], 4)
     with_everything(case.but(batch=max(2, case.batch)) if case.sizes is None else case)
 
@@ -167,10 +167,10 @@ def test_a_long_sequence_has_parts_of_its_own(balanced):
 def one_part(monkeypatch):
     """Calls of a machine without processors, which nothing fills."""
     launched = []
-    whole = triton_decode.Parts.__call__
-    monkeypatch.setattr(triton_decode.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
-    monkeypatch.setattr(triton_decode, "INTERPRETED", 0)
-    monkeypatch.setattr(triton_decode, "LEAST", -1)
+    whole = triton_grids.Parts.__call__
+    monkeypatch.setattr(triton_grids.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    monkeypatch.setattr(triton_grids, "INTERPRETED", 0)
+    monkeypatch.setattr(triton_grids, "LEAST_TILES", -1)
     yield
     assert launched
     assert all(p.combine is None for p in launched)
@@ -197,8 +197,8 @@ def test_decode_in_one_part_of_rows_without_keys(one_part):
 
 def test_parts_and_packing_are_chosen_where_they_pay(monkeypatch):
     launched = []
-    whole = triton_decode.Parts.__call__
-    monkeypatch.setattr(triton_decode.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    whole = triton_grids.Parts.__call__
+    monkeypatch.setattr(triton_grids.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
     long = last(Case(causal, q_len=600, kv_len=600, heads=1, kv_heads=1, dim=16, v_dim=16), 1)
     for case, splits in ((long, 7), (last(CASES["gqa"].but(q_len=270, kv_len=270), 1), 1), (CASES["causal"], None)):
         check(case, *run(case))

@@ -15,10 +15,10 @@ from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
-from frisket.runtime.backends.triton import arguments as triton_bind
-from frisket.runtime.backends.triton import forward as triton_launch
-from frisket.runtime.backends.triton import report as triton_report
+from frisket.runtime.backends.triton import kernels as triton_kernels
+from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import source as triton_source
+from frisket.runtime.backends.triton import torch as triton_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 
@@ -102,8 +102,8 @@ def test_tensor_descriptors_with_everything(name, described):
 def described(monkeypatch):
     """The blocks of the tensor descriptors that are made."""
     made = []
-    real = triton_bind.descriptor
-    monkeypatch.setattr(triton_bind, "descriptor", lambda x, block: made.append(block) or real(x, block))
+    real = triton_launch.descriptor
+    monkeypatch.setattr(triton_launch, "descriptor", lambda x, block: made.append(block) or real(x, block))
     return made
 
 
@@ -169,7 +169,7 @@ def test_launch_reads_no_table_with_bounds():
     case = Case(causal)
     made = make_plan(causal, None, "causal", bounds=CLOSED["causal"][1])
     arrays = (torch.as_tensor(np.asarray(x)).transpose(1, 2) for x in cases.arrays(case))
-    check(case, *triton_launch.forward(made, None, cases.geometry(case), *arrays, {}, {}, Target("triton", 32, 32)))
+    check(case, *triton_torch.forward(made, None, cases.geometry(case), *arrays, {}, {}, Target("triton", 32, 32)))
 
 
 def test_launch_without_guard():
@@ -185,7 +185,7 @@ def test_launch_with_a_scale_that_cannot_be_folded(scale):
     arrays = [np.asarray(x).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
     g = Geometry(1, 2, 2, 150, 150, 32, 32, scale)
     made = make_plan(causal, None)
-    out, lse, _ = triton_launch.forward(
+    out, lse, _ = triton_torch.forward(
         made, cases.Source(case), g, *map(torch.tensor, arrays), {}, {}, Target("triton", 64, 64)
     )
     want, want_lse = dense.attention(*arrays, causal, None, scale=scale, params={}, tables={})
@@ -244,7 +244,7 @@ def test_launch_refuses_tables_that_do_not_fit():
     arrays = [torch.zeros(1, 2, 333, 32)] * 3
     target = Target("triton", 64, 64)
     with pytest.raises(ParameterError) as caught:
-        triton_launch.forward(made, cases.Source(case), cases.geometry(case), *arrays, {}, wrong, target)
+        triton_torch.forward(made, cases.Source(case), cases.geometry(case), *arrays, {}, wrong, target)
     assert str(caught.value) == "table `doc` has 1 axes of at least one entry, not shape [2, 3]"
 
 
@@ -261,9 +261,9 @@ def test_launch_never_trusts_a_file(tmp_path, monkeypatch):
 def test_launch_reports_only_compiled_kernels():
     made = make_plan(causal, None)
     target = Target("triton", 64, 64)
-    source = triton_launch.emit(made, target, Dims(64, 64, "float16"))
+    source = triton_torch.triton_forward.emit(made, target, Dims(64, 64, "float16"))
     with pytest.raises(BackendError, match="TRITON_INTERPRET=1 is set"):
-        next(triton_report.compile_reports(source, made, target, Dims(64, 64, "float16")))
+        next(triton_kernels.compile_reports(source, made, target, Dims(64, 64, "float16")))
 
 
 @pytest.mark.parametrize("int64", [False, True])

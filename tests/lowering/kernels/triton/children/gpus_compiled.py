@@ -16,7 +16,7 @@ import frisket as fk
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton.cotangents import plane, square
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.runtime.backends.triton.report import compiled_for
+from frisket.runtime.backends.triton.kernels import compiled_for
 from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import GPUS, SHARED, of_kernel
 

@@ -28,10 +28,10 @@ from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton.forward import emit
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
-from frisket.runtime.backends.triton.forward import forward
-from frisket.runtime.backends.triton.report import compile_reports, compiled_for
+from frisket.runtime.backends.triton.kernels import compile_reports, compiled_for
 from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, default_target, of_kernel, reads_of
+from frisket.runtime.backends.triton.torch import forward
 
 causal = q >= k
 softcap = 50 * function("tanh", score / 50)

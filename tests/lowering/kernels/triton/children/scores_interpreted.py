@@ -17,8 +17,7 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.kernels.triton.forward import emit
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Target, make_plan
-from frisket.runtime.backends.triton import backward as triton_backward
-from frisket.runtime.backends.triton import forward as triton_launch
+from frisket.runtime.backends.triton import torch as triton_torch
 
 triton_bf16.install()
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
@@ -131,7 +130,7 @@ def test_tables_by_distance_of_few_queries(packs):
 class Both(torch_gradients.Both):
     """A case run by the kernels and by the reference."""
 
-    forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
+    forward, backward = staticmethod(triton_torch.forward), staticmethod(triton_torch.backward)
     stored = ("out",)
 
     def __init__(self, case, **options):
@@ -177,7 +176,7 @@ def test_error_of_the_instruction(dtype, monkeypatch):
         return text.replace("return tanh(x)", f"return tanh(x) * {off}")
 
     near, _, _ = run(case, tanh="approximate")
-    monkeypatch.setattr(triton_launch, "emit", worst)
+    monkeypatch.setattr(triton_torch.triton_forward, "emit", worst)
     far, _, _ = run(case, tanh="approximate", order="forward")  # which asks for another text
     want, _ = cases.reference(case)
     values = float(np.abs(np.asarray(cases.arrays(case)[2], np.float64)).max())

@@ -10,8 +10,8 @@ from support.stored_cases import SOFTCAP, STORED, Stored, decode
 from support.triton.call import poisoned
 
 from frisket.lowering.plan import Target
-from frisket.runtime.backends.triton import decode as triton_decode
-from frisket.runtime.backends.triton import forward as triton_launch
+from frisket.runtime.backends.triton import grids as triton_grids
+from frisket.runtime.backends.triton import torch as triton_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 
@@ -26,7 +26,7 @@ def run(stored, **target):
     made = stored_cases.problem(stored)
     tables = {n: tensor(x) for n, x in made.plan.table_values(made.tables).items()}
     arrays = [tensor(x) for x in (made.q.transpose(0, 2, 1, 3), made.k, made.v)]
-    out, lse, _ = triton_launch.forward(
+    out, lse, _ = triton_torch.forward(
         made.plan, cases.Source(stored.case), cases.geometry(stored.case), *arrays, {}, tables,
         Target("triton", *stored.case.block, **target),
     )  # fmt: skip
@@ -68,11 +68,11 @@ UNEVEN = {
 def test_stored_decode_parts_follow_the_length_of_sequences(monkeypatch, name):
     """Sequences of which one is empty and one a single token."""
     launched = []
-    whole = triton_decode.Parts.__call__
-    monkeypatch.setattr(triton_decode.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
-    monkeypatch.setattr(triton_decode, "INTERPRETED", 16)
-    monkeypatch.setattr(triton_decode, "RAGGED", 0)
-    monkeypatch.setattr(triton_decode, "ragged", lambda *_: True)
+    whole = triton_grids.Parts.__call__
+    monkeypatch.setattr(triton_grids.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    monkeypatch.setattr(triton_grids, "INTERPRETED", 16)
+    monkeypatch.setattr(triton_grids, "RAGGED", 0)
+    monkeypatch.setattr(triton_grids, "ragged", lambda *_: True)
     first, again = run(UNEVEN[name]), run(UNEVEN[name])
     assert all(map(torch.equal, first, again))
     assert ["Parts" in p.partial_shapes for p in launched] == [True, True]

@@ -19,8 +19,8 @@ from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.decode import emit as emit_decode
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, Pages, make_plan
-from frisket.runtime.backends.triton import decode as triton_decode
-from frisket.runtime.backends.triton.report import compile_reports
+from frisket.runtime.backends.triton import grids as triton_grids
+from frisket.runtime.backends.triton.kernels import compile_reports
 from frisket.runtime.backends.triton.tiles import MEDIUM, default_target
 
 RESULTS = Path(__file__).parents[5] / "benchmarks" / "results" / "compiled"
@@ -74,7 +74,7 @@ def stored(arch, dims, q_len, kv_heads):
     plan = make_plan(mask, score * key, weight=value, pages=Pages("pages", 16))
     g = Geometry(1, HEADS, kv_heads, q_len, LENGTH, dims.head_dim, dims.v_dim, 0.1, kv_dtype=dims.kv_dtype)
     target = default_target(g, dims.dtype, keys=MEDIUM, stored=True, paged=True, arch=arch)
-    few = triton_decode.shares(plan, None, g, target, dims, 132) if q_len == 1 else None
+    few = triton_grids.shares(plan, None, g, target, dims, 132) if q_len == 1 else None
     if few is None:
         return triton_forward.emit(plan, target, dims), plan, target
     return emit_decode(plan, few.target, dims), plan, few.target

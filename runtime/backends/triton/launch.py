@@ -14,6 +14,7 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
+from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import SIZES
@@ -25,7 +26,6 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.calls.arrays import uploaded
 
-from .grids import span_arrays
 from .source import load
 from .tiles import smaller
 
@@ -36,9 +36,6 @@ MAX_NARROW_STRIDE = 1 << 20  # strides up to this keep the offsets of any tile i
 GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 STEP = 16  # entries, a stride of a tensor descriptor
 KEPT = 64  # kinds of calls of one plan, and strides of one kernel
-_loaded = memo(group="kernels")(load)  # equal texts are one kernel: what Triton compiled for one serves all
-
-
 _smaller = Memo("smaller tiles", 256)  # targets by plan, target and arrays: those that a GPU has room for
 
 
@@ -46,6 +43,10 @@ class TooLargeError(BackendError):
     """A kernel that takes more of a resource than a GPU has. `share` is the GPU's part, `fixed` that of Target."""
 
     kernel, share, fixed = "", 1.0, False
+
+
+# equal texts are one kernel: what Triton compiled for one serves all
+loaded_kernels = memo(group="kernels")(load)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Made:
 def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> Made:
     """The kernels of the text that `emit` writes of a plan, by their names."""
     source = emit(plan, *parts, **flags)
-    kernels = {n: x for n, x in vars(_loaded(source)).items() if n.startswith("attention_")}
+    kernels = {n: x for n, x in vars(loaded_kernels(source)).items() if n.startswith("attention_")}
     return Made(kernels, arguments(plan))
 
 
@@ -174,19 +175,9 @@ class Bound:
             fixed |= span_tables(laid_out, self.device)
             if self.spans is not None and isinstance(laid_out, DeviceSpans):
                 span_key = records.__name__, block
-        common = (
-            function,
-            module.arguments,
-            self.plan,
-            grid,
-            target,
-            self.device,
-            fixed,
-            tensors,
-            device_slots,
-            span_key,
+        return (launcher or Launch)(
+            function, module.arguments, self.plan, grid, target, self.device, fixed, tensors, device_slots, span_key
         )
-        return (launcher or Launch)(*common)
 
 
 def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> Bound:
@@ -261,15 +252,14 @@ def _values(
     arrays = [_readable(use, tables[use.name]) for use in plan.every_table]
     wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
     key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in device_slots])
-    return Values(
-        (slots, tables),
-        numbers,
-        (*arrays, *[slots[n].resolve_neg() for n in device_slots]),
-        device_slots,
-        key,
-        spans,
-        span_tensors,
-    )
+    tensors = (*arrays, *[slots[n].resolve_neg() for n in device_slots])
+    return Values((slots, tables), numbers, tensors, device_slots, key, spans, span_tensors)
+
+
+def refused_shape(use: TableUse, shape: Sequence[int]) -> str:
+    """A reason why kernels do not read a table of this shape; "" where they do."""
+    fits = len(shape) == use.rank and 0 not in shape
+    return "" if fits else f"table `{use.source}` has {use.rank} axes of at least one entry, not shape {list(shape)}"
 
 
 def _readable(use: TableUse, table: Tensor) -> Tensor:
@@ -278,9 +268,8 @@ def _readable(use: TableUse, table: Tensor) -> Tensor:
     import torch
 
     table = table.resolve_neg()
-    if table.dim() != use.rank or table.numel() == 0:
-        shape = list(table.shape)
-        raise ParameterError(f"table `{use.source}` has {use.rank} axes of at least one entry, not shape {shape}")
+    if why := refused_shape(use, table.shape):
+        raise ParameterError(why)
     if use.type is BOOL:
         table = table.to(torch.bool).view(torch.int8)
     elif use.type is INT and table.dtype not in (torch.int32, torch.int64):
@@ -514,6 +503,14 @@ def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
         return {**moving, "SliceOf": slice_of, "records": spans.bounds.shape[2]}
     tables: dict[str, Any] = cached_on(spans, device, lambda: _upload_all(spans, device))
     return tables
+
+
+def span_arrays(spans: Spans) -> dict[str, NDArray[np.int32]]:
+    """The span arrays that kernels read, by the names of their parameters. `Order` lists the rows of each slice, those
+    with the most tiles first."""
+    work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
+    order = np.argsort(-work, axis=-1, kind="stable").astype(np.int32)
+    return {"Spans": spans.bounds, "Count": spans.count, "SliceOf": spans.slice_of, "Order": order}
 
 
 def _upload_all(spans: Spans, device: Any) -> dict[str, Any]:

@@ -9,22 +9,12 @@ from typing import Any
 
 from frisket.dsl.errors import BackendError, BackwardError
 from frisket.grammar.memo import cached_on, memo
-from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.runtime.machine.generated import load
 
-from .call import FlashCall, call_of, check, mods_of
-from .tiles import INSTEAD
+from .call import INSTEAD, FlashCall, call_of, check
 
 Tensor = Any
-
-
-def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
-    spans: SpanSource | None = None,
-) -> tuple[str, Target]:  # fmt: skip
-    """The functions of mask and score mod, and their target. Where flags say the whole mask, it has no function."""
-    placed = frozenset(n for n, x in zip("bhqk", g.origin, strict=True) if type(x) is not int or x)
-    return mods_of(plan, placed).text, target
 
 
 def forward(
@@ -50,7 +40,7 @@ def backward(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of q, k and v, of those that are wanted; sinks are part of lse already."""
     g = geometry
-    call = backward_call(
+    call = checks_gradients(
         plan, spans, g, q.device, slots, tables, target, grad_names=grad_names, deterministic=deterministic
     )
     if dlse is not None and target.arch == "sm_100" and g.head_dim == 256:
@@ -60,7 +50,7 @@ def backward(
     return {n: x for n, x in zip("qkv", grads, strict=True) if n in grad_names}
 
 
-def backward_call(
+def checks_gradients(
     plan: LoopPlan, spans: Any, geometry: Geometry, device: Any, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
     target: Target, *, grad_names: Collection[str], deterministic: bool = True,
 ) -> FlashCall:  # fmt: skip

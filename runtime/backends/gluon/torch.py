@@ -1,4 +1,7 @@
-"""Choice of tiles and stages of the Gluon kernels: the one place that says so.
+"""The Gluon kernels on torch tensors: their forward, tiles and stages, and what they take of a GPU.
+
+TMA descriptors are made on the host. Resources that kernels take of a GPU come from compiling them ahead of time: no
+device is needed.
 
 On Hopper a tile has 128 queries, 64 of each warp group. Of the 240 registers of a thread the sums of a head take 64 at
 head dim 128, scores of 128 keys 64 more, and their weights, which the product with values still reads, 32: what is left
@@ -14,29 +17,146 @@ for every position, such as `q - k` in two comparisons. Heads of 256 have 64, or
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import TRUE, Expr, uses, walk
 from frisket.dsl.types import BOOL, INT
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
-from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, groups_of
-from frisket.lowering.kernels.triton.writer import padded
-from frisket.lowering.plan import Geometry, Spans, Target
+from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, emit, groups_of
+from frisket.lowering.kernels.triton.writer import Dims, padded
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
 from frisket.lowering.simplify.curves import ends_of
+from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import tiles as triton_tiles
-from frisket.runtime.backends.triton.rows import row_parts
+from frisket.runtime.backends.triton import torch as triton_torch
+from frisket.runtime.backends.triton.grids import ForwardKind, forward_plan, of_forward, row_parts
+from frisket.runtime.backends.triton.kernels import KernelReport, check_compiles, dims_of, resources, signature
+from frisket.runtime.backends.triton.source import load
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.plans.device import CallPlan
 
+Tensor = Any
+backward = triton_torch.backward
 SHARED = 232_448 - 2048  # bytes of a block, less barriers and what partitions hand to each other
 STAGES = 4  # at most: more of them wait for nothing
 SHORTEST = 1024  # queries of a call
 LONG = 16_384  # keys where no formula says how many a query sees
+MMA = {"sm_90": r"\bHGMMA\.", "sm_100": r"\bUTCHMMA\b"}
+SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 
-def target(
+def text(
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    spans: SpanSource | None = None,
+) -> tuple[str, Target]:  # fmt: skip
+    """The forward's text and the target it runs with; gradients are Triton's kernels."""
+    return emit(forward_plan(plan, g), target, dims_of(plan, g, dtype, learned), sinks=sinks), target
+
+
+def forward(
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
+    slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None,
+    top: bool = False, softmax_stats: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """(out, lse, largest scores or None), with `softmax_stats` also the rounding error of lse, as Triton's forward has
+    them. Tensors that TMA cannot address are copied."""
+    q, k, v = (addressable(x) for x in (q, k, v))
+    context = triton_launch.bound(plan, spans, geometry, target, q, k)
+    values = context.values(slots, tables)
+    kind = ForwardKind(values.device_slots, sinks is not None, top, softmax_stats)
+    make = partial(_launch, context, spans, kind)
+    return triton_torch.launched(context, ("gluon", kind), kind, make, values, (q, k, v), sinks)
+
+
+def addressable(x: Tensor) -> Tensor:
+    """A tensor whose rows begin at multiples of 16 bytes and are contiguous, and whose other axes step by multiples of
+    16 bytes: itself, or a copy."""
+    import torch
+
+    x = x.resolve_neg()
+    fine = triton_launch.describable(x) and x.data_ptr() % 16 == 0
+    return x if fine else x.clone(memory_format=torch.contiguous_format)
+
+
+def _launch(context: triton_launch.Bound, spans: SpanSource | None, kind: ForwardKind) -> triton_launch.Launch:
+    g, target = context.geometry, context.target
+    plan, dims, blocks = forward_plan(context.plan, g), context.dims(kind.device_slots), blocks_of(target, g)
+    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, **kind.flags)
+    return context.launch(
+        kernels, "attention_forward", of_forward(g, target), target, {**blocks, **kind.tensors, **blocks},
+        records=None if spans is None else spans.rows, device_slots=kind.device_slots, launcher=GluonLaunch,
+        STAGES=target.num_stages,
+    )  # fmt: skip
+
+
+class GluonLaunch(triton_launch.Launch):
+    """A launch whose tensor descriptors say how blocks lie in shared memory."""
+
+    def described(self, x: Tensor, block: triton_launch.Block) -> Any:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped]
+
+        plain = super().described(x, block)
+        in_shared = layout(block, str(x.dtype).removeprefix("torch."))
+        return TensorDescriptor(x, plain.shape, plain.strides, list(block), in_shared)
+
+
+def compile_reports(
+    source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90"
+) -> Iterator[KernelReport]:
+    """Compile the forward kernel of a module and say which resources of a GPU it takes.
+
+    `compile_reports(emit(plan, target, dims), plan, target, dims)`. Registers are those of a thread before warp groups
+    give theirs to each other. Raises BackendError for an architecture other than the target's."""
+    check_compiles(arch)
+    if arch != target.arch:
+        raise BackendError(f"the text is written for {target.arch}, not {arch}; {INSTEAD}")
+    compiled = compiled_for(vars(load(source))["attention_forward"], plan, target, dims)
+    registers, spills, mma = resources(compiled, MMA[arch])
+    shared, warps = int(compiled.metadata.shared), int(compiled.metadata.num_warps)
+    block = target.block_q, target.block_k, warps, target.num_stages
+    yield KernelReport("attention_forward", arch, *block, registers, spills, shared, triton_tiles.SHARED[arch], mma)
+
+
+def compiled_for(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any:
+    """Triton's compilation of the kernel, called as on contiguous arrays."""
+    import triton  # type: ignore[import-untyped]
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+    from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
+
+    types, constants = signature(kernel, plan, target, dims, STAGES=target.num_stages)
+    types |= {
+        n: f"tensordesc<{SHORT[dims.dtype]}{list(block)},{layout(block, dims.dtype)!r}>"
+        for n, block in blocks_of(target, dims).items()
+    }
+    hints = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
+    return triton.compile(
+        GluonASTSource(kernel, types, constants, hints), target=GPUTarget("cuda", int(target.arch[3:]), 32),
+        options={"num_warps": target.num_warps, "enable_fp_fusion": True},
+    )  # fmt: skip
+
+
+def blocks_of(target: Target, dims: Dims | Geometry) -> dict[str, triton_launch.Block]:
+    """The blocks of the kernel's descriptors: a warp group reads and writes its part of a tile's queries."""
+    _, queries = groups_of(target.arch, dims.head_dim, dims.v_dim)
+    blocks = triton_launch.blocks(dims, replace(target, block_q=queries))
+    return {**{n: blocks[n] for n in "QKV"}, "Out": blocks["DOut"]}
+
+
+def layout(block: triton_launch.Block, dtype: str) -> Any:
+    """The layout in shared memory of such blocks."""
+    from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
+
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtype))
+
+
+# -- tiles and stages --------------------------------------------------------------------------------
+
+
+def call_target(
     plan: CallPlan | None, g: Geometry, dtype: str, tile: tuple[int, int] | None = None, tuning: Tuning = AS_CHOSEN,
     device: Any = None, arch: str | None = None,
 ) -> Target:  # fmt: skip

@@ -1,12 +1,15 @@
-"""Resources that Triton kernels take of a machine, from compiling them ahead of time: no device is needed."""
+"""The text of Triton's kernels for one geometry, and the resources that they take of a machine.
+
+Resources come from compiling kernels ahead of time: no device is needed.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,19 +17,52 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.kernels.triton import decode, module
 from frisket.lowering.kernels.triton.writer import Dims, arguments
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.machine.extras import pip_install
 
-from .arguments import blocks
+from . import jax, tiles
+from .grids import PACK, listed_kernels, shares
+from .launch import blocks
 from .source import load
-from .tiles import GPUS, SHARED, of_kernel
 
+call_target, target, pays = tiles.target, jax.target, jax.pays
 POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float8_e4m3fn": "*fp8e4nv",
             "float8_e5m2": "*fp8e5", "int8": "*i8"}  # fmt: skip
 # int32; what else begins with a capital and is no array is float32
 INTEGERS = ("Spans", "Count", "Order", "SliceOf", "Parts", "Rows", "At")
 QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
+
+
+def text(
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    spans: SpanSource | None = None,
+) -> tuple[str, Target]:  # fmt: skip
+    """The module's text and the target it runs with. `learned` are the user's names of what gradients flow to beside
+    the arrays; `spans` say which rows of tiles are long, so that a call divides them."""
+    dims = dims_of(plan, g, dtype, learned)
+    at = spans if g.q_len >= PACK else None  # a step of decoding is shown as where queries see all keys
+    few = shares(plan, at, g, target, dims_of(plan, g, dtype), tiles.processors())  # of this machine's GPU or an H100
+    if few is not None and g.q_len < PACK:
+        decode_target = replace(few.target, splits=0) if few.balanced else few.target
+        return decode.emit(
+            plan, decode_target, dims, packs=few.pack > 1, sinks=sinks, balanced=few.balanced
+        ), few.target
+    grad_names = module.ARRAYS.union(dims.device_slots, (t.name for t in plan.tables if t.source in learned))
+    listed = listed_kernels(plan, spans, g, target, tiles.processors()).difference(
+        ["attention_forward"] * (few is not None)
+    )
+    return module.emit(plan, target, dims, grad_names=grad_names, sinks=sinks, listed=listed), target
+
+
+def dims_of(plan: LoopPlan, g: Geometry, dtype: str, learned: Collection[str] = ()) -> Dims:
+    """The part of a call that kernels' texts depend on. They load the values of slots that gradients flow to."""
+    device_slots = tuple(s.name for s in plan.slots if s.source in learned)
+    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, device_slots)
+
+
+# -- resources ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -61,7 +97,7 @@ def compile_reports(
     """`compile_reports(emit(plan, target, dims), plan, target, dims, "gfx942")`: every kernel of a module, one by one
     as they are compiled, with the tiles that `target` gives it.
 
-    BackendError for an architecture that is not in GPUS, where triton is missing, and where it interprets.
+    BackendError for an architecture that is not in tiles.GPUS, where triton is missing, and where it interprets.
     """
     check_compiles(arch)
     for name, kernel in vars(load(source)).items():
@@ -69,18 +105,18 @@ def compile_reports(
             continue
         if type(kernel).__name__ == "InterpretedFunction":
             raise BackendError("TRITON_INTERPRET=1 is set: start Python without it to compile kernels")
-        mine = of_kernel(name, target)
+        mine = tiles.of_kernel(name, target)
         compiled = compiled_for(arch, kernel, plan, mine, dims)
-        registers, spills, mma = (_amd if arch.startswith("gfx") else resources)(compiled, GPUS[arch]["mma"])
+        registers, spills, mma = (_amd if arch.startswith("gfx") else resources)(compiled, tiles.GPUS[arch]["mma"])
         shared = int(compiled.metadata.shared)
         block = mine.block_q, mine.block_k, mine.num_warps, mine.num_stages
-        yield KernelReport(name, arch, *block, registers, spills, shared, SHARED[arch], mma)
+        yield KernelReport(name, arch, *block, registers, spills, shared, tiles.SHARED[arch], mma)
 
 
 def check_compiles(arch: str) -> None:
     """Raise where no kernel can be compiled for `arch`."""
-    if arch not in GPUS:
-        raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(GPUS)}")
+    if arch not in tiles.GPUS:
+        raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(tiles.GPUS)}")
     if not find_spec("triton"):
         raise BackendError(f"triton is not installed: {pip_install('triton')}")
 
@@ -99,7 +135,7 @@ def compiled_for(arch: str, kernel: Any, plan: LoopPlan, target: Target, dims: D
     }
     return triton.compile(
         ASTSource(kernel, types, constants, hints),
-        target=GPUTarget(*(("cuda", int(arch[3:])) if arch[:3] == "sm_" else ("hip", arch)), GPUS[arch]["warp"]),
+        target=GPUTarget(*(("cuda", int(arch[3:])) if arch[:3] == "sm_" else ("hip", arch)), tiles.GPUS[arch]["warp"]),
         options={"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True},
     )
 

@@ -1,0 +1,177 @@
+"""The Pallas kernels for Hopper on JAX arrays, traced or not: on a GPU, elsewhere in Mosaic GPU's interpreter.
+
+The interpreter is slow, and for checking only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from frisket.dsl.errors import LoweringError
+from frisket.grammar.memo import memo
+from frisket.lowering.derive import Gradient
+from frisket.lowering.kernels.pallas_gpu import backward as kernels
+from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
+from frisket.lowering.kernels.triton.cotangents import sums
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.runtime.backends.pallas_tpu.jax import kernel
+from frisket.runtime.backends.triton.jax import folded  # in fixed point: XLA's scatter on a GPU adds in any order
+from frisket.runtime.machine.generated import load
+
+if TYPE_CHECKING:
+    import jax
+
+BACKEND = "pallas-mosaic-gpu"
+KEYS = {64: 128, 128: 128, 192: 64, 256: 64}  # of a tile, by dims: what benchmarks/gpu_model.py finds fastest
+Array = Any  # a jax.Array, traced or not
+LOG2E = 1.4426950408889634
+
+
+def target(
+    plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
+) -> Target:
+    """The tiles a Hopper starts from, 64 queries for each warpgroup. Where rows see few keys they are no smaller: what
+    a program takes beside its tiles is more than what smaller ones leave out. tanh is the machine's own unless
+    `jax_default_matmul_precision` is "highest", as in Triton's kernels."""
+    import jax
+
+    dim, v_dim = pallas_gpu.dims(geometry.head_dim), pallas_gpu.dims(geometry.v_dim)
+    block_q, block_k = tile or (128, KEYS.get(max(dim, v_dim), 64))
+    ahead = max(2, pallas_gpu.stages(block_q, block_k, dim, v_dim))
+    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009 - mypy knows it not
+    return Target(BACKEND, block_q, block_k, 4, ahead, tanh="exact" if precision == "highest" else "approximate")
+
+
+def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """A reason why the forward kernel cannot run a call, or an empty text. `shapes` are those of the plan's tables."""
+    return pallas_gpu.refused(plan, geometry, dtype, shapes)
+
+
+def forward(
+    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
+    platform: str = "cpu", lse_residual: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
+    [batch, kv_len, kv_heads, dim] and sinks [heads]; with `lse_residual` the rounding error of lse too. Raises
+    LoweringError with the words of `refuses`."""
+    dtype = str(q.dtype)
+    if why := refuses(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
+        raise LoweringError(why)
+    g, on_device = geometry, platform == "cuda"
+    if 0 in (g.batch, g.q_len, g.kv_len):
+        return _nothing(g, dtype, sinks)[: 3 + lse_residual]
+    run = kernel(pallas_gpu.emit, plan, target, geometry, dtype, sinks is not None, not on_device, lse_residual)
+    numbers = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
+    options = {} if sinks is None else {"sinks": sinks}
+    if not on_device:
+        options["interpret"] = simulator()
+    walk = pallas_gpu.walked(spans.rows((target.block_q, target.block_k))).in_order()
+    return run(q, k, v, *walk, geometry.origin, geometry.full, *numbers, **options)  # type: ignore[no-any-return]
+
+
+def text(
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    spans: SpanSource | None = None,
+) -> tuple[str, Target]:  # fmt: skip
+    """The forward kernel's text, and its target."""
+    return pallas_gpu.emit(plan, target, g, dtype, sinks), target
+
+
+def simulator(**more: Any) -> Any:
+    """Parameters of Mosaic GPU's interpreter."""
+    module = import_module("jax.experimental.pallas.mosaic_gpu")
+    if not hasattr(module, "InterpretGPUParams"):  # JAX 0.10
+        module = import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    return module.InterpretGPUParams(**more)
+
+
+def _nothing(g: Geometry, dtype: str, sinks: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Without queries or keys."""
+    import jax.numpy as jnp
+
+    top = jnp.full((g.batch, g.heads, g.q_len), -jnp.inf, jnp.float32)
+    lse = top if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], top.shape)
+    return jnp.zeros((g.batch, g.q_len, g.heads, g.v_dim), dtype), lse, top, jnp.zeros_like(top)
+
+
+# -- gradients ---------------------------------------------------------------------------------------
+
+
+def refuses_gradients(
+    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], grad_names: frozenset[str]
+) -> str:
+    """A reason why the backward kernels cannot find the gradients of `grad_names`, or an empty text."""
+    return kernels.refused(plan, geometry, dtype, shapes, grad_names)
+
+
+def backward(
+    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: Array, k: Array, v: Array, out: Array, lse: Array,
+    dout: Array, dlse: Array | None, slots: Mapping[str, Any], tables: Mapping[str, Array], target: Target, *,
+    grad_names: frozenset[str], sinks: Array | None = None, platform: str = "cpu",
+    lse_residual: Array | None = None,
+) -> dict[str, Array]:  # fmt: skip
+    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
+    and dtype of the array; tables and slots of the plan ("t0", "s1") in float32.
+
+    `out` and `lse` are the forward's: where there were `sinks`, lse includes them, and that is all of them needed
+    here; their own gradient is the caller's. `lse_residual` is the rounding error of lse. Equal calls give equal bits.
+    Raises LoweringError with the words of `refuses_gradients`."""
+    import jax.numpy as jnp
+
+    g = geometry
+    if why := refuses_gradients(plan, g, str(q.dtype), {n: tuple(x.shape) for n, x in tables.items()}, grad_names):
+        raise LoweringError(why)
+    arrays = {"q": q, "k": k, "v": v}
+    if 0 in (g.batch, g.q_len, g.kv_len):
+        zeros = {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in grad_names - arrays.keys()}
+        return zeros | {n: jnp.zeros_like(x) for n, x in arrays.items() if n in grad_names}
+    dout = dout.astype(q.dtype)
+    delta = jnp.einsum("bqhd,bqhd->bhq", out.astype(jnp.float32), dout.astype(jnp.float32))
+    if dlse is not None:
+        delta = delta - dlse
+    # a row without keys has no gradient: p = exp2(s - inf) is 0
+    lse2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    low2 = jnp.zeros_like(lse2) if lse_residual is None else lse_residual * LOG2E
+    interpret = None if platform == "cuda" else simulator()
+    numbers = [jnp.asarray(slots[s.name]) for s in plan.slots]
+    operands = q, k, v, dout, lse2, low2, delta
+    grads: dict[str, Array] = {}
+    common = g.origin, g.full, numbers, [tables[t.name] for t in plan.tables]
+    plain = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)  # what the text depends on
+    of_dq, of_dkv = (Target(target.backend, *tile, tanh=target.tanh) for tile in kernels.tiles(g))
+    dq, dkv = target.dq or of_dq, target.dkv or of_dkv
+    buffers: dict[Gradient, Array] = {}
+    rows = grad_names - {"k", "v"}
+    if rows:
+        run = _loaded(plan, dq, plain, rows, interpret is not None)["attention_dq"]
+        walk = _operands(pallas_gpu.walked(spans.rows((dq.block_q, dq.block_k))).in_order())
+        results = list(run(*operands, *walk, *common, interpret=interpret))
+        if "q" in grad_names:
+            grads["q"] = results.pop(0)
+        for s, x in zip(sums(plan, rows), results, strict=True):
+            x = x[..., : g.q_len]
+            buffers[s.gradient] = x.sum(-1) if s.gradient.over == "head" else x
+    for part in kernels.parts(g, grad_names):
+        run = _loaded(plan, dkv, plain, part, interpret is not None)["attention_dkv"]
+        walk = _operands(pallas_gpu.walked(spans.columns((dkv.block_q, dkv.block_k))))
+        results = run(*operands, *walk, *common, interpret=interpret)
+        grads |= dict(zip(sorted(part, reverse=True), results, strict=True))
+    grads |= folded(buffers, g, slots, tables, plan.int64)
+    without = grad_names - grads.keys()  # influence
+    return grads | {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in without}
+
+
+@memo(group="kernels")
+def _loaded(
+    plan: LoopPlan, target: Target, geometry: Geometry, grad_names: frozenset[str], interpretable: bool
+) -> dict[str, Any]:
+    return load(kernels.emit(plan, target, geometry, grad_names, interpretable=interpretable))
+
+
+def _operands(walk: pallas_gpu.GpuWalk) -> list[Array]:
+    import jax.numpy as jnp
+
+    return [jnp.asarray(x, jnp.int32) for x in walk]

@@ -1,0 +1,359 @@
+"""Runs the Triton kernels on torch tensors: the forward, the backward, and the gradients of what is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from frisket.dsl.errors import BackendError
+from frisket.dsl.ir import walk
+from frisket.grammar.memo import remember
+from frisket.lowering.aten.captured import amounts, folded, units
+from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.kernels.triton import backward as triton_backward
+from frisket.lowering.kernels.triton import cotangents
+from frisket.lowering.kernels.triton import forward as triton_forward
+from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+
+from . import grids
+from .launch import (
+    KEPT,
+    Access,
+    Bound,
+    Launch,
+    Made,
+    TooLargeError,
+    Values,
+    blocks,
+    bound,
+    emitted_kernels,
+    far,
+    near,
+)
+from .tiles import of_kernel
+
+Tensor = Any
+LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides
+TENSORS = (*LETTERS, "Lse", "Low", "DLse", "Stats", "DQ", "DK", "DV")
+CAPTURED_ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Stats": ""}
+
+
+def forward(
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
+    slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None,
+    top: bool = False, softmax_stats: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None), with
+    `softmax_stats` also the rounding error of lse, for torch tensors of any strides, q [batch, heads, q_len, head_dim]
+    and k, v [batch, kv_heads, kv_len, dim], or where the plan has pages [pages, kv_heads, tokens of a page, dim].
+
+    `spans` may be None where the plan has closed-form bounds. Runs on CUDA and ROCm devices, and on the CPU in
+    Triton's interpreter; BackendError where neither is possible.
+    """
+    g = geometry
+    if far(q, k, v):
+        q, k, v = (near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
+    context = bound(plan, spans, g, target, q, k)
+    values = context.values(slots, tables)
+    described = (
+        target.descriptors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and context.describes(q, k, v)
+    )
+    kind = grids.ForwardKind(values.device_slots, sinks is not None, top, softmax_stats, described)
+    return launched(context, kind, kind, lambda: _launch(context, spans, kind), values, (q, k, v), sinks)
+
+
+def launched(
+    context: Bound, key: Any, kind: grids.ForwardKind, make: Callable[[], Any], values: Values,
+    arrays: tuple[Tensor, ...], sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """The results of a forward whose launches `make` lays out for calls of one kind."""
+    import torch
+
+    g, q = context.geometry, arrays[0]
+    out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
+    largest, lse_residual = (torch.empty_like(lse) if use else None for use in (kind.top, kind.lse_residual))
+    more = [x for x in (largest, lse_residual) if x is not None]
+    if sinks is not None:
+        more.append(sinks.contiguous().resolve_neg())
+    context.run(key, make, values, *arrays, out, lse, *more)
+    return (out, lse, largest, lse_residual) if kind.lse_residual else (out, lse, largest)
+
+
+def _launch(
+    context: Bound, spans: SpanSource | None, kind: grids.ForwardKind
+) -> Launch | grids.Parts | grids.RowLaunches:
+    g, plan = context.geometry, grids.forward_plan(context.plan, context.geometry)
+    dims = context.dims(kind.device_slots)
+    described = kind.described and triton_forward.describable(plan, dims)
+    target = replace(context.target, descriptors=described)
+    check_keys(dims, context.device)
+    processors = grids.processors(context.device)
+    chosen = grids.shares(plan, spans, g, target, dims, processors)
+    if chosen is not None:
+        return grids.Parts(context, plan, spans, chosen, kind)
+    inputs: dict[str, Access] = {"Q": "q", "K": "k", "V": "v"}
+    if described:
+        inputs |= {n: block for n, block in blocks(g, target).items() if n in inputs}
+    parts = grids.of_call(plan, spans, g, target, processors)
+    kernels = emitted_kernels(triton_forward.emit, plan, target, dims, listed=parts is not None, **kind.flags)
+    if spans is not None and parts is not None:
+        return grids.RowLaunches(
+            context, kernels, ("attention_forward", "attention_combine"), target, parts, spans.rows, inputs,
+            {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}, kind.tensors, kind.device_slots,
+        )  # fmt: skip
+    return context.launch(
+        kernels, "attention_forward", grids.of_forward(g, target), target, inputs | kind.tensors,
+        records=None if spans is None else spans.rows, device_slots=kind.device_slots,
+    )  # fmt: skip
+
+
+def check_keys(dims: Dims, device: Any) -> None:
+    """Raise where a GPU of NVIDIA is too old to convert keys of 8 bits."""
+    import torch
+
+    if dims.kv_dtype.startswith("float8") and device.type == "cuda" and not torch.version.hip:
+        have = torch.cuda.get_device_capability(device)
+        if have < (8, 9):
+            raise BackendError(
+                f"keys and values of {dims.kv_dtype} need compute capability 8.9, this GPU has {have[0]}.{have[1]}\n"
+                "  convert them to the dtype of the queries"
+            )
+
+
+# -- the backward ------------------------------------------------------------------------------------
+
+
+def backward(
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, dout: Tensor | None, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+    target: Target, *, grad_names: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
+    softmax_stats: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
+    and dtype of the array, contiguous; tables and slots of the plan ("t0", "s1") in float32.
+
+    q, k, v, out and dout have any strides. `out` and `lse` are the forward's: where there were `sinks`, lse includes
+    them, and that is all of them needed here; their own gradient is the caller's. `softmax_stats` is the
+    rounding error of lse, as the forward says. Equal calls give equal bits;
+    without `deterministic`, gradients of tables that are read by position may be added up in any order.
+    """
+    import torch
+
+    g, arrays = geometry, {"q": q, "k": k, "v": v}
+    grads = {n: torch.empty(x.shape, dtype=x.dtype, device=x.device) for n, x in arrays.items() if n in grad_names}
+    values = grad_names - arrays.keys()
+    if 0 in (g.batch, g.q_len, g.kv_len):
+        return {n: x.zero_() for n, x in grads.items()} | _zeros(values, tables, lse)
+    dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
+    if far(q, k, v, out, dout):
+        tiles = (
+            triton_backward.DELTA,
+            target.dq or target,
+            target.dkv or target,
+            target.dv or target,
+            cotangents.square(target),
+        )
+        rows = max(side for t in tiles for side in (t.block_q, t.block_k))
+        q, k, v, out, dout = (near(x, rows) for x in (q, k, v, out, dout))
+    context = bound(plan, spans, g, target, q, k)
+    read = context.values(slots, tables)
+    described = _described(context, q, k, v, dout)
+    kind = "backward", read.device_slots, grad_names, dlse is not None, described
+    stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
+    lse_residual = torch.zeros_like(lse) if softmax_stats is None else lse_residual_of(softmax_stats)
+    operands = {
+        "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse.contiguous(), "Low": lse_residual.contiguous(),
+        "Stats": stats, "DLse": None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg(),
+        **{f"D{n.upper()}": x for n, x in grads.items()},
+    }  # fmt: skip
+    buffers = context.run(kind, lambda: _BackwardLaunches(context, spans, q, k, *kind[1:]), read, operands)
+    if not values:
+        return grads
+    more = [x for x in backward_of(plan).gradients if x.source in grad_names and x.over in ("diagonal", "scatter")]
+    if more:
+        common = plan, spans, g, q, k, v, dout, stats, slots, tables, target
+        buffers |= dict(zip(more, captured(*common, more, deterministic=deterministic), strict=True))
+    folds = folded(list(buffers), list(buffers.values()), context.placed, slots, tables)
+    return grads | folds | _zeros(values - folds.keys(), tables, lse)
+
+
+def _described(context: Bound, *arrays: Tensor) -> bool:
+    """Whether some kernel wants q, k, v and dout as tensor descriptors, and they can be read so."""
+    target = context.target
+    descriptors = any((t or target).descriptors for t in (target.dq, target.dkv, target.dv or target.dkv))
+    return descriptors and all(x.data_ptr() & 15 == 0 for x in arrays) and context.describes(*arrays)
+
+
+def lse_residual_of(softmax_stats: Tensor) -> Tensor:
+    """[batch, heads, q_len], of what a graph knows of rows, [batch, heads, q_len, 2], too."""
+    return softmax_stats if softmax_stats.ndim == 3 else softmax_stats[..., 0]
+
+
+def _zeros(names: frozenset[str], tables: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    """Gradients of values without influence."""
+    import torch
+
+    shapes = {n: tables[n].shape if n in tables else () for n in names}
+    return {n: torch.zeros(shape, dtype=torch.float32, device=like.device) for n, shape in shapes.items()}
+
+
+class _BackwardLaunches:
+    """The kernels of calls of one kind."""
+
+    def __init__(
+        self, context: Bound, spans: SpanSource | None, q: Tensor, k: Tensor, device_slots: tuple[str, ...],
+        grad_names: frozenset[str], dlse: bool, described: bool,
+    ) -> None:  # fmt: skip
+        g, target, dims = context.geometry, context.target, context.dims(device_slots)
+        plan = grids.backward_plan(context.plan, g)
+        target = (
+            target if described and triton_forward.describable(plan, dims) else target.everywhere(descriptors=False)
+        )
+        self.geometry = g
+        processors = grids.processors(context.device)
+        parts = {"attention_dq": grids.of_call(plan, spans, g, target.dq or target, processors)}
+        for n in grids.walking_queries(target):
+            parts[n] = grids.of_call(plan, spans, g, of_kernel(n, target), processors, walked=True)
+        listed = frozenset(n for n, x in parts.items() if x is not None)
+        self.module = emitted_kernels(triton_backward.emit, plan, target, dims, grad_names, dlse=dlse, listed=listed)
+        self.sums = cotangents.sums(plan, grad_names)
+        plain = Bound(triton_backward.bare(plan), g, target, q, k)  # attention_delta reads no slots and no tables
+        self.nothing = plain.values({}, {})
+        self.steps = []
+        for step in grids.of_backward(g, target, self.module.kernels):
+            if step.side:
+                records = spans and getattr(spans, step.side)
+                self.steps.append(
+                    self._step(context, step, parts=parts[step.name], records=records, device_slots=device_slots)
+                )
+            else:
+                self.steps.append(self._step(plain, step))
+
+    def _step(
+        self, context: Bound, step: grids.LaunchStep, parts: grids.RowParts | None = None, **more: Any
+    ) -> tuple[Launch | grids.RowLaunches, list[str]]:
+        """A launch, and the tensors it takes."""
+        letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
+        names = [n for n in self.module.kernels[step.name].arg_names if n in letters]
+        tensors: dict[str, Access] = {n: letters[n] for n in names}
+        if step.tile.descriptors:
+            tensors |= {n: block for n, block in blocks(self.geometry, step.tile).items() if n in names}
+        if parts is None:
+            return context.launch(self.module, step.name, step.grid, step.tile, tensors, **more), names
+        both, g = (step.name, f"{step.name}_sums"), self.geometry
+        written = [n for n in self.module.kernels[both[1]].arg_names if n in tensors]
+        read = [n for n in names if n not in written]
+        inputs, results = ({n: tensors[n] for n in some} for some in (read, written))
+        widths = {"DQ": g.head_dim, "DK": g.head_dim, "DV": g.v_dim}
+        totals = g.heads // g.kv_heads if step.side == "columns" else 1  # of other gradients, one for each head
+        sums: dict[str, tuple[int, ...]] = {"Acc": (sum(widths.get(n, totals) for n in written),)}
+        run = grids.RowLaunches(
+            context, self.module, both, step.tile, parts, inputs=inputs, sums=sums, results=results, **more
+        )
+        return run, [*read, *written]
+
+    def __call__(self, read: Values, operands: dict[str, Tensor]) -> dict[Gradient, Tensor]:
+        """Run them all; the sums of captured gradients, shaped as `derive.Gradient` says."""
+        import torch
+
+        g, like = self.geometry, operands["Stats"]
+        for s in self.sums:
+            length = g.q_len if s.along == "q" else g.kv_len
+            operands[s.buffer] = torch.empty((g.batch, g.heads, length), dtype=torch.float32, device=like.device)
+        for run, names in self.steps:
+            run(self.nothing if run is self.steps[0][0] else read, *(operands[n] for n in names))
+        whole = {s.gradient: operands[s.buffer] for s in self.sums}
+        return {x: t.sum(-1, dtype=torch.float64).float() if x.over == "head" else t for x, t in whole.items()}
+
+
+# -- captured gradients that no row or column of tiles can sum: "diagonal" and "scatter" ---------------
+
+
+def captured(
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
+    stats: Tensor, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target,
+    gradients: Sequence[Gradient], *, deterministic: bool = True,
+) -> list[Tensor]:  # fmt: skip
+    """One buffer for each of `gradients`, in their order, float32 and of the shape `derive.Gradient` describes.
+
+    `stats` is float32 [batch, heads, q_len, 4], contiguous, as `attention_delta` writes it: of every row lse in log2
+    units, the factor of its weights, and delta. q, k, v and dout have any strides, and one dtype.
+
+    Equal calls give equal bits, unless `deterministic` is False: then tables that are read at any places are added to
+    with atomics in float32, in one pass instead of two in fixed point (how exact that is: lowering/aten/captured.py).
+    """
+    import torch
+
+    deterministic |= torch.are_deterministic_algorithms_enabled()
+    context = bound(plan, spans, geometry, cotangents.square(target), q, k)
+    run = _CapturedRun(context, spans, context.values(slots, tables), (q, k, v, dout, stats), slots, tables)
+    try:
+        buffers = run.buffers(gradients, deterministic)
+    except TooLargeError as error:
+        context.shrink(error)
+        return captured(
+            plan, spans, geometry, q, k, v, dout, stats, slots, tables, target, gradients, deterministic=deterministic
+        )  # fmt: skip
+    return [buffers[g] for g in gradients]
+
+
+class _CapturedRun(grids.CapturedKernels):
+    """The launches of one call."""
+
+    def __init__(
+        self, context: Bound, spans: SpanSource | None, values: Values, arrays: tuple[Tensor, ...],
+        slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        self.context, self.spans, self.values, self.arrays = context, spans, values, arrays
+        self.plan, self.geometry, self.tile = context.plan, context.geometry, context.target
+        self.slots, self.tables = slots, tables
+
+    def run(
+        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: grids.Grid,
+        result: grids.CapturedResult, *, flags: Mapping[str, bool] = grids.NO_FLAGS,
+        more: Mapping[str, Any] = grids.NO_FLAGS, zeroed: bool = False, **numbers: Any,
+    ) -> Tensor:  # fmt: skip
+        import torch
+
+        (name, shape), context, device_slots = result, self.context, self.values.device_slots
+        key = kernel, parts, tuple(flags.items()), device_slots
+        launch = context.launches.get(key)
+        if launch is None:
+            kernels = emitted_kernels(emit, self.plan, self.tile, context.dims(device_slots), *parts, **flags)
+            launch = context.launches[key] = self.launch(kernels, kernel, grid, (name, *more), numbers)
+        dtype = torch.int64 if name == "Counted" else torch.float32
+        into = (torch.zeros if zeroed else torch.empty)(tuple(shape), dtype=dtype, device=self.arrays[0].device)
+        launch(self.values, *self.arrays, into, *more.values())
+        return into
+
+    def launch(
+        self, kernels: Made, kernel: str, grid: grids.Grid, pointers: Sequence[str], numbers: Mapping[str, Any]
+    ) -> Launch:
+        """A launch that is kept for such calls; `pointers` come after the arrays."""
+        return self.context.launch(
+            kernels, kernel, grid, self.tile, {**CAPTURED_ARRAYS, **dict.fromkeys(pointers, "")},
+            records=None if self.spans is None else self.spans.rows, device_slots=self.values.device_slots, **numbers,
+        )  # fmt: skip
+
+    def padded(self, x: Tensor, before: int, behind: int) -> Tensor:
+        from torch.nn.functional import pad
+
+        return pad(x, (0, 0, before, behind))
+
+    def in_fixed_point(self, total: Tensor, shape: tuple[int, ...], count: Callable[..., Tensor]) -> Tensor:
+        import torch
+
+        per = units(total.sum(dtype=torch.float64))
+        return amounts(count(("Counted", shape), per), per).float()
+
+    def plane(self, gradient: Gradient) -> str | None:
+        read = {e.name for e in walk(*gradient.index) if e.op == "param"}  # not a seed, which is another in every step
+        shape = self.tables[gradient.source].shape
+        key = gradient, shape, *[(n, x) for n, x in self.slots.items() if n in read and not hasattr(x, "data_ptr")]
+        known = self.context.planes
+        if key not in known:
+            remember(known, key, super().plane(gradient), KEPT)
+        return known[key]
