@@ -141,6 +141,7 @@ class Arrays:
     framework: str
     layout: str
     dtype: str
+    device: str  # "cpu", "cuda", "tpu", ...: where the call runs
     pages: tuple[int, ...] = ()
     unbatched: bool = False
 
@@ -158,11 +159,6 @@ class Arrays:
     def page(self) -> int:
         """Tokens of a page, 0 where there are none."""
         return _ordered(self.k.shape, self.layout)[2] if self.pages else 0
-
-    @property
-    def device(self) -> str:
-        """ "cpu", "cuda", "tpu", ...: where the call runs."""
-        return device_of(self.q, self.framework)
 
     @property
     def qkv(self) -> tuple[Any, Any, Any]:
@@ -278,7 +274,8 @@ def arrays(
     table = () if pages is None else tuple(int(n) for n in getattr(pages, "shape", ()))
     if pages is not None and not table:
         raise ShapeError(f"pages are {pages!r}; they are an array int32 [batch, pages of a sequence]")
-    return Arrays(q, k, v, framework, layout or NATURAL[framework], dtypes["q"], table, "q" in bare)
+    order, device = layout or NATURAL[framework], device_of(q, framework)
+    return Arrays(q, k, v, framework, order, dtypes["q"], device, table, "q" in bare)
 
 
 def like_jax(x: Any, *others: Any) -> Any:

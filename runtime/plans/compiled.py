@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -119,15 +119,15 @@ class KernelInputs:
     tables: Mapping[str, Array]
 
 
-@dataclass(frozen=True)
-class TiledPlan:
+@dataclass(frozen=True, eq=False)
+class TiledPlan(KernelInputs):
     """The inputs of the kernels of a `Plan` at one tile size: `KernelInputs`, and the spans of its tiles."""
 
+    shared: KernelInputs  # of all tile sizes: what is uploaded is remembered on it
     compiled: SimplifiedProgram
-    inputs: KernelInputs
     place: Place
     decode_spans: Spans | None = None  # the spans of few queries, where no layout is needed for them
-    analysed: Layout | None = field(default=None, compare=False)  # the layout, where the kernels' inputs needed one
+    analysed: Layout | None = None  # the layout, where the kernels' inputs needed one
 
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
@@ -136,18 +136,6 @@ class TiledPlan:
     @property
     def rules(self) -> Counter[str]:
         return self.compiled.rules
-
-    @property
-    def plan(self) -> LoopPlan:
-        return self.inputs.plan
-
-    @property
-    def slots(self) -> Mapping[str, Any]:
-        return self.inputs.slots
-
-    @property
-    def tables(self) -> Mapping[str, Array]:
-        return self.inputs.tables
 
     @cached_property
     def layout(self) -> Layout:
@@ -199,7 +187,7 @@ def _work(
         inputs = _inputs(base, layout.bounds, nonempty, layout.sizes, dropout)
     except LoweringError:  # the closed form may leave 64 bits where the mask does not
         inputs = _inputs(base, layout.analysis.bounds, nonempty, layout.sizes, dropout)
-    return TiledPlan(base, inputs, place, analysed=layout)
+    return TiledPlan(inputs.plan, inputs.slots, inputs.tables, inputs, base, place, analysed=layout)
 
 
 def _decode_work(
@@ -218,7 +206,7 @@ def _decode_work(
         inputs = _inputs(base, bounds, nonempty, room, dropout)
     except LoweringError:  # too much room: 64 bits are not enough for it
         inputs = _inputs(base, bounds, nonempty, full, dropout)
-    return TiledPlan(base, inputs, place, spans, layout)
+    return TiledPlan(inputs.plan, inputs.slots, inputs.tables, inputs, base, place, spans, layout)
 
 
 @memo(group="plans")

@@ -95,7 +95,7 @@ class DeviceTiledPlan:
     simplified: tuple[Expr | None, Expr | None]
     rules: Counter[str]
     unchecked: tuple[str, ...] = ()
-    layout = inputs = None
+    layout = shared = None
 
     @property
     def facts(self) -> str:

@@ -514,12 +514,12 @@ def on_host(spans: Spans | DeviceSpans) -> Spans:
 def _on_device(work: TiledPlan | DeviceTiledPlan, device: Any, real: Any) -> Mapping[str, Tensor]:
     """The tables as tensors, those of the host made once for each plan, device and dtype of Floats."""
 
-    if work.inputs is None:
+    if work.shared is None:
         return readable(work.tables, device, real)
-    if not (tables := work.inputs.tables):
+    if not (tables := work.tables):
         return {}
 
     def tensors() -> dict[str, Tensor]:
         return readable({n: uploaded(t, device) for n, t in tables.items()}, device, real)
 
-    return cached_on(work.inputs, (device, real), tensors)
+    return cached_on(work.shared, (device, real), tensors)
