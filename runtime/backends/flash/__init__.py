@@ -7,7 +7,6 @@ from frisket.runtime.backends.base import Backend, Executors, absent, nvidia, re
 from frisket.runtime.machine.extras import pip_install
 
 COMPILED = {(9, 0), (10, 0)}
-READ = "4.0.0b36"  # the version whose source and compiled kernels the calls are held against
 
 
 def reason(framework: str | None = None) -> str:
@@ -30,17 +29,6 @@ def installed() -> bool:
     from importlib.util import find_spec
 
     return bool(find_spec("flash_attn") and find_spec("flash_attn.cute"))
-
-
-def version() -> str:
-    """The version of flash-attn-4 that is installed; "" where no package says."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as of
-
-    try:
-        return of("flash-attn-4")
-    except PackageNotFoundError:
-        return ""
 
 
 register(Backend(

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,6 @@ from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.kernels.cute.mods import Mods, emit
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.runtime.backends import flash
 from frisket.runtime.backends.engines.proof import EngineCall
 from frisket.runtime.backends.triton.tiles import architecture
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
@@ -39,6 +40,7 @@ from frisket.runtime.export.tile_lists import BlockSparseTensors
 from frisket.runtime.plans.device import CallPlan
 
 Tensor = Any
+READ = "4.0.0b36"  # the version whose source and compiled kernels the calls are held against
 SMALLEST_TILE = 64  # keys of a tile, whatever the heads
 ARCHITECTURES = ("sm_90", "sm_100")
 INSTEAD = "take backend='triton'"
@@ -313,6 +315,14 @@ def _marked(count: Tensor, index: Tensor, columns: int) -> Tensor:
     return marks.scatter_(-1, torch.where(listed, index.long(), columns), True).narrow(-1, 0, columns)
 
 
+def version() -> str:
+    """The version of flash-attn-4 that is installed; "" where no package says."""
+    try:
+        return package_version("flash-attn-4")
+    except PackageNotFoundError:
+        return ""
+
+
 @dataclass(frozen=True)
 class FlashArguments:
     """The facts of a call before its executors make it from a plan (`FlashCall`)."""
@@ -323,9 +333,9 @@ class FlashArguments:
 def engine_of_plans(call: EngineCall) -> tuple[Flags | str, FlashArguments, tuple[str, ...]] | str:
     """The mask as flags, or in words where it is code and tiles; its clauses; and why the engine has neither. The code
     is printed, as the kernel that is built of it needs it."""
-    g, have = call.geometry, flash.version()
-    if have != flash.READ:  # its functions are private, and may mean another thing
-        return f"flash-attn-4 {have or 'of no version'} is installed, and calls are held against {flash.READ}"
+    g, have = call.geometry, version()
+    if have != READ:  # its functions are private, and may mean another thing
+        return f"flash-attn-4 {have or 'of no version'} is installed, and calls are held against {READ}"
     try:
         chosen = call_target(call.plan, g, call.dtype)
         check(g)

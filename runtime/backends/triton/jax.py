@@ -37,11 +37,11 @@ from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, argumen
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded as xla_folded
+from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.cpp.jax import _halves as halves
 from frisket.runtime.machine.extras import pip_install
 
 from . import grids as triton_grids
-from . import interpreted
 from . import tiles as triton_tiles
 from .grids import Grid, of_host
 from .launch import GRID, loaded_kernels, refused_shape, span_arrays
@@ -596,6 +596,10 @@ def _first() -> tuple[str, int, int]:
     name = of_amd if of_amd.startswith("gfx") else f"sm_{str(device.compute_capability).replace('.', '')}"
     cores, shared = getattr(device, "core_count", NOWHERE[1]), getattr(device, "shared_memory_per_block_optin", 0)
     return name, int(cores), int(shared)
+
+
+def interpreted() -> bool:
+    return RECORDS["triton"].interpreted
 
 
 def check(platform: str, dtype: str) -> None:

@@ -14,11 +14,11 @@ def install(monkeypatch):
     """The backend runs here, on this engine."""
     from dataclasses import replace
 
-    from frisket.runtime.backends import flash
     from frisket.runtime.backends.base import RECORDS, register
+    from frisket.runtime.backends.flash import call as flash_call
     from frisket.runtime.backends.flash import torch as flash_torch
 
-    monkeypatch.setattr(flash, "version", lambda: flash.READ)
+    monkeypatch.setattr(flash_call, "version", lambda: flash_call.READ)
     monkeypatch.setattr(flash_torch, "attend", attend)
     monkeypatch.setattr(flash_torch, "gradients", gradients)
     was = RECORDS["flash"]

@@ -15,7 +15,6 @@ from support.tiers import default_only
 import frisket as fk
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends import flash
 from frisket.runtime.backends.base import RECORDS, register
 from frisket.runtime.backends.engines import proof
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine
@@ -90,10 +89,10 @@ def test_cost_table_ranks_the_engines(gpu, mask, length, major, taken):
 
 def test_unknown_version_of_flash_attn_is_not_chosen(gpu, monkeypatch):
     """FlashAttention 4's functions are private: pyproject.toml names the version that they were read in."""
-    assert f"flash-attn-4=={flash.READ};" in (ROOT / "pyproject.toml").read_text()
-    monkeypatch.setattr(flash, "version", lambda: "4.0.0b99")
+    assert f"flash-attn-4=={flash_call.READ};" in (ROOT / "pyproject.toml").read_text()
+    monkeypatch.setattr(flash_call, "version", lambda: "4.0.0b99")
     found = choose_engine(asked("causal & window(9)", engines=("flash",)))
-    assert found.why["flash"] == f"flash-attn-4 4.0.0b99 is installed, and calls are held against {flash.READ}"
+    assert found.why["flash"] == f"flash-attn-4 4.0.0b99 is installed, and calls are held against {flash_call.READ}"
 
 
 def test_checked_engines_have_right_rows_in_the_results():
