@@ -19,7 +19,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from frisket.dsl.errors import BackwardError
 from frisket.grammar.memo import memo
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine import settings
+from frisket.runtime.machine.extras import loaded, pip_install
 
 FRAMEWORKS = ("torch", "jax")
 # device files of drivers of GPUs: NVIDIA's, on its boards for robots too, AMD's, and that of Windows' Linux
@@ -27,14 +28,6 @@ DRIVERS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/nvmap", "/dev/kf
 LIBRARY, NATIVE = "library", "native"  # the CPU tiers: library calls of the arrays' framework; kernels of C++
 RECORDS: dict[str, Backend] = {}  # by name
 F = TypeVar("F")
-
-
-def loaded(module: str) -> Any:
-    """The module of a name, imported where it is not yet."""
-    there: Any = sys.modules.get(module)
-    if there is None or getattr(there.__spec__, "_initializing", False):  # in another thread: this waits for it
-        there = importlib.import_module(module)
-    return there
 
 
 class ModuleFunction(Generic[F]):
@@ -244,6 +237,9 @@ def names() -> tuple[str, ...]:
     """The names that a call may use: backends and tiers."""
     records = backends_of()
     return tuple(b.name for b in records) + tuple(dict.fromkeys(b.tier for b in records if b.tier))
+
+
+settings.choices.update(backends=names, engines=offered)
 
 
 def no_gradients(name: str) -> BackwardError:

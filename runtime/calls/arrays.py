@@ -29,7 +29,7 @@ from frisket.dsl.program import entries_of
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
-from frisket.runtime.backends.base import loaded
+from frisket.runtime.machine.extras import loaded
 from frisket.runtime.machine.integers import as_int
 from frisket.runtime.machine.parameters import check_plain, learns, traced
 

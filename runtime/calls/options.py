@@ -17,8 +17,8 @@ import numpy as np
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.program import entries_of
 from frisket.lowering.plan import Target
-from frisket.runtime.backends.base import offered
 from frisket.runtime.machine.parameters import check_plain, digest, is_tensor, traced
+from frisket.runtime.machine.settings import choices
 
 from .arrays import TokenPermutation, framework_of, uploaded
 
@@ -143,8 +143,9 @@ def engines_named(value: Any) -> bool | tuple[str, ...]:
         return value
     parts = value.split(",") if isinstance(value, str) else value
     names = tuple(x.strip() if isinstance(x, str) else x for x in parts) if isinstance(parts, list | tuple) else ()
-    if not names or any(x not in offered() for x in names):
-        raise ParameterError(f"engines is {value!r}; write True, False, or names among {', '.join(offered())}")
+    offered = choices["engines"]()
+    if not names or any(x not in offered for x in names):
+        raise ParameterError(f"engines is {value!r}; write True, False, or names among {', '.join(offered)}")
     return names
 
 

@@ -1,11 +1,14 @@
-"""Packages that extras bring: an import that fails for want of one says which extra that is."""
+"""Imports when they are needed, and of packages that extras bring: one that fails says which extra is wanting."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from frisket.dsl.errors import MissingPackageError
 from frisket.grammar.memo import memo
@@ -19,6 +22,14 @@ EXTRAS = {
     "qwix": "quantized",
     "transformers": "transformers",
 }
+
+
+def loaded(module: str) -> Any:
+    """The module of a name, imported where it is not yet."""
+    there: Any = sys.modules.get(module)
+    if there is None or getattr(there.__spec__, "_initializing", False):  # in another thread: this waits for it
+        there = importlib.import_module(module)
+    return there
 
 
 def pip_install(extra: str) -> str:

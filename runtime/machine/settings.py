@@ -11,7 +11,9 @@ from typing import Any
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.grammar.memo import memo
 from frisket.lowering.pipeline import NAMES
-from frisket.runtime.backends.base import names, offered
+
+# names that exist, by the records of backends, which are loaded with the first attention; `choose` checks them too
+choices: dict[str, Callable[[], tuple[str, ...]]] = {}
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,16 @@ def _stages(text: str) -> tuple[str, ...]:
 
 
 def _backend(text: str) -> str:
-    if text not in names():
-        raise ParameterError(f"FRISKET_BACKEND={text}: there are {', '.join(names())}")
+    if "backends" in choices and text not in (names := choices["backends"]()):
+        raise ParameterError(f"FRISKET_BACKEND={text}: there are {', '.join(names)}")
     return text
 
 
 def _engines(text: str) -> bool | tuple[str, ...]:
     engines = tuple(n.strip() for n in text.split(","))
-    if text not in ("0", "1") and any(n not in offered() for n in engines):
-        raise ParameterError(f"FRISKET_ENGINES={text}: write 0, 1, or names among {', '.join(offered())}")
+    offered = choices["engines"]() if "engines" in choices else engines
+    if text not in ("0", "1") and any(n not in offered for n in engines):
+        raise ParameterError(f"FRISKET_ENGINES={text}: write 0, 1, or names among {', '.join(offered)}")
     return text == "1" if text in ("0", "1") else engines
 
 

@@ -41,7 +41,6 @@ from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.registry import automatic, library, quickest, target_of, warn_slow
 from frisket.runtime.backends.stages import compiled, record
 from frisket.runtime.calls.arrays import COPIED, NATURAL, TokenPermutation, arrays, transpose_to, uploaded
-from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import CallArgs
@@ -50,6 +49,7 @@ from frisket.runtime.machine.parameters import kind_of, names_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import TiledPlan
 from frisket.runtime.plans.device import CheckedCall, DeviceTiledPlan, refuse_written
+from frisket.runtime.plans.empty import nothing
 from frisket.runtime.plans.host import Plan
 
 from .autograd import AttendAgain, gradients_with_permutation, refuse_tangents, with_permutation, written_out

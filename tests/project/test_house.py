@@ -139,7 +139,7 @@ def test_figures_and_files_of_a_first_and_a_warm_call(tree):
     assert any("runtime/torch/" in line for line in HOUSE.ROWS["hops"].count(tree).found)
     assert all(" -> " in line for line in HOUSE.ROWS["grown"].count(tree).found)
     steps = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", (DOCS / "architecture.md").read_text(encoding="utf-8"), re.M)
-    assert [int(step) for step, _ in steps] == [*range(1, 11)]
+    assert [int(step) for step, _ in steps] == [*range(1, 16)]
     entered = set(tree.called["road"])
     for step, files in steps:
         named = set(re.findall(r"`([^`]+)`", files))

@@ -25,6 +25,7 @@ REGISTRIES = {
     ("runtime/machine/once.py", "SAID"),  # warnings that were given
     ("runtime/parallel/jax_ring.py", "_met"),  # what all processes agreed on
     ("runtime/parallel/torch_ring.py", "_agreed"),
+    ("runtime/torch/operators.py", "_needed"),  # imports that operators wait for
 }
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from frisket.lowering.plan import Geometry
-from frisket.runtime.plans.device import CheckedCall
+from frisket.runtime.calls.arrays import Arrays
+from frisket.runtime.calls.program import CallProgram
 
-from .arrays import Arrays
-from .program import CallProgram
+from .device import CheckedCall
 
 
 def check_bound(program: CallProgram, params: Mapping[str, Any]) -> None:
