@@ -22,7 +22,7 @@ from frisket.runtime.backends.triton.tiles import of_kernel
 
 from . import full
 from . import ours as our_kernels
-from .full import SECONDS_A_LAUNCH, Case, Kernel, TiledPlan, makespan
+from .full import SECONDS_A_LAUNCH, Case, Kernel, Work, makespan
 from .loops import figures
 from .machine import GPUS, Gpu, resident
 from .ours import Ours, Tile
@@ -52,7 +52,7 @@ def ours_of(kernel: str, case: Case) -> Ours:
     return Ours(kernel, case.mask, case.dim, case.dtype, case.group, case.arch)
 
 
-def rows_of(kernel: str, case: Case, work: TiledPlan | None = None, listed: bool = False) -> Rows:
+def rows_of(kernel: str, case: Case, work: Work | None = None, listed: bool = False) -> Rows:
     """The rows of tiles of a kernel with the tile that frisket chooses, in the order of rows; `work` has other counts
     of them. `listed` takes the kernel whose programs a table lists."""
     gpu = GPUS[case.arch]
@@ -72,14 +72,14 @@ def rows_of(kernel: str, case: Case, work: TiledPlan | None = None, listed: bool
     return Rows(cycles, fixed, groups, gpu.processors * fit, 8 * own * arrays * case.dim, gpu)
 
 
-def counted(kernel: str, case: Case, tile: Tile, heads: int = 1) -> TiledPlan:
+def counted(kernel: str, case: Case, tile: Tile, heads: int = 1) -> Work:
     """(border, full) tiles in the order of rows, where tiles hold the queries of so many heads."""
     block = tile.block_q // heads, tile.block_k
     found = full.layout(case.mask, case.length, block)
     kinds = (found.transposed if kernel == "dkv" else found).spans
     lo, full_lo, full_hi, hi = (kinds.bounds[0][..., i].astype(np.int64) for i in range(4))
     inner = (full_hi - full_lo).sum(1)
-    return TiledPlan((hi - lo).sum(1) - inner, inner)
+    return Work((hi - lo).sum(1) - inner, inner)
 
 
 # -- schedules --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .full import TiledPlan, makespan, path
+from .full import Work, makespan, path
 from .machine import Gpu
 from .sass import Instruction, Loop, Sass
 from .simulate import Role, simulate
@@ -125,7 +125,7 @@ def cycles(kernel: Sass, gpu: Gpu, depth: int, tma_bytes: float) -> Cycles:
     return Cycles(border, full, few - TURNS[0][0] * border - TURNS[0][1] * full)
 
 
-def share(found: Cycles, work: TiledPlan, heads: int, gpu: Gpu, pairs: int, flops: float) -> tuple[float, float]:
+def share(found: Cycles, work: Work, heads: int, gpu: Gpu, pairs: int, flops: float) -> tuple[float, float]:
     """(seconds at the clock that power leaves, share of the matrix unit's peak) of all blocks."""
     counts = replace(work, border=(work.border - 1).clip(0))  # the first tile is computed before the loops
     durations = [*(gpu.launch + found.fixed + counts.border * found.border + work.full * found.full)]

@@ -133,7 +133,7 @@ def test_learned_values_are_read_anew_and_planned_once(monkeypatch):
     layer, (q, k, v) = Layer(), (x.detach().float() for x in qkv())
     step = torch.optim.SGD(layer.parameters(), lr=5.0)
     layer(q, k, v)
-    monkeypatch.setattr(bind, "compiled_program", None)  # planning anew would fail
+    monkeypatch.setattr(bind, "simplified_program", None)  # planning anew would fail
     monkeypatch.setattr(flat_laid, "make_layout", None)
     losses = []
     for _ in range(5):

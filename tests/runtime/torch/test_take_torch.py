@@ -9,7 +9,6 @@ from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError
-from frisket.runtime.backends.cpp import decode
 from frisket.runtime.backends.cpp import torch as native
 from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge
 from frisket.runtime.torch.autograd import APART, take
@@ -96,8 +95,7 @@ def test_gradients_of_jax_are_gathered():
 def test_results_of_native_kernels_are_in_huge_pages(monkeypatch):
     """First calls, calls like one before, and gradients; small results are left alone."""
     asked = []
-    for module in (native, decode):
-        monkeypatch.setattr(module, "huge", lambda x: (asked.append(x.nbytes) if x.nbytes >= LARGE else None, huge(x)))
+    monkeypatch.setattr(native, "huge", lambda x: (asked.append(x.nbytes) if x.nbytes >= LARGE else None, huge(x)))
     att, want = (fk.compile("causal & window(16)", backend=name) for name in ("cpp", "aten"))
     q = torch.randn(1, 32, 2048, 16, requires_grad=True)
     for expected in (1, 2, 3):
