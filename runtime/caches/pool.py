@@ -119,7 +119,7 @@ class PagePool:
         self.sequence_table.new(sequence)
         try:
             return self.append({sequence: tokens})
-        except Exception:
+        except Exception:  # an error leaves no empty sequence behind
             del self._pages[sequence], self._lengths[sequence]
             self.sequence_table.free(sequence)
             raise
@@ -128,13 +128,17 @@ class PagePool:
         """Add tokens to each of the sequences, or to none where pages are short. Returns pages to copy before the new
         tokens are written, (from, to) in any order: the last page of a sequence, where others share it."""
         tokens, needed = _of_each("tokens", tokens), {}
+        # all are checked before any is changed
         for s, n in tokens.items():
             self._there(s)
             if n < 0:
                 raise ShapeError(f"{n} more tokens for the sequence {s!r}; `truncate` takes tokens off")
             needed[s] = -(-(self._lengths[s] + n) // self.page) - len(self._pages[s])
         shared = self._shared(
-            (s, len(self._pages[s]) - 1) for s, n in tokens.items() if n and self._lengths[s] % self.page
+            # a full last page is not written to
+            (s, len(self._pages[s]) - 1)
+            for s, n in tokens.items()
+            if n and self._lengths[s] % self.page
         )
         self._require(sum(needed.values()) + len(shared))
         copies = self._copy_pages(shared)
@@ -187,6 +191,7 @@ class PagePool:
     def owned(self, sequence: Hashable) -> int:
         """The first token from which on all pages belong to this sequence alone."""
         pages = self.pages_of(sequence)
+        # without shared pages there is nothing to look for
         shared = self._extra and next((i + 1 for i in reversed(range(len(pages))) if self._users[pages[i]] > 1), 0)
         return shared * self.page
 
@@ -305,6 +310,7 @@ class SequenceTable:
         self.children: dict[int, dict[int, SequenceEntry]] = {}  # forks that wait for a row, by their parent's number
 
     def new(self, sequence: Hashable) -> SequenceEntry:
+        # int32, and not 0, the number of an empty row
         entry = self.entries[sequence] = SequenceEntry(1 + next(_NUMBERS) % (NEVER - 1))
         self.names[entry.number] = sequence
         return entry

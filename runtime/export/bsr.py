@@ -22,7 +22,7 @@ from frisket.runtime.machine.extras import extras
 from .tile_lists import BUDGET, distinct, elements, scene, why
 
 Array = NDArray[Any]
-_STEP = 1 << 21
+_STEP = 1 << 21  # elements looked at in one go
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ def to_bsr(layout: Tiling, bits: bool = False) -> BSR:
 
 def _whole(layout: Tiling, rows: list[BlockRows], slice_of: Array) -> BSR:
     """Equal masks once."""
+    # a single mask has nothing to be compared with
     slices, place = distinct(rows, lambda m: () if len(rows) == 1 else (m.indptr, m.indices, m.kind, m.bits))
     shape = (layout.rows * layout.block[0], layout.columns * layout.block[1])
     return BSR(tuple(slices), place.astype(np.int32)[slice_of], shape)
@@ -134,7 +135,7 @@ def _looked_at(m: BlockRows, seen: Callable[[Array, Array], Array]) -> BlockRows
     cut = np.flatnonzero(m.kind != FULL)
     area = m.block[0] * m.block[1]
     step = max(1, _STEP // area)
-    bits = [np.zeros((0, -(-area // 8)), np.uint8)]
+    bits = [np.zeros((0, -(-area // 8)), np.uint8)]  # for a mask that cuts no tile
     kind = m.kind.copy()
     for at in np.split(cut, range(step, len(cut), step)):
         visible = seen(row[at], m.indices[at]).reshape(-1, area)
@@ -145,7 +146,7 @@ def _looked_at(m: BlockRows, seen: Callable[[Array, Array], Array]) -> BlockRows
     return BlockRows(indptr, m.indices[keep], kind[keep], np.concatenate(bits), m.block)
 
 
-_MOST = 1 << 26
+_MOST = 1 << 26  # entries of MaskInfo, which lies in scalar memory
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def _check_lengths(layout: Tiling) -> None:
 def _tiles(layout: Tiling, bsr: BSR) -> tuple[_Tiles, Array]:
     """The read tiles, and the distinct cut ones, bool [blocks, block_q, block_kv], in order of appearance."""
     masks = [bsr.slices[s] for s in bsr.slice_of[0]]
-    masks = masks[:1] if all(m is masks[0] for m in masks) else masks
+    masks = masks[:1] if all(m is masks[0] for m in masks) else masks  # one for all heads
     blocks: dict[bytes, int] = {}
     ids = []
     for m in masks:
@@ -253,6 +254,7 @@ def _no_empty_row(layout: Tiling, tiles: _Tiles, partial: Array) -> None:
     full, cut = tiles.kind == FULL, tiles.kind == PARTIAL
     seen[tiles.head[full], tiles.row[full]] = True
     rows_of: Array = np.any(partial, axis=2)
+    # `|=` would count one of several tiles in a row
     np.logical_or.at(seen, (tiles.head[cut], tiles.row[cut]), rows_of[tiles.block[cut]])
     if not seen.all():
         h, row, i = (int(x[0]) for x in np.nonzero(~seen))

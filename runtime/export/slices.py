@@ -74,6 +74,7 @@ def to_varlen(layout: Tiling) -> Varlen:
     cu = documents.cumulative(layout.batch * layout.q_len, layout.batch * layout.kv_len)
     longest_q, longest_k = np.diff(cu, axis=1).max(axis=1).tolist()
     causal = right == 0
+    # (-1, 0) says no more than `causal`
     window = (left, right) if left >= 0 or not causal else (-1, -1)
     return Varlen(cu[0], cu[1], longest_q, longest_k, causal, window)
 
@@ -108,7 +109,7 @@ def _difference(seen: VisibleRuns, s: int, t: int) -> tuple[int, int]:
 def packed(layout: Tiling, seen: VisibleRuns) -> tuple[Array, Array, Array]:
     """(query, first key, stop) of every run of every batch entry, one entry after another."""
     parts = []
-    for b, s in enumerate(seen.slice_of[:, 0].tolist()):
+    for b, s in enumerate(seen.slice_of[:, 0].tolist()):  # heads are alike, by `one_mask`
         ptr, start, stop = seen.of(s)
         query = np.repeat(np.arange(seen.length), np.diff(ptr))
         parts.append(np.stack([query + b * layout.q_len, start + b * layout.kv_len, stop + b * layout.kv_len]))
@@ -191,7 +192,7 @@ def to_slices(layout: Tiling) -> Slices:
     ranges = np.stack([q[at], q[end] + 1]), np.stack([first[at], stop[end]])
     _verify(*ranges, kind, q, first, stop)
     place = np.lexsort((ranges[1][0], ranges[0][0]))
-    arrays = [x[..., place].T.astype(np.int32).copy() for x in (*ranges, kind)]
+    arrays = [x[..., place].T.astype(np.int32).copy() for x in (*ranges, kind)]  # rows in memory, not a transposed view
     return Slices(arrays[0], arrays[1], arrays[2])
 
 
@@ -204,7 +205,7 @@ def _tracks(q: Array, first: Array, stop: Array, width: int) -> tuple[Array, Arr
     left, right = first - first[near], stop - stop[near]
     linked = (above >= 0) & (q[near] == q - 1) & (left >= 0) & (left <= 1) & (right >= 0) & (right <= 1)
     root = np.where(linked, near, np.arange(len(q)))
-    while (root != root[root]).any():
+    while (root != root[root]).any():  # pointers double: log steps for the longest chain
         root = root[root]
     order = np.lexsort((q, root))
     linked, disjoint = linked[order], (linked & (first >= stop[near]))[order]
@@ -284,7 +285,7 @@ def to_flashmask(layout: Tiling) -> FlashMask:
             f"{len(hidden)}: {listed(hidden)}\n  {why(layout, b, h, hidden[1][0], key)}\n  {ANY}"
         )
 
-    seen = lines(layout, most=3, too_many=too_many, transposed=True)
+    seen = lines(layout, most=3, too_many=too_many, transposed=True)  # two hidden runs leave three visible ones
     hidden_runs = [_hidden(seen, s) for s in range(int(seen.slice_of.max()) + 1)]
     for s, (count, _, _) in enumerate(hidden_runs):
         if count.max(initial=0) > 2:
@@ -352,7 +353,7 @@ def _verify_rows(columns: Array, causal: bool, seen: VisibleRuns) -> None:
     starts, stops = (np.stack([pair[i] for pair in hidden], axis=-1).reshape(-1, len(hidden)) for i in (0, 1))
     order = np.argsort(starts, axis=1, kind="stable")
     starts, stops = np.take_along_axis(starts, order, 1), np.take_along_axis(stops, order, 1)
-    reach = np.pad(np.maximum.accumulate(stops, axis=1), ((0, 0), (1, 0)))
+    reach = np.pad(np.maximum.accumulate(stops, axis=1), ((0, 0), (1, 0)))  # hidden runs may overlap
     until = np.pad(starts, ((0, 0), (0, 1)), constant_values=end)
     shown = until > reach
     same = np.array_equal(shown.sum(axis=1), np.diff(seen.ptr))

@@ -128,7 +128,7 @@ class BlockMask(theirs.BlockMask):
         device: Any, like: BlockMask | None = None, text: str | None = None,
     ) -> BlockMask:  # fmt: skip
         """A mask by its expression alone, with the options of another."""
-        mask = cls.__new__(cls)
+        mask = cls.__new__(cls)  # `__init__` needs lists, and checks them
         mask._begin(mod, lengths, block, batch, device, text)
         if like is not None:
             mask._separate_full, mask._columns = like._separate_full, like._columns
@@ -188,10 +188,11 @@ class BlockMask(theirs.BlockMask):
     @property
     def tensor_mask(self) -> TensorMask:
         """The whole mask, over the user's own tensors."""
+        # no lists that a user could have written to, so no versions to compare
         if self._user_lists is None and "lists" not in self._results:
             return self._mod
         results = self._now()
-        if self._user_lists is None:
+        if self._user_lists is None:  # lists that were written to have become the user's in `_now`
             return self._mod
         if "tensor_mask" not in results:
             results["tensor_mask"] = self._mod.within(self._kinds(), self._batch, self._block)
@@ -233,8 +234,10 @@ class BlockMask(theirs.BlockMask):
     def check_lookups(self) -> None:
         """Raise `GatherError` where the mask shows a position at which it reads outside a table."""
         results = self._now()
+        # mostly decided by shapes, without a look at values
         if "checked" not in results and not self.tensor_mask.plainly_inside(self._sizes):
             lookups = score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 28)
+            # `packed` says how to name a position inside a sequence
             check_lookups(lookups, words=cached_on(self.tensor_mask, "words", lambda: None))
         results["checked"] = True
 
@@ -249,7 +252,7 @@ class BlockMask(theirs.BlockMask):
         if self._versions != versions:
             if self._user_lists is not None:
                 check_lists(self._user_lists, self._lengths[1], self._block[1])
-            if self._versions is not None:
+            if self._versions is not None:  # None at first: lists of `unflatten` and `to` are not stale
                 self._results.clear()
             self._versions = versions
         return self._results
@@ -277,6 +280,7 @@ class BlockMask(theirs.BlockMask):
     def __setattr__(self, name: str, value: Any) -> None:
         # torch 2.11 ignores the setters of properties in a graph, and calls __setattr__
         if name == "mask_mod":
+            # of the mask_mod before it changes: torch, too, leaves the lists as they are
             lists, (mod, fn, text) = self._tensors(), forms_of(value)
             self._hold(lists)
             self._traced, self._fn, self._text = mod, fn, text if mod is None else mod.text
@@ -352,6 +356,7 @@ class BlockMask(theirs.BlockMask):
             return
         index, columns = self._user_lists["kv_indices"], self._user_lists["q_indices"]
         assert index is not None
+        # without lists of columns any number of keys is covered
         listed = (index.shape[-2], 1 << 62 if columns is None else columns.shape[-2])
         for name, n, tiles, size in zip(("queries", "keys"), lengths, listed, self._block, strict=True):
             if n > tiles * size:
@@ -406,6 +411,7 @@ class BlockMask(theirs.BlockMask):
             lists = self._tensors()
             return kinds_of(lists, columns_of(lists, self._lengths[1], self._block[1]))
         kinds = torch.from_numpy(self.layout.kinds())
+        # a full tile is a partial one where there are no lists of full ones
         return (kinds if self._separate_full else kinds.clamp(max=PARTIAL)).to(self.device)
 
     def to_dense(self) -> Tensor:
@@ -481,8 +487,10 @@ class BlockMask(theirs.BlockMask):
 
     @outside
     def __reduce__(self) -> tuple[Any, ...]:
-        self._now()
+        self._now()  # lists that were written to become the user's, and so part of the pickle
+        # detached: deepcopy refuses tensors that a graph computed
         values = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self._mod.values.items()}
+        # a lambda has no name that pickle finds, and results are made again
         bare = {n: x for n, x in self.__dict__.items() if n not in ("_traced", "_fn", "_results", "_versions")}
         return derived.restored, (type(self), Mask(self._mod.expr), values, bare)
 
@@ -507,6 +515,7 @@ def _attribute(name: str) -> property:
     return property(get, doc=f"As torch's `BlockMask.{name}`.")
 
 
+# properties that lay out at the first read: torch's class assigns tensors in `__init__`
 for _name in TENSORS:
     setattr(BlockMask, _name, _attribute(_name))
 
@@ -526,6 +535,7 @@ def flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], tuple[Any
     tensors, numbers = mask._mod.tensors, mask._mod.numbers
     options = tuple(getattr(mask, n) for n in OPTIONS)
     context = (
+        # 1, 1.0 and True are equal, and not one program
         mask._mod.expr, tuple((n, type(x), x) for n, x in numbers.items()), tuple(tensors), tuple(lists),
         mask._user_lists is not None, mask._text, *options,
     )  # fmt: skip

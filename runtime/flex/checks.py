@@ -103,7 +103,7 @@ REFUSED = {
     "OUTPUT_MAX": "ask for it as return_aux=AuxRequest(max_scores=True)",
 }
 KNOWN = (*TILES, *LAUNCH, *FLAGS, *COUNTS, *WORDS)
-MOST_WARPS = 32
+MOST_WARPS = 32  # 1,024 threads of a block
 
 
 class KernelOptionError(ParameterError, RuntimeError, AssertionError):
@@ -135,7 +135,7 @@ def read(options: Mapping[str, Any] | None) -> KernelRequests:
         return NOTHING
     try:
         return _read(tuple(options.items()))
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError):  # no mapping, or a value without a hash for the memo
         raise KernelOptionError(
             f"kernel_options is {options!r}\n  it is a dict: its keys are names, its values numbers, bools and names"
         ) from None
@@ -157,6 +157,7 @@ def _read(options: tuple[tuple[str, Any], ...]) -> KernelRequests:
             launches.update({k: replace(launches[k], **{name: value}) for k in OF_PREFIX[prefix]})
         else:
             choices[name] = value
+    # FORCE_USE_FLEX_ATTENTION turns off torch's decode kernel, the one that splits keys
     splits = 1 if choices.get("FORCE_USE_FLEX_ATTENTION") else choices.get("SPLIT_KV") or None
     return KernelRequests(
         Tuning(**launches, precision=choices.get("FLOAT32_PRECISION"), splits=splits, tanh=choices.get("TANH")),
@@ -190,12 +191,13 @@ def _checked(key: str, name: str, x: Any) -> Any:
     if name in FLAGS:
         good, what = isinstance(x, bool), "True or False"
     elif name in WORDS:
-        x = x.strip("'\"") if isinstance(x, str) else x
+        x = x.strip("'\"") if isinstance(x, str) else x  # torch's templates take them quoted: "'ieee'"
         good, what = x in WORDS[name], "one of " + ", ".join(WORDS[name])
     else:
         whole = isinstance(x, int) and not isinstance(x, bool)
         good, what = whole and x > (0 if name in (*TILES, *LAUNCH) else -1), "a positive integer"
         if name in TILES:
+            # tl.dot takes tiles of 16 at least, tl.arange powers of 2
             good, what = good and x >= 16 and x & (x - 1) == 0, "a power of 2, 16 at least, in tokens"
         if name == "num_warps":
             good, what = good and x <= MOST_WARPS and x & (x - 1) == 0, f"a power of 2, {MOST_WARPS} at most"

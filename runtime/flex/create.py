@@ -63,6 +63,7 @@ def create_block_mask(
     mod, fn, text = forms_of(mask_mod)
     lengths = pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)", 0)
     mask = BlockMask.of(mod, lengths, pair(BLOCK_SIZE, "BLOCK_SIZE"), _heads(B, H), _device(device), text=text)
+    # mask_mod is then written for these lengths and this device
     mask._fn = None if isinstance(mask_mod, Joined) else fn
     mask._separate_full = separate_full_blocks
     if compute_dq_write_order:
@@ -166,6 +167,7 @@ class Joined:
                     f"this mask reads `{sized[0]}`, which a mask_mod is not told\n  give it to create_block_mask"
                 )
             far = 1 << 31
+            # one entry: older versions of its tensors do not return
             self._functions = {key: self.tensor_mask.callable({}, (far, far, far, far), "", q_idx.device)}
         return self._functions[key](b, h, q_idx, kv_idx)  # type: ignore[no-any-return]
 
@@ -200,6 +202,7 @@ def create_nested_block_mask(
             f"q_nt holds {q_nt.shape[0]} sequences, kv_nt {kv_nt.shape[0]}\n  each query sequence has its keys"
         )
     if torch.compiler.is_dynamo_compiling():
+        # `packed_in_graph` reads offsets alone, and holes are in the lengths
         if not callable(mask_mod) or any(x.lengths() is not None for x in (q_nt, kv_nt)):  # type: ignore[attr-defined]
             return leave(create_nested_block_mask, mask_mod, B, H, q_nt, kv_nt, BLOCK_SIZE)  # type: ignore[no-any-return]
         lengths = _total(q_nt), _total(kv_nt)
@@ -224,11 +227,13 @@ def _create_sparse_block_from_block_mask(
 def _create_empty_block_mask(query: Tensor, key: Tensor) -> BlockMask:
     """torch's private function: a mask of one tile that fits every length, and shows everything."""
     one, zero = (f((1, 1, 1, 1), dtype=torch.int32, device=query.device) for f in (torch.ones, torch.zeros))
+    # the size by which `check_block_mask` knows a mask without lengths
     return BlockMask.from_kv_blocks(one[0], zero, BLOCK_SIZE=1 << 30, seq_lengths=(1, 1))
 
 
 def _total(nested: Tensor) -> int:
     """Tokens of all sequences."""
+    # values have no axis of sequences
     return nested.values().shape[nested._ragged_idx - 1]  # type: ignore[attr-defined]
 
 

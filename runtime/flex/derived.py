@@ -92,6 +92,7 @@ def _pick(index: Any, n: int, name: str) -> Pick:
     if isinstance(index, list):
         index = torch.tensor(index)
     if isinstance(index, Tensor) and index.ndim == 0 and index.dtype is not torch.bool:
+        # int() of it would break the graph
         index = index.reshape(1) if torch.compiler.is_dynamo_compiling() else int(index)
     if isinstance(index, int) and not isinstance(index, bool):
         if not -n <= index < n:
@@ -101,6 +102,7 @@ def _pick(index: Any, n: int, name: str) -> Pick:
         entries = range(n)[index]
         if not entries:
             raise PickError(f"{name} {_text(index)} picks nothing of {n}")
+        # a step of 1 needs no tensor: `narrow` is a view
         return Pick(
             entries[0], len(entries), n, None if entries.step == 1 or len(entries) == 1 else torch.tensor(entries)
         )
@@ -117,6 +119,7 @@ def _entries(at: Tensor, n: int, name: str) -> Pick:
         at = at.nonzero()[:, 0]
     if not len(at):
         raise PickError(f"{name} [] picks nothing of {n}")
+    # values on a device are not waited for
     if not torch.compiler.is_dynamo_compiling() and at.is_cpu and bool(((at < -n) | (at >= n)).any()):
         raise PickError(f"{name} {at.tolist()}\n  there are {n}: {-n}..{n - 1}")
     return Pick(0, len(at), n, torch.where(at < 0, at + n, at).long(), PACKED)
@@ -141,6 +144,7 @@ def picked_mask(mod: TensorMask, picks: Sequence[Pick], q_len: int, block: int) 
         if pick.whole:
             continue
         if pick.at is not None:
+            # one entry serves every b
             places[var(name)] = table(f"{name}_of", pick.at, ir.ZERO if pick.count == 1 else var(name))
         else:
             places[var(name)] = lit(pick.start) if pick.count == 1 else var(name) + pick.start
@@ -154,8 +158,9 @@ def picked_mask(mod: TensorMask, picks: Sequence[Pick], q_len: int, block: int) 
     mask, length, cut = mod.at(places, values), rows.count * block, rows.of * block - q_len
     if not cut:
         return mask, length, False
+    # only the last row of tiles reaches past the end: without it there is nothing to hide
     short = (rows.at == rows.of - 1).tolist()
-    if short[-1] and not rows.whole_rows:
+    if short[-1] and not rows.whole_rows:  # up to torch 2.13 a cut row that is picked last ends the mask
         length, short = length - cut, short[:-1]
     if not any(short):
         return mask, length, False
@@ -198,6 +203,7 @@ def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
     _check_order(mask, "cut")
     mask._check_cover(lengths)
     cropped = mask.of(mask.tensor_mask.sized(mask._sizes), lengths, mask._block, mask._batch, mask.device, mask)
+    # the user's function does not know of lists, which are part of the expression by then
     cropped._fn = mask._fn if mask._user_lists is None else None
     return cropped
 
@@ -207,6 +213,7 @@ def on_device(mask: BlockMask, device: torch.device) -> BlockMask:
     if torch.compiler.is_dynamo_compiling():
         return _on_device_in_graph(mask, device)
     copy = mask.of(mask._mod.to(device), mask._lengths, mask._block, mask._batch, device, mask)
+    # nothing moved: the user's function still reads the right tensors
     if all(copy._mod.tensors[n] is x for n, x in mask._mod.tensors.items()):
         copy._fn = mask._fn
     lists = mask._now().get("lists") or mask._user_lists
@@ -279,6 +286,7 @@ def _written(text: str) -> str:
         mask = program(text).mask
         assert mask is not None
         far = 1 << 31
+        # a text has no tensors, so that any device does
         setattr(_texts, name, TensorMask(mask.expr, {}).callable({}, (far, far, far, far), text, torch.device("cpu")))
     return name
 
@@ -299,7 +307,7 @@ def lists_of(kinds: Tensor, separate_full: bool, columns: bool) -> Lists:
 
 def laid_out(mask: BlockMask) -> Lists:
     """The lists of a mask that a graph made of a function or text."""
-    from .graph import tiles
+    from .graph import tiles  # imports torch._dynamo, which few programs need
 
     lists = lists_of(tiles(mask), mask._separate_full, mask._columns)
     return with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists
@@ -311,7 +319,7 @@ def visible(mask: BlockMask) -> MaskMod:
     if mask._user_lists is None:
         return mask_mod
     kinds, (rows, columns) = mask._kinds(), mask._block
-    several = [n > 1 for n in (1, 1, *mask._batch)[-2:]]
+    several = [n > 1 for n in (1, 1, *mask._batch)[-2:]]  # a B or H of 1 serves every index
     kinds = kinds.reshape((1, 1, *kinds.shape)[-4:])
 
     def shown(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
@@ -378,7 +386,7 @@ def _part_in_graph(mask: BlockMask, index: Any) -> BlockMask:
             return mask_mod(*at, q + rows.start * size, k)
         place = rows.at[q // size] * size + q % size
         shown: Tensor = mask_mod(*at, place, k)
-        return shown & (place < q_len) if q_len % size else shown
+        return shown & (place < q_len) if q_len % size else shown  # only the last row of tiles reaches past the end
 
     length = rows.count * size
     if rows.whole:
@@ -404,7 +412,7 @@ def _place(pick: Pick, x: Tensor) -> Any:
         return x
     if pick.at is not None:
         return pick.at[x] if pick.count > 1 else pick.at[0]
-    return x + pick.start if pick.count > 1 else torch.full_like(x, pick.start)
+    return x + pick.start if pick.count > 1 else torch.full_like(x, pick.start)  # mask_mod expects a tensor
 
 
 def made_of(mask: BlockMask, fn: MaskMod, lengths: tuple[int, int], batch: tuple[int, ...]) -> BlockMask:
@@ -415,6 +423,7 @@ def made_of(mask: BlockMask, fn: MaskMod, lengths: tuple[int, int], batch: tuple
 
 def packed_in_graph(mask_mod: MaskMod, q_offsets: Tensor, kv_offsets: Tensor, q_len: int, kv_len: int) -> MaskMod:
     """The mask of nested sequences in packed positions."""
+    # right: behind empty sequences that begin at the same token
     of_q = torch.searchsorted(q_offsets, torch.arange(q_len, device=q_offsets.device), right=True) - 1
     of_k = torch.searchsorted(kv_offsets, torch.arange(kv_len, device=kv_offsets.device), right=True) - 1
 

@@ -134,10 +134,10 @@ def attention_fn(
     Equal ones make equal functions, so that models made of them are equal to `nnx.jit`. `decode=False` is for layers
     that attend from a single query to several keys and do not decode: see `AttentionFn.__call__`.
     """
-    check_name(backend)
+    check_name(backend)  # an unknown name is an error before a layer calls
     _refuse_traced(params)
     program = program_of(mask, score, params)
-    _refuse_traced(program.captured)
+    _refuse_traced(program.captured)  # what a function of the mask captured outlives a trace as little
     return AttentionFn(program.mask, program.score, Options(scale_of(scale), backend=backend), decode)
 
 
@@ -206,6 +206,7 @@ class AttentionFn:
             tables[STEP] = _last_seen(array)
             there = f"q + {STEP}"
             text, mod = None if text is None else text.at(q=there), None if mod is None else mod.at(q=there)
+            # a table that no text reads would be an unknown name
             if not any(x is not None and STEP in x.unbound for x in (text, mod)):
                 del tables[STEP]
         if array is not None:
@@ -224,7 +225,7 @@ class AttentionFn:
         q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
         out: jax.Array = att(
             q, k, v, seed=seed, sinks=sinks, layout="bshd",
-            sizes=(batch, heads, kv_len, kv_len) if step else None, **values,
+            sizes=(batch, heads, kv_len, kv_len) if step else None, **values,  # the query is one of kv_len positions
         )  # fmt: skip
         if array is not None and traced(array) and array.dtype != bool:  # nothing can be raised for its values
             out = jnp.where((array < 0).any(), jnp.asarray(jnp.nan, out.dtype), out)

@@ -106,12 +106,14 @@ def sdpa(
         out = _masked(q, k, v, attn_mask, mask, text, rate, scale, gqa)
     if len(lead) == 1:
         return out
+    # an array of 2 axes has got an axis of heads
     out = out.reshape(*lead, *out.shape[1:])
     return out if max(query.ndim, key.ndim, value.ndim) > 2 else out[0]
 
 
 def _four_axes(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """q, k and v [batch, heads, length, dim], and the axes that `batch` stands for."""
+    # the usual call: no view is made
     if (
         q.ndim == k.ndim == v.ndim == 4
         and q.shape[0] == k.shape[0]
@@ -150,6 +152,7 @@ def _four_axes_of_mask(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
         )
     mask = mask[(None,) * (len(whole) - mask.ndim)]
     if not mask.requires_grad:  # the gradient of a leaf belongs to every entry
+        # a step of 0: one entry stands for the axis
         for axis, step in enumerate(mask.stride()):
             mask = mask.narrow(axis, 0, 1) if step == 0 and mask.shape[axis] > 1 else mask
     if len(whole) != 4:
@@ -242,6 +245,7 @@ def _facts_of(owner: Tensor, mask: Tensor) -> MaskFacts:
     if not (mask.is_cpu and mask.layout is torch.strided):
         return by_version(owner, mask)
     flat = mask.resolve_neg().reshape(-1)
+    # words of 8 bytes, where the address allows it, are fewer to compare
     words = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
     bits, key = flat.view(torch.int64 if words else torch.uint8), (mask.shape, mask.dtype)
     latest = _latest.get(key) or ()

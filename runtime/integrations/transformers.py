@@ -160,6 +160,7 @@ def _mask_of(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Any, causal: b
         return _dense(mask, q, k)
     if causal is None:
         causal = getattr(module, "is_causal", False) and not eager_only(type(module).__module__)
+    # a single query is the last one, and sees every key
     return SymbolicMask("q >= k" if causal and q.shape[2] > 1 else "", q.shape[0], q.shape[2], k.shape[2])
 
 
@@ -299,7 +300,7 @@ def where(ends_q: Tensor, ends_k: Tensor, tokens: int, positions: Tensor | None)
     [tokens] what place queries have in their requests; without them all keys of a request are there. Queries behind the
     last request are padding and see nothing."""
     n, place = ends_q.shape[0] - 1, torch.arange(tokens, dtype=torch.int32, device=ends_q.device)
-    request = torch.searchsorted(ends_q[1:], place, right=True)
+    request = torch.searchsorted(ends_q[1:], place, right=True)  # right: behind requests without new tokens
     behind = (request + 1).clamp_max(n)  # of padding: the last end, and so no keys
     low, high = ends_k[request.clamp_max(n)], ends_k[behind]
     last = ends_q[behind] - 1  # the last query of the request stands where its last key does
@@ -310,6 +311,7 @@ def where(ends_q: Tensor, ends_k: Tensor, tokens: int, positions: Tensor | None)
 
 def _positions(rest: Mapping[str, Any]) -> Tensor | None:
     positions = rest.get("position_ids")
+    # 3 axes are positions in images and videos
     return positions[0] if isinstance(positions, Tensor) and positions.ndim == 2 else None
 
 

@@ -139,7 +139,7 @@ class SymbolicMask:
         return self.batch, 1, self.q_len, self.kv_len
 
     def contiguous(self) -> SymbolicMask:
-        return self
+        return self  # there is no array to lay out again
 
     def to(self, *_: Any, **__: Any) -> SymbolicMask:
         return self
@@ -189,6 +189,7 @@ class SymbolicMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # functions of torch that a model calls on its mask
         return func(*_arrays(args), **_arrays(kwargs or {}))
 
     @property
@@ -270,11 +271,12 @@ def padded(real: Tensor | None, stop: int) -> tuple[tuple[str, str], dict[str, A
     if real is None:
         return ("", ""), {}
     have = real.shape[-1]
+    # a graph has no values, and those on a device would be waited for
     if torch.compiler.is_compiling() or not real.is_cpu:
         return ("real[b, k]", ""), {"real": _filled(real, stop)}
     if have >= stop and bool(real.all()):
         return ("", ""), {}
-    count, first = real.sum(-1), real.int().argmax(-1)
+    count, first = real.sum(-1), real.int().argmax(-1)  # argmax takes no Bools
     last = torch.where(count > 0, have - real.int().flip(-1).argmax(-1), first)
     if not torch.equal(last - first, count):
         return ("real[b, k]", ""), {"real": _filled(real, stop)}
@@ -388,14 +390,14 @@ def term_text(x: Any, tables: list[Tensor]) -> str:
     if isinstance(x, bool):
         return "true" if x else "false"
     if isinstance(x, (int, float)):
-        return f"({x!r})" if x < 0 else repr(x)
+        return f"({x!r})" if x < 0 else repr(x)  # a sign behind an operator needs parentheses
     raise TypeError(f"a mask function computes with {x!r}")
 
 
 def named(table: Tensor, tables: list[Tensor]) -> str:
     """The name of a table: t0, t1, ..."""
     for i, known in enumerate(tables):
-        if known is table:
+        if known is table:  # `==` would compare entries
             return f"t{i}"
     tables.append(table)
     return f"t{len(tables) - 1}"

@@ -122,7 +122,7 @@ class VllmBackend(interface.AttentionBackend):  # type: ignore[misc]
 class VllmBatchBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc]
     """Makes the `PagedBatch` of a step from what vLLM knows of it. Requests with one new token come first."""
 
-    reorder_batch_threshold = 1
+    reorder_batch_threshold = 1  # vLLM puts requests with at most this many new tokens first
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -141,6 +141,7 @@ class VllmBatchBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc
         m = common_attn_metadata
         if m.causal is not True:
             raise ParameterError(f"this model asks for attention that is not causal\n  {ELSEWHERE}")
+        # the host's copy of the starts: nothing waits for the device
         n, steps = m.num_reqs, steps_in_front(m.query_start_loc_cpu[: m.num_reqs + 1])
         return PagedBatch.of(
             steps, m.query_start_loc[: n + 1], m.seq_lens[:n], m.block_table_tensor[:n], m.slot_mapping,
@@ -179,7 +180,7 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
         self.served = ServedLayer(
             _of_kind(mask, sliding_window), _of_kind(score, sliding_window), params, scale=self.scale,
             window=sliding_window, softcap=logits_soft_cap, slopes=alibi_slopes,
-            spare=isinstance(mask, dict) or isinstance(score, dict),
+            spare=isinstance(mask, dict) or isinstance(score, dict),  # one value may be for the other kind of layer
         )  # fmt: skip
         log.info_once("frisket serves layers by %s", str(self.served.attention))
 
@@ -206,6 +207,7 @@ def _fields(config: Any) -> list[Any]:
     more = config.additional_config if isinstance(config.additional_config, dict) else {}
     model = config.model_config
     parts = [("--additional-config: ", more)]
+    # the part for text of a multimodal model comes before the whole
     parts += [("config.", vars(x)) for x in (model.hf_text_config, model.hf_config)]
     for where, names in parts:
         check_fields(names, where)

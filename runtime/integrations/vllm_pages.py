@@ -57,6 +57,7 @@ class PagedBatch:
         lengths, blocks = lengths.to(torch.int32), blocks.to(torch.int32)
         decode = rest = None
         if steps:
+            # the query of a step is the last token
             decode = blocks[:steps], {masks.START: lengths[:steps] - 1, masks.END: lengths[:steps]}
         if tokens > steps:
             rest = _row(starts[steps:], lengths[steps:], blocks[steps:], steps, tokens, page)
@@ -69,6 +70,7 @@ def steps_in_front(starts: Tensor) -> int:
     >>> steps_in_front(torch.tensor([0, 1, 2, 9, 10]))
     2
     """
+    # cumprod: only up to the first request with more tokens
     return int((starts.diff() == 1).to(torch.int8).cumprod(0).sum())
 
 
@@ -87,9 +89,11 @@ def _row(
     ends = used.cumsum(0, dtype=torch.int32)
     begins = ends - used
     place = torch.arange(n * width, dtype=torch.int32, device=blocks.device)
+    # behind the last used block any request does: no token reads there
     owner = torch.searchsorted(ends, place, right=True).clamp_max(n - 1)
     row = blocks[owner, (place - begins[owner]).clamp_max(width - 1)]
     token = torch.arange(first, tokens, dtype=torch.int32, device=blocks.device)
+    # searchsorted warns of boundaries that are not contiguous
     request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp_max(n - 1)
     low, length = begins[request] * page, lengths[request]
     at = length - (starts[request + 1] - token)
@@ -110,7 +114,7 @@ class ServedLayer:
         scale: float | None = None, window: int | None = None, softcap: float | None = None,
         slopes: Sequence[float] | None = None, spare: bool = False,
     ) -> None:  # fmt: skip
-        steps = [f"softcap({float(softcap)!r})"] if softcap else []
+        steps = [f"softcap({float(softcap)!r})"] if softcap else []  # 0 is none, too, in vLLM
         if slopes is not None:
             steps.append(f"score + {SLOPES}[h] * (k - q)")
         if score is not None:
@@ -178,4 +182,5 @@ def write(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     slot = slots[some].clamp_min(0)
     block, token = slot // page, slot % page
     new = torch.cat([k[:n], v[:n]], -1)[some].to(pool.dtype)
+    # without any real token the places get what they hold
     pool[block, :, token] = torch.where(real.any(), new, pool[block, :, token])

@@ -35,7 +35,7 @@ def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "
         q, k, v = (like_jax(x, q, k, v) for x in (q, k, v))
     framework = framework_of(q)
     if framework == "torch":
-        from . import torch_ring
+        from . import torch_ring  # a program may have one framework installed
 
         return torch_ring.attend(att, q, k, v, deal=deal, variant=variant, **more)
     if framework == "jax":

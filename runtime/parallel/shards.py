@@ -81,6 +81,7 @@ def on_shard(att: Attention, where: ShardPlace, shapes: Mapping[str, tuple[int, 
     rewriter = _Rewriter(program, where, known)
     seen = None if program.mask is None else rewriter.rewritten(program.mask)
     padding = [rewriter.at[c] < where.length for c in "qk" if c in where.coordinates]
+    # without padding every place is a token
     if padding and where.places > where.length:
         seen = conj(*([] if seen is None else [seen]), *padding)
     score = None if program.score is None else rewriter.rewritten(program.score)
@@ -205,6 +206,7 @@ class _Rewriter:
             return len(e.args) == 1 and (e.op == "segment" or self._sorted(e.name)) and self._rises(e.args[0])
         if e.op in ("add", "sub", "floordiv"):
             by = e.args[1]
+            # a negative divisor would turn the order round
             return by.op == "lit" and (e.op != "floordiv" or by.name > 0) and self._rises(e.args[0])
         return False
 
