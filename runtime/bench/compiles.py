@@ -80,7 +80,7 @@ def counter(stage_name: str) -> Callable[[], int]:
     if stage_name == "torch":
 
         def graphs() -> int:
-            counters = sys.modules.get("torch._dynamo.utils")
+            counters = sys.modules.get("torch._dynamo.utils")  # nothing is compiled where it is not imported
             return counters.counters["stats"]["unique_graphs"] if counters else 0
 
         return lambda: ours() + graphs()
@@ -148,6 +148,7 @@ def run(
             firsts.out[c.name] = failure_text(error)
             continue
         with tempfile.TemporaryDirectory() as folder:
+            # the second process starts with what the first has compiled
             cold = _child(folder, (c.name, stage.name, device, contests))
             disk = cold if isinstance(cold, str) else _child(folder, (c.name, stage.name, device, contests[:1]))
         if isinstance(cold, str) or isinstance(disk, str):
@@ -167,7 +168,8 @@ def _child(folder: str, job: Any) -> dict[str, Any] | str:
     path = Path(folder, "job.pickle")
     path.write_bytes(pickle.dumps(job))
     env = os.environ | {name: str(Path(folder, at)) for name, at in CACHES.items()}
-    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # JAX stores nothing that took less than a second
+    # -P: no module of the caller's folder is imported
     command = [sys.executable, "-P", "-m", "frisket.runtime.bench.compiles", str(path)]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
@@ -175,7 +177,7 @@ def _child(folder: str, job: Any) -> dict[str, Any] | str:
         return f"failed: not done after {LIMIT} s"
     if done.returncode:
         return "failed: " + (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
-    return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]  # libraries print, too
 
 
 if __name__ == "__main__":

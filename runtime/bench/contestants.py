@@ -55,7 +55,7 @@ def torch_stage(device: str, lengths: bool = False) -> Stage:
         contestants.append(Contestant("FlashAttention", partial(_flash, device), missing=missing, family="flash"))
     properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
     return Stage(
-        "torch", tuple(contestants), lambda x: x.detach().float().cpu().numpy(),
+        "torch", tuple(contestants), lambda x: x.detach().float().cpu().numpy(),  # numpy has no bfloat16
         seconds if device == "cpu" else on_device,
         machine={} if properties is None else {"gpu": properties.name, "cuda": torch.version.cuda},
     )  # fmt: skip
@@ -68,7 +68,7 @@ def on_device(call: Call) -> float:
     many = 5
     cuda: Any = torch.cuda
     start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-    cuda.synchronize()
+    cuda.synchronize()  # earlier work is not counted
     cuda._sleep(5_000_000)  # cycles, some milliseconds
     start.record()
     for _ in range(many):
@@ -85,13 +85,14 @@ def _call(contest: Contest, device: str, attend: Callable[..., Any], swap: bool 
     s = contest.sizes
     *arrays, cotangent = (torch.from_numpy(x).to(device, getattr(torch, s.dtype)) for x in s.drawn())
     if swap:
+        # copied beforehand, which is no part of a call
         arrays, cotangent = [x.transpose(1, 2).contiguous() for x in arrays], cotangent.transpose(1, 2).contiguous()
 
     def turned(xs: Any) -> Any:
         return tuple(x.transpose(1, 2) for x in xs) if swap else xs
 
     def forward() -> Any:
-        with torch.no_grad():
+        with torch.no_grad():  # nothing is stored for a backward
             out = attend(*arrays)
         return turned((out,))[0]
 
@@ -156,11 +157,13 @@ def bias_of(contest: Contest, who: str) -> Array:
     """The bias that equals the score mod, float32 [1 or batch, 1 or heads, q_len, kv_len]."""
     s = contest.sizes
     e, tables = _bound(contest)
+    # the score may be on either side of the sum
     added = next((x for x, y in (e.args, e.args[::-1]) if y is SCORE), None) if e.op == "add" else None
     if added is None or "score" in uses(added):
         raise NoWordsError(f"{who} adds a bias to the score: it has no word for other score mods")
+    # a bias that reads neither b nor h is broadcast, in less memory
     batch, heads = (n if name in uses(added) else 1 for name, n in (("b", s.batch), ("h", s.heads)))
-    if 8 * batch * heads * s.q_len * s.kv_len > BIASES:
+    if 8 * batch * heads * s.q_len * s.kv_len > BIASES:  # 8 bytes of a pair, as it is evaluated in float64
         raise NoWordsError(f"a bias for every pair of {heads} heads is more than {BIASES >> 30} GiB")
     env = dense.coordinates(batch, heads, s.q_len, s.kv_len, sizes=s.problem)
     bias = np.asarray(evaluate(added, env, tables), np.float32)
@@ -240,7 +243,7 @@ def _flash(device: str, contest: Contest) -> Call:
     window = contest.window()
     if window is None and not contest.everything:
         raise NoWordsError("flash_attn_func has words for causal masks and causal windows")
-    inside = {"window_size": (window - 1, 0)} if window else {}
+    inside = {"window_size": (window - 1, 0)} if window else {}  # window_size does not count the key of the query
     return _call(contest, device, partial(flash_attn_func, causal=not contest.everything, **inside), swap=True)
 
 
@@ -261,6 +264,7 @@ def jax_stage(device: str) -> Stage:
     """`device` is "cpu", "gpu" or "tpu"."""
     import jax
 
+    # backends have torch's names of platforms
     ours = [b.name for b in ranked("jax", "cuda" if device == "gpu" else device)]
     ours += [library("jax")] if device == "cpu" else []
     contestants = [Contestant(f"frisket {b}", partial(_jax_ours, b, device), True, reason(b, "jax")) for b in ours]
@@ -279,7 +283,7 @@ def jax_stage(device: str) -> Stage:
 def in_a_row(call: Call) -> float:
     """Seconds of a call on a device: some of them enqueued, the host ahead of all but the first."""
     many = 5
-    _ready(call())
+    _ready(call())  # nothing of an earlier call is in the queue
 
     def run() -> None:
         for _ in range(many):
@@ -370,7 +374,7 @@ def splash(device: str, interpret: bool, contest: Contest) -> Call:
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (x.swapaxes(1, 2) for x in (q * scale, k, v))  # it scales nothing
-        if s.kv_heads == 1 != s.heads:
+        if s.kv_heads == 1 != s.heads:  # make_splash_mqa takes keys without an axis of heads
             k, v = k[:, 0], v[:, 0]
         return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
 
@@ -380,7 +384,7 @@ def splash(device: str, interpret: bool, contest: Contest) -> Call:
 # -- layouts ---------------------------------------------------------------------------------------------
 
 TILE = 128
-PAIRS = 1 << 26
+PAIRS = 1 << 26  # looked at to know which tiles are read
 MOST = {"create_block_mask": 8192, "process_mask": 16384}  # tokens: both look at every pair, and take minutes beyond
 
 
@@ -404,6 +408,7 @@ def _tiles_read(contest: Contest) -> Iterator[tuple[slice, Array]]:
     tiles = np.zeros((*seen.shape[:2], -(-s.q_len // TILE), -(-s.kv_len // TILE)), bool)
     for i in range(tiles.shape[2]):
         rows = seen[:, :, i * TILE : (i + 1) * TILE].any(2)
+        # reduceat: the last tile may be cut
         tiles[:, :, i] = np.logical_or.reduceat(rows, np.arange(0, s.kv_len, TILE), axis=2)
     yield slice(None), np.broadcast_to(tiles, (s.batch, s.heads, *tiles.shape[2:]))
 
@@ -427,6 +432,7 @@ def _our_layout(contest: Contest) -> Call:
     def run() -> Callable[[], Array]:
         layout = Mask(m.expr, m.params).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads, block=(TILE, TILE))
         layout.spans  # noqa: B018 - what it is for
+        # the kinds are written out after the time is taken
         return lambda: np.broadcast_to(layout.kinds() != EMPTY, (s.batch, s.heads, layout.rows, layout.columns))
 
     return run

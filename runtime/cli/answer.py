@@ -87,6 +87,7 @@ def rows(pairs: Iterable[tuple[str, str | Text]]) -> list[Piece]:
 
 def table(lines: Sequence[Sequence[str | Text]], right: Sequence[int] = ()) -> list[Piece]:
     """Columns as wide as their longest entry, the first line in bold; those of `right` hold numbers."""
+    # `align` changes a text in place
     cells = [[Text(x) if isinstance(x, str) else x.copy() for x in line] for line in lines]
     widths = [max(x.cell_len for x in column) for column in zip(*cells, strict=True)]
     out: list[Piece] = []
@@ -109,7 +110,7 @@ def code(source: str, language: str, console: Console) -> Text:
     """Source text, in colours where there are some."""
     if not coloured(console):
         return Text(source)
-    from rich.style import Style
+    from rich.style import Style  # imports Pygments, which few commands need
     from rich.syntax import ANSISyntaxTheme, Syntax
 
     theme = ANSISyntaxTheme({token: Style.parse(style) for token, style in CODE.items()})
@@ -217,6 +218,7 @@ def natural(text: str, least: int = 0) -> int:
     try:
         n = int(text)
     except ValueError:
+        # 1e6 is written by people: the advice has its digits
         digits = f"{float(text):.0f}" if re.fullmatch(r"\d+(\.\d*)?e\+?\d{1,2}", text) else "4096"
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in digits, such as {digits}") from None
     if n < least:

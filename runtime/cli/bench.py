@@ -77,7 +77,7 @@ def bench(args: argparse.Namespace, console: Console) -> CommandResult:
     for name in UNREAD.get(args.suite, ()):
         if getattr(args, name):
             raise ParameterError(f"--suite {args.suite} does not read --{name.replace('_', '-')}; leave it out")
-    if args.suite != "layout":
+    if args.suite != "layout":  # layouts need no framework
         race.choose(args.framework)
     if args.suite in ("gpu", "tpu") and (why := absent(args.suite, args.framework)):
         raise BackendError(f"the {args.suite} suite does not run here: {why}")
@@ -173,7 +173,7 @@ def visible(device: str, framework: str) -> bool:
 
     try:
         return bool(jax.devices(device))
-    except RuntimeError:
+    except RuntimeError:  # JAX has no such platform
         return False
 
 
@@ -192,7 +192,7 @@ def contests(args: argparse.Namespace, sizes: Sizes) -> list[Contest]:
 def races(args: argparse.Namespace, sizes: Sizes, rounds: int, families: set[str] | None) -> Iterator[Any]:
     raced = contests(args, sizes)
     if args.suite == "layout":
-        raced = [c for c in raced if args.expr or c.score is None]
+        raced = [c for c in raced if args.expr or c.score is None]  # a score mod has no tiles
         if args.expr is None and args.q_len is None and not args.quick:
             longest = replace(sizes, q_len=LONG, kv_len=LONG)
             more = [c for c in standard(longest) if c.score is None]
@@ -222,7 +222,7 @@ def followed(steps: Iterator[Any]) -> list[Any]:
     with ExitStack() as stack:
         screen = stack.enter_context(Live(console=err, transient=True, auto_refresh=False)) if watched else None
         for x in steps:
-            if not runs or runs[-1] is not x:
+            if not runs or runs[-1] is not x:  # a race comes again at each of its steps
                 runs.append(x)
             if screen is not None:
                 screen.update(Group(*lines_of([x], err.width)), refresh=True)

@@ -140,7 +140,7 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
         marks = [(max(s.start - start, 0), min(s.stop - start, len(line))) for s in spans]
         marks = [(a, z) for a, z in marks if a < z]
         if marks:
-            text = Text(line.replace("\t", " "))
+            text = Text(line.replace("\t", " "))  # one column, as the carets count
             for a, z in marks:
                 text.stylize(f"{style} underline", a, z)
             lines.append(text)

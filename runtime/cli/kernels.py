@@ -184,20 +184,21 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     lengths = [(args.q_len, args.kv_len or args.q_len)] if args.q_len else list(LENGTHS)
     heads = args.heads if args.heads > 1 else 4
     shared = [n for n in (heads // 2, heads, 1) if heads % n == 0]
-    ragged = lengths[2 % len(lengths)]
+    ragged = lengths[2 % len(lengths)]  # of a single length, that one
     few = [(lengths[1 % len(lengths)], shared[0], False, False), (ragged, shared[0], False, True)]
     few.append((ragged, heads, True, True))
     every = list(product(lengths, dict.fromkeys(shared), (False, True), (False, True)))
     picked = every if args.all else few[1:2] if args.quick else few
     for framework in installed():
         for backend in backends_of(framework):
+            # the reference would be compared with itself
             if backend.oracle or not takes_part(backend, framework, args.backend):
                 continue
             dtypes = [n for n in DTYPES if not backend.refused_dtype(n)]
             for dtype in args.dtype or (dtypes if args.all else dtypes[: 1 if args.quick else 2]):
                 if dtype in dtypes:
                     for (q, k), kv_heads, hidden, gradients in picked:
-                        gradients &= backend.has_gradients(framework)
+                        gradients &= backend.has_gradients(framework)  # without a backward the forward is checked
                         yield Case(framework, backend.name, dtype, q, k, heads, kv_heads, hidden, gradients)
 
 
@@ -358,11 +359,12 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
     assert reports is not None  # checked above
     architectures = args.arch or ["sm_90"]
     for arch in architectures:
-        triton_report.check_compiles(arch)
+        triton_report.check_compiles(arch)  # before anything is compiled
     att, sizes = compiled(read_program(args), args.block), shapes(args)
     stages = {arch: att.stages(backend=args.backend, arch=arch, **sizes) for arch in architectures}
     kernels: list[triton_report.KernelReport] = []
     dims = Dims(args.head_dim, args.v_dim or args.head_dim, args.dtype, args.heads // sizes["kv_heads"])
+    # the bar wants the number of kernels before they are compiled
     with progress(sum(len(re.findall(r"^def attention_", s.source, re.M)) for s in stages.values())) as step:
         for arch, s in stages.items():
             for one in reports(s.source, s.plan, s.target, dims, arch):

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     layout = program.mask.layout(len(files), len(files), heads=args.heads, block=args.block)
     arrays = projections(files.tokens, args.heads, args.head_dim)
     job = Job(arrays, mask, score, scalars(program), tables(program))
-    by_head = mask is not None and "h" in uses(mask)
+    by_head = mask is not None and "h" in uses(mask)  # one mask for all heads takes less memory
     seen = visible(mask, job.scalars, job.tables, args.heads, len(files), by_head)
     bench = prepare_bench(framework, job, seen, compiled(program))
 
@@ -192,7 +192,7 @@ def projections(tokens: NDArray[np.uint8], heads: int, dim: int) -> tuple[Array,
         even, odd = x[..., 0::2], x[..., 1::2]
         return np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(x.shape)
 
-    return turn(q), turn(k), np.ascontiguousarray(v)
+    return turn(q), turn(k), np.ascontiguousarray(v)  # contiguous, as q and k are
 
 
 # -- frameworks -----------------------------------------------------------------------------------
@@ -254,6 +254,7 @@ def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
     def written() -> Any:
         s = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
         s = program({**env, "score": s}, tables) if program else s
+        # a query without keys divides 0 by 0
         return functional.softmax(s.masked_fill_(~mask, -torch.inf), dim=-1).nan_to_num_(0.0) @ v
 
     sdpa = Rival("scaled_dot_product_attention(attn_mask)", builtin)
@@ -284,10 +285,11 @@ def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
         if score is not None:
             s = evaluate(score, {**env, "score": s}, tables, int64=False, float64=False)
         p = jax.nn.softmax(jnp.where(mask, s, -jnp.inf), axis=-1, where=mask)
+        # the softmax of a query without keys is NaN
         return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(mask, p, 0), v)
 
     def ready(fn: Callable[..., Any], *arrays: Any) -> Callable[[], Any]:
-        return lambda: fn(*arrays).block_until_ready()
+        return lambda: fn(*arrays).block_until_ready()  # JAX returns before it has computed
 
     dot = Rival("jax.nn.dot_product_attention(mask)", ready(builtin, q, k, v, mask))
     with_score = Rival("dense, mask and score mod written out", ready(written, q, k, v, mask))

@@ -122,7 +122,7 @@ def written(part: BoundExpr) -> str:
     """The text of a mask or score mod in its program, on one line; as it prints, where there is no such text."""
     for span, e in part.sites:
         source = " ".join(part.source[span.start : span.stop].split())
-        if e is part.expr and "#" not in source:
+        if e is part.expr and "#" not in source:  # in one line a comment would hide what follows
             return source
     return str(part)
 
@@ -186,7 +186,7 @@ def saved(layout: Layout) -> Text:
     d = layout.density
     if d in (0, 1):
         return Text("nothing: every tile is read" if d else "all of dense attention's FLOPs: nothing is visible")
-    part = f"{100 * (1 - d):.3g}" if d > 0.005 else f"{100 * (1 - d):.5g}"
+    part = f"{100 * (1 - d):.3g}" if d > 0.005 else f"{100 * (1 - d):.5g}"  # near 100 % three digits say nothing
     times = f"{1 / d:,.0f}" if d < 0.1 else f"{1 / d:.1f}"
     return Text.assemble((f"{part} % of dense attention's FLOPs", GOOD), f": {times} times fewer tiles are read")
 
@@ -313,7 +313,7 @@ def add_completion(p: argparse.ArgumentParser) -> None:
 
 
 def completion(args: argparse.Namespace, console: Console) -> CommandResult:
-    import shtab
+    import shtab  # no other command needs it
 
     top = parser(*COMMANDS)
     for action in top._actions:
@@ -350,7 +350,7 @@ def read_program(args: argparse.Namespace, **more: Any) -> Program:
     """The mask and score mod of EXPR, --score, --set and --table; `more` binds those names that occur."""
     text, name = source(args.expr, args.score)
     bindings = {**dict(map(scalar, args.set)), **dict(map(table, args.table))}
-    parsed = read(text, params=bindings, name=name)
+    parsed = read(text, params=bindings, name=name)  # first without values, which says what names there are
     values = {**bindings, **chosen(more, bindings, parsed)}
     lone = parsed.expr is not None and parsed.expr.type is not FLOAT
     whole = Program(mask(text, **values)) if lone else program(text, name, **values)
@@ -437,7 +437,7 @@ def source(expr: str, score: str | None) -> tuple[str, str]:
         text = expr if not is_program else sys.stdin.read() if expr == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ParameterError(f"{'standard input' if expr == '-' else expr} is not UTF-8 text") from None
-    except ValueError:
+    except ValueError:  # a null character
         raise ParameterError(f"{expr!r} is no name of a file") from None
     name = "standard input" if expr == "-" else path.name if is_program else "mask"
     text = text.removeprefix("\ufeff") if is_program else text  # some editors and shells begin with it
@@ -487,7 +487,7 @@ def inline_array(text: str, value: str) -> NDArray[Any]:
     try:
         array = np.asarray(json.loads(value))
     except (ValueError, RecursionError, OverflowError):
-        array = np.empty(0, object)
+        array = np.empty(0, object)  # refused below
     if array.dtype.kind not in "biuf":
         raise ParameterError(
             f"--table {text}: the numbers stand in brackets, for example doc=[0,0,1,1], and rows of equal length in "
@@ -498,7 +498,7 @@ def inline_array(text: str, value: str) -> NDArray[Any]:
 
 def array_of_file(text: str, file: str) -> NDArray[Any]:
     try:
-        array = np.load(file, allow_pickle=False)
+        array = np.load(file, allow_pickle=False)  # a pickle may run anything
     except (ValueError, EOFError) as error:
         raise ParameterError(f"--table {text}: {file} is not a .npy file ({error}); write it with numpy.save") from None
     if not isinstance(array, np.ndarray):

@@ -34,7 +34,7 @@ class Figure(Plain):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        FigureCanvasAgg(self)
+        FigureCanvasAgg(self)  # which pyplot would make
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
@@ -64,6 +64,7 @@ def figure_of(layout: Tiling, style: Style, panels: Sequence[Panel], of: int) ->
         _draw(figure.add_axes(box), layout, style, panel, _label(panel, layout) if named else "", (width, height))
 
     def write(text: str, y: float, **options: Any) -> None:
+        # a `$` in a mask begins no formula
         figure.text(pt(14) / full_width, 1 - y / full_height, text, va="top", parse_math=False, **options)
 
     p = style.palette

@@ -76,6 +76,7 @@ def program(
     index = {node: i for i, node in enumerate(walk(root))}
     read = sorted({n.name for n in index if n.op in ("lookup", "segment")})
     nodes = [_node(n, index, scalars, tables) for n in index]
+    # where int64 may overflow, the page has to wrap as numpy does
     for n in modular(root):
         nodes[index[n]][0] = f"wrapping_{n.op}"
     wording = Wording(root if shown is None else shown)
@@ -105,6 +106,7 @@ def _literal(value: Any, floating: bool) -> Any:
     if floating:
         x = float(value)
         return x if math.isfinite(x) else "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+    # a number of JavaScript would round it
     return str(value) if not isinstance(value, bool) and abs(value) > SAFE else value
 
 
@@ -278,12 +280,12 @@ def _tiles(layout: Tiling) -> str:
 
 def percent(count: int, total: int) -> str:
     text = f"{100 * count / total:.3g} %"
-    return "> 99.9 %" if text == "100 %" and count < total else text
+    return "> 99.9 %" if text == "100 %" and count < total else text  # 100 % is for all of them
 
 
 def _facts(layout: Tiling) -> str:
     pairs = [*str(layout.facts).split("\n"), *([] if layout.exact else ["exact     no: the budget ran out"])]
-    rows = [(line[:9].strip(), line[9:].strip()) for line in pairs]
+    rows = [(line[:9].strip(), line[9:].strip()) for line in pairs]  # a name takes 9 columns
     rows += [("with", f"{name} = {value}") for name, value in layout.params.items()]
     rows += [("", f"{n}: {t.array.dtype}[{', '.join(map(str, t.array.shape))}]") for n, t in layout.tables.items()]
     return table(rows)

@@ -213,7 +213,7 @@ def plot(
         from .figure import figure_of
     with mpl.rc_context():
         mpl.rcdefaults()  # the same picture whatever style the caller has set
-        mpl.rcParams["svg.hashsalt"] = "frisket"
+        mpl.rcParams["svg.hashsalt"] = "frisket"  # ids in an SVG are random otherwise
         figure = figure_of(layout, style, drawn, len(batches) * len(heads))
         if where is not None:
             save(where, file_of(figure, where, dpi=dpi, facecolor=style.palette.paper))

@@ -153,12 +153,12 @@ def picture(
 ) -> Text:
     """The picture with axes in tokens and a legend. `block` is a tile's size in tokens, `origin` the first
     query and key of the layout, `width` the columns there are."""
-    from rich.text import Text
+    from rich.text import Text  # a mask is laid out without rich
 
     rows, columns = grid.full.shape
     q_step, k_step = (s * b for s, b in zip(grid.step, block, strict=True))
     every = 4
-    text = Text(no_wrap=True, overflow="crop")
+    text = Text(no_wrap=True, overflow="crop")  # a picture with folded lines is none
     text.append(f"queries {ink.corner} keys\n", "dim")
     largest = max(origin[0] + (rows - 1) * q_step, origin[1] + (columns - 1) * k_step)
     marks = (tokens(origin[1] + c * k_step, largest).ljust(2 * every) for c in range(0, columns, every))

@@ -53,6 +53,7 @@ class Analyst:
     def ask(self, page: str, turn: int, question: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to `question`; `{"abandoned": True}` once the same page has asked with a higher turn."""
         with self.noting:
+            # set again, so that the page that has been silent longest comes first
             self.turns[page] = max(turn, self.turns.pop(page, turn))
             if len(self.turns) > PAGES:
                 self.turns.pop(next(iter(self.turns)))

@@ -112,7 +112,7 @@ def checked(question: Mapping[str, Any]) -> Question:
     if not isinstance(block, list | tuple) or len(block) != 2:
         raise ShapeError("block is two lengths in tokens: (queries, keys)")
     for name, n in zip(NAMED, (*numbers.values(), *block), strict=True):
-        if type(n) is not int or not 1 <= n <= LONGEST:
+        if type(n) is not int or not 1 <= n <= LONGEST:  # True is an int, and no length
             raise ShapeError(f"{name} is {n!r}\n  write a whole number from 1 to {LONGEST:,}")
     for length, tile in zip((numbers["q_len"], numbers["kv_len"]), block, strict=True):
         if length > tile * TILES:
@@ -161,6 +161,7 @@ def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[
     whole = roots[0] if len(roots) == 1 else conj(*(e if e.type is BOOL else e > 0 for e in roots))
     names = names_of(whole)
     unfinished(syntax, roots, {*request.values, *files})
+    # what the page says replaces the defaults of the program
     values = {n: x for n, x in {**syntax.defaults, **request.values}.items() if n in names and n not in files}
     tables = {n: x for n, x in files.items() if n in names}
     scalars, guesses = all_sliders(values, tables, whole, request.problem)
@@ -218,7 +219,9 @@ def keyed(array: Array, have: frozenset[str]) -> dict[str, str]:
 
 def digest(array: Array) -> str:
     return hashlib.blake2b(
-        np.ascontiguousarray(array).tobytes() + str((array.dtype, array.shape)).encode(), digest_size=16
+        # equal bytes may have another shape
+        np.ascontiguousarray(array).tobytes() + str((array.dtype, array.shape)).encode(),
+        digest_size=16,
     ).hexdigest()
 
 
@@ -253,7 +256,7 @@ def amount(n: float, base: int, unit: str) -> str:
     """`amount(58_800_000, 1000, "FLOP") == "58.8 MFLOP"`."""
     prefixes = ("", "k", "M", "G", "T", "P", "E") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
     power = 0
-    while n >= 999.5 and power + 1 < len(prefixes):
+    while n >= 999.5 and power + 1 < len(prefixes):  # 999.5 would be written as 1e+03
         n, power = n / base, power + 1
     return f"{n:.3g} {prefixes[power]}{unit}"
 
@@ -267,7 +270,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
     named = uses(mod.expr)
     env: dict[str, Any] = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
     out: dict[str, Any] = {"text": mod.expanded}
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # a score mod may divide by 0: that shows as hidden
         if named & {"q", "k"}:
             q, k = (np.linspace(0, n - 1, min(n, HEAT)).astype(int) for n in (request.q_len, request.kv_len))
             env |= {"q": q[:, None], "k": k[None], "score": 1.0}
@@ -278,7 +281,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
                 return out | {"why": str(error)}
             change = np.broadcast_to(value, (len(q), len(k))) - 1.0
             seen = np.isfinite(change) & shows
-            reach = float(np.abs(change[seen]).max(initial=0.0)) or 1.0
+            reach = float(np.abs(change[seen]).max(initial=0.0)) or 1.0  # no 0 / 0 where nothing changes
             scaled = np.where(seen, np.round(change / reach, 3), 0.0)
             shown = [[x if s else None for x, s in zip(xs, ss)] for xs, ss in zip(scaled.tolist(), seen.tolist())]
             return out | {"change": shown, "reach": reach}
@@ -297,6 +300,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
 
 def command(request: Question, scalars: list[Slider], tables: list[str]) -> str:
     """A shell command that computes the answer."""
+    # a text that begins with - would be an option
     words = ["frisket", "show", " " * request.text.startswith("-") + request.text, "--q-len", str(request.q_len)]
     if request.kv_len != request.q_len:
         words += ["--kv-len", str(request.kv_len)]
@@ -319,6 +323,7 @@ def python(
     lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in guesses.values() if t.needs)
     lines += [f'{n} = np.load("{n}.npy")' for n in read_] + [t.code for t in guesses.values()]
     text = request.text.strip()
+    # in triple quotes nothing is escaped, and a text in lines stays readable
     text = f'"""\n{text}\n"""' if "\n" in text and not {"\\", '"'} & {*text} else json.dumps(text, ensure_ascii=False)
     values = {**{s.name: str(s.value) for s in scalars}, **{n: n for n in (*read_, *guesses)}}
 
@@ -438,7 +443,7 @@ def slider(name: str, type: Type, value: Number, usual: Number) -> Slider:
     """A range around the usual value, wide enough for this one: it stays where it is while the value is moved."""
     if type is BOOL:
         return Slider(name, "Bool", bool(value), 0, 1, 1)
-    if not abs(value) <= LARGEST:
+    if not abs(value) <= LARGEST:  # this way round NaN is refused too
         raise ParameterError(f"`{name}` is not a number from -{LARGEST:g} to {LARGEST:g}")
     if type is FLOAT:
         high = 4 * _power(max(abs(usual), abs(value) / 4))
@@ -461,7 +466,7 @@ def made_up(name: str, type: Type, e: Expr, numbers: Mapping[str, Number], probl
     if math.prod(shape) > MOST:
         size = " × ".join(f"{n:,}" for n in shape)
         raise ParameterError(f"table `{name}` has {size} entries, more than are made up here; give it: --table")
-    draw, heads = np.random.default_rng(0), problem.heads
+    draw, heads = np.random.default_rng(0), problem.heads  # of one seed: the lines of Python draw the same numbers
     rng = "np.random.default_rng(0)"
     if type is BOOL:
         return MadeUp(draw.random(shape) < 0.05, f"{name} = {rng}.random({shape}) < 0.05", "one in 20 is marked")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 T = TypeVar("T")
 BUDGET = 1 << 28  # elements, or entries of an array, an export may look at or hold
-_STEP = 1 << 21
+_STEP = 1 << 21  # elements looked at in one go
 _FINE = 8  # tokens of a tile whose elements are looked at one by one
 
 ANY = "to_block_mask(), to_fa4() and to_bsr() hold any mask"
@@ -71,6 +71,7 @@ def scene(layout: Tiling, transposed: bool = False) -> tuple[Expr, Grid, Array, 
     """The mask, its slices (one for every (b, h) it may tell apart), `slice_of` [batch, heads], and its values."""
     expr = layout.mask
     grid, slice_of = grid_of(expr, layout.q_len, layout.kv_len, layout.batch, layout.heads, layout.block, layout.origin)
+    # queries and keys change places, so that a line is a row of the grid either way
     if transposed:
         expr = simplify(swap(expr))
         grid = Grid(layout.kv_len, layout.q_len, layout.block[::-1], grid.b, grid.h, grid.k, grid.q)
@@ -125,6 +126,7 @@ def _distinct(runs: VisibleRuns, slices: int) -> VisibleRuns:
 def distinct(things: Iterable[T], arrays: Callable[[T], Iterable[Array | None]]) -> tuple[list[T], NDArray[np.int64]]:
     """(The things with different arrays, in order; for every thing, the index of its equal among them.)"""
     seen: dict[bytes, tuple[int, T]] = {}
+    # bytes, as arrays have no hash
     names = ((t, b"".join(x.tobytes() for x in arrays(t) if x is not None)) for t in things)
     place = [seen.setdefault(name, (len(seen), t))[0] for t, name in names]
     return [t for _, t in seen.values()], np.array(place)
@@ -141,7 +143,7 @@ def _from_intervals(formulas: Any, grid: Grid, s: int, scope: Scope) -> Iterator
         q = grid.q[s] + np.arange(at, min(at + _STEP, grid.q_len))
         env = {"b": grid.b[s], "h": grid.h[s], "q0": q, "q1": q, "k0": k0, "k1": k0 + grid.kv_len - 1}
         ends = [np.broadcast_to(x, q.shape) for x in scope.values(parts, env)] if parts else []
-        if len(ends) == 2:
+        if len(ends) == 2:  # one term: there is nothing to unite
             seen = ends[1] >= ends[0]
             yield seen.astype(np.int64), ends[0][seen] - k0, ends[1][seen] + 1 - k0
             continue
@@ -151,6 +153,7 @@ def _from_intervals(formulas: Any, grid: Grid, s: int, scope: Scope) -> Iterator
         order = np.argsort(np.where(none, grid.kv_len, first), axis=0, kind="stable")
         first, last, none = (np.take_along_axis(x, order, 0).T for x in (first, last, none))
         reach = np.maximum.accumulate(np.where(none, -1, last), axis=1)
+        # -2, so that a run may open at key 0
         before = np.concatenate([np.full((len(q), 1), -2), reach[:, :-1]], axis=1)
         opens = ~none & (first > before + 1)
         heads = np.flatnonzero(opens)
@@ -184,8 +187,9 @@ def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, tr
     row = 0
     while row < small.rows:
         done = per_row[row - 1] if row else 0
+        # one row at least, whatever it costs
         stop = max(row + 1, int(np.searchsorted(per_row, done + _STEP, side="right")))
-        stop = min(stop, row + _STEP // 64)
+        stop = min(stop, row + _STEP // 64)  # rows without partial tiles take memory too
         lo, hi = np.searchsorted(runs.row, [row, stop])
         part = Runs(*(x[lo:hi] for x in (runs.slice, runs.row - row, runs.start, runs.stop, runs.kind)))
         yield _rows_of_tiles(expr, small, part, row, min(stop * _FINE, grid.q_len) - row * _FINE, scope)
@@ -201,6 +205,7 @@ def _rows_of_tiles(expr: Expr, grid: Grid, runs: Runs, row: int, n: int, scope: 
     index = np.repeat(np.arange(len(width)), width)
     column = runs.start[index] + np.arange(len(index)) - np.repeat(np.cumsum(width) - width, width)
     seen = elements(expr, grid, scope, np.zeros_like(index), runs.row[index] + row, column)
+    # a difference of Bools would be their xor
     edge = np.diff(np.pad(seen, ((0, 0), (0, 0), (1, 1))).astype(np.int8), axis=2)
     tile, i, opens = np.nonzero(edge == 1)
     closes = np.nonzero(edge == -1)[2]
@@ -217,6 +222,7 @@ def elements(expr: Expr, grid: Grid, scope: Scope, slice: Array, row: Array, col
     q, k = row[:, None, None] * bq + np.arange(bq)[:, None], column[:, None, None] * bk + np.arange(bk)
     env = {
         "b": grid.b[slice][:, None, None], "h": grid.h[slice][:, None, None],
+        # a table has no entries beyond the lengths
         "q": np.minimum(q, grid.q_len - 1) + grid.q[slice][:, None, None],
         "k": np.minimum(k, grid.kv_len - 1) + grid.k[slice][:, None, None],
     }  # fmt: skip
@@ -336,15 +342,14 @@ def _lists(t: RunTable, kind: Kind, rows: int, columns: int, width: int, of: Arr
     n = len(count)
     mine = np.isin(t.kind, kind)
     line, start, stop = _line(t)[mine], t.start[mine].astype(np.int64), t.stop[mine].astype(np.int64)
-    if (
-        tail == "rest"
-    ):  # what lies between the runs opens at 0 and where one ends, closes where one starts and at the end
+    if tail == "rest":
+        # what lies between the runs opens at 0 and where one ends, closes where one starts and at the end
         at = np.concatenate([[0], np.cumsum(np.bincount(line, minlength=n))])
         free, until = np.insert(stop, at[:-1], 0), np.insert(start, at[1:], columns)
         rest = np.repeat([0, 1], [len(start), len(free)])
         line = np.concatenate([line, np.repeat(np.arange(n), np.diff(at) + 1)])
         start, stop = np.concatenate([start, free]), np.concatenate([stop, until])
-        order = np.lexsort((start, rest, line))
+        order = np.lexsort((start, rest, line))  # those that are read first
         order = order[(stop > start)[order]]
         line, start, stop = line[order], start[order], stop[order]
     size = stop - start
@@ -502,7 +507,7 @@ def _local(layout: Tiling) -> tuple[Expr, dict[str, Any]]:
     scalars, _ = free_names(layout.mask)
     values |= {param(n, t): lit(np.asarray(layout.params[n]).item()) for n, t in scalars.items()}
     for name, start in zip("bhqk", layout.origin, strict=True):
-        if np.ndim(start):
+        if np.ndim(start):  # one for each batch entry
             tables[f"{name}_start"] = np.asarray(start)
             values[var(name)] = var(name) + lookup(f"{name}_start", (var("b"),))
         elif start:
@@ -514,6 +519,7 @@ def _tensor(torch: Any, table: Any, type: Type, device: Any, tensor: Any = None)
     """A table as torch can index and compare it: bool, int32, int64 or float64."""
     small = table.dtype.itemsize < 4 or table.dtype == np.int32
     dtype = {BOOL: np.bool_, FLOAT: np.float64}.get(type, np.int32 if small else np.int64)
+    # the tensor itself, so that later writes to it count
     if tensor is not None and str(tensor.dtype) == f"torch.{np.dtype(dtype).name}":
         return tensor.to(device)
     return torch.from_numpy(np.array(table, dtype)).to(device)

@@ -153,6 +153,7 @@ class Tiling:
         steps = np.zeros((len(self.spans.count), self.rows, self.columns + 1), np.int8)
         np.add.at(steps, (r.slice, r.row, r.start), r.kind.astype(np.int8))
         np.add.at(steps, (r.slice, r.row, r.stop), -r.kind.astype(np.int8))
+        # kinds are 0 to 2: int8 holds their sums
         grid += np.cumsum(steps, axis=2, dtype=np.int8)[..., :-1].astype(np.uint8)
         return grid[self.spans.slice_of]
 
@@ -194,7 +195,7 @@ class Tiling:
     def rows_nonempty(self) -> bool | None:
         """Whether every query sees a key; None where the budget does not suffice to know."""
         if not (self.q_len and self.kv_len):
-            return not self.q_len
+            return not self.q_len  # without keys every query sees none
         grid, _ = self._grid
         return no_row_empty(self.mask, grid, self.scope(min(self.work, 1 << 28) + _ROW * grid.q_len * len(grid.b)))
 
@@ -230,7 +231,7 @@ class Tiling:
     def density(self) -> float:
         """The share of tiles that are read."""
         read = self.counts.partial + self.counts.full
-        return read / max(read + self.counts.empty, 1)
+        return read / max(read + self.counts.empty, 1)  # 1 where there is no tile: 0 / 0
 
     @cached_property
     def facts(self) -> Facts:
@@ -478,6 +479,7 @@ def check_reach(
                 beyond = simplify(conj(visible, substitute(when[node], diagonal), var(coordinate) >= have))
                 if not parameters.names_of(beyond).keys() & shapes.keys():
                     analysis = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
+                    # not known, and so not refused
                     shown[short] = bool(analysis.spans.count.any()) if analysis.exact else None
             left = [x for x in left if shown[x] is not False]
         for coordinate, node, axis, have in filter(shown.get, left):
@@ -521,7 +523,7 @@ def _advice(name: str, offsets: Array, stop: int) -> str:
 
 
 def _positive(n: Any) -> bool:
-    if type(n) is int:
+    if type(n) is int:  # the usual case, without numpy
         return n > 0
     return np.ndim(n) == 0 and np.asarray(n).dtype.kind in "iu" and n > 0
 
@@ -553,7 +555,7 @@ def check_lengths(
     if len(block) != 2 or not all(map(_positive, block)):
         raise ShapeError(f"block is {block}\n  tile sizes are two positive integers (queries, keys), in tokens")
     for length, tile in ((q_len, block[0]), (kv_len, block[1])):
-        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:
+        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:  # runs of tiles are int32
             raise ShapeError(f"{length:,} tokens in tiles of {tile} are {tiles:,} tiles\n  take larger tiles")
     if not np.iterable(origin) or len(origin) != 4 or not all(map(placed, origin)):
         raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")

@@ -89,6 +89,7 @@ def _difference(
     both = (first, second)
     try:  # each difference by itself is solved by row more often than both at once
         sides = (first - second, second - first)
+        # a part of the budget: the rest is for both at once
         witnesses = [_visible("equivalent", both, d, q_len, kv_len, budget=budget >> 8, **where) for d in sides]
     except Undecided:
         return _visible("equivalent", both, first ^ second, q_len, kv_len, budget=budget, **where)
@@ -143,7 +144,7 @@ def visible_pairs(
     """Visible pairs over every batch entry and head; a layout is made only where they cannot be counted by row."""
 
     def runs() -> Runs:
-        raise Beyond
+        raise Beyond  # there is no layout: only counting by row
 
     _refused((mask,), q_len, kv_len, batch, heads, origin, sizes)
     env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **mask.scalars}

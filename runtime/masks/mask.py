@@ -113,7 +113,7 @@ class Mask(parameters.BoundExpr):
         check_room(shape, 1)
         env = {**coordinates(*shape), **self.scalars}
         with parameters.locating(self):
-            return visible(self.expr, env, self.tables, shape).copy()
+            return visible(self.expr, env, self.tables, shape).copy()  # a copy: what is broadcast cannot be written to
 
     @counting
     def layout(
@@ -282,6 +282,7 @@ class Program:
         """
         if self.score is None:
             return None
+        # -inf in a table hides, too
         finite = {n: bool(np.isfinite(x).all()) for n, x in self.score.tables.items() if x.dtype.kind == "f"}
         hidden, _ = prepare(None, self.score.expr, finite)
         return None if hidden is None else Mask(hidden, only(self.score.params, hidden))
@@ -297,6 +298,7 @@ class Program:
         if hidden is None or self.mask is None:
             return hidden if self.mask is None else self.mask
         both = self.mask & hidden
+        # only the mask has places in a text: a part of the score mod is shown without one
         both.origin = replace(both.origin, source=self.mask.origin.source, sites=self.mask.origin.sites)
         return both
 

@@ -39,6 +39,7 @@ def rotary_tables(positions: Any, head_dim: int, base: float = 10000.0) -> tuple
         import torch as xp
 
         steps: Any = xp.arange(0, head_dim, 2, dtype=xp.float32, device=positions.device)
+        # in float32: 16 bits do not tell far positions apart
         angles = positions.to(xp.float32)[..., None] * base ** (-steps / head_dim)
         angles = xp.cat((angles, angles), -1)
         return xp.sin(angles), xp.cos(angles)
@@ -90,6 +91,7 @@ def apply_rotary_pos_emb(
         raise ShapeError(f"tensor is {list(tensor.shape)}; it has 4 axes, {' '.join(layout)}")
     sin, cos = (_fitted(name, x, tensor, layout) for name, x in (("sin", sin), ("cos", cos)))
     if framework_of(tensor) == "torch":
+        # float32 tables would widen a tensor of 16 bits
         return (tensor * cos + rotate_half(tensor) * sin).to(tensor.dtype)
     with usual_promotion():
         return (tensor * cos + rotate_half(tensor) * sin).astype(tensor.dtype)
@@ -97,7 +99,7 @@ def apply_rotary_pos_emb(
 
 def _fitted(name: str, table: Any, tensor: Any, layout: str) -> Any:
     """A table as [batch or 1, heads or 1, length, head_dim], or with the last three axes in the order of `layout`."""
-    at, heads = LENGTH_OF[layout], -5 - LENGTH_OF[layout]
+    at, heads = LENGTH_OF[layout], -5 - LENGTH_OF[layout]  # heads and length are the axes -3 and -2, in either order
     shape, length = list(table.shape), tensor.shape[at]
     if len(shape) in (2, 3):
         table = table[..., None, :, :] if layout == "bhsd" else table[..., None, :]
@@ -197,7 +199,7 @@ def concatenate_to_cache(
     if mask is None:
         return cache, seen
     mask = jnp.asarray(mask)
-    axes = zip(mask.shape[::-1], (capacity, new, None, cache.batch), strict=False)
+    axes = zip(mask.shape[::-1], (capacity, new, None, cache.batch), strict=False)  # any number of heads
     if mask.ndim > 4 or any(n != 1 and most not in (None, n) for n, most in axes):
         raise ShapeError(
             f"the mask is {mask.dtype}{list(mask.shape)}; it is [batch, heads, {new}, {capacity}], axes of 1 "

@@ -42,6 +42,7 @@ def create_mesh(
         raise ParameterError(
             f"axis_dims {dims} make {known}{' × n' if -1 in dims else ''} devices, and there are {len(devices)}"
         )
+    # JAX's default for the types of axes differs by version
     return jax.make_mesh(tuple(shape), names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 
@@ -63,7 +64,7 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
     >>> get_names_from_partition_spec({"w": P(("fsdp", "sp"), "tp"), "b": [P("tp"), P(None)]})
     ['fsdp', 'sp', 'tp']
     """
-    return list(dict.fromkeys(_names(partition_specs)))
+    return list(dict.fromkeys(_names(partition_specs)))  # in order, which a set has not
 
 
 def _names(specs: Any) -> Iterable[str]:

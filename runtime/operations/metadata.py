@@ -228,6 +228,7 @@ class AttentionMetadata(Record):
             raise ParameterError("partition_axis is not that of partition_manager; give one of them")
         if self.mesh is None:
             self.mesh = current_mesh() if manager.mesh is None else manager.mesh
+        # the manager splits over the mesh of these settings
         self.partition_axis, self.partition_manager = manager.paxis, replace(manager, mesh=self.mesh)
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             setattr(self, name, _dtype(name, getattr(self, name)))

@@ -152,6 +152,7 @@ def _by_place(tables: dict[str, Any], what: str, arrays: Any, lengths: CallSizes
     texts = {}
     for c, side, x, length in zip("qk", ("query", "key"), pair, lengths[2:4], strict=True):
         _check_place(f"{side} {what}", has_origin)
+        # arrays of numpy stay on the host, where a plan reads their values
         x, name = jnp.asarray(x) if not isinstance(x, np.ndarray) else x, f"{side}_{what}"
         if x.shape not in ((length,), (1, length), (lengths[0], length)) or not jnp.issubdtype(x.dtype, jnp.integer):
             raise ShapeError(
@@ -171,7 +172,7 @@ def _table(tables: dict[str, Any], name: str, x: Any, lengths: CallSizes, has_or
     _check_place(name.replace("_", " "), has_origin)
     axes, group = {4: "bhqk", 3: "bqk", 2: "bk"}.get(x.ndim, ""), lengths.heads // lengths.kv_heads
     places = {**{(a, n): a for a, n in zip("bhqk", lengths, strict=False)}, **{(a, 1): "0" for a in "bhqk"}}
-    places.setdefault(("h", lengths.kv_heads), f"h // {group}")
+    places.setdefault(("h", lengths.kv_heads), f"h // {group}")  # with as many key heads as heads it is h itself
     index = [places.get(axis) for axis in zip(axes, x.shape, strict=False)]
     if not axes or None in index:
         raise ShapeError(
@@ -363,6 +364,7 @@ class RingAttention(FrisketAttention):
                 f"ring attention takes as many queries as keys, not {query.shape[1]} and {key.shape[1]}\n"
                 "  a step of decoding is for a cache over the devices: frisket.caches.jax"
             )
+        # a new object, as the deal of a call is no setting of the operator
         one = _Dealt(self.metadata, deal, query.shape[1])
         return FrisketAttention.forward_native(one, query, key, value, mask, **keywords)
 
@@ -407,7 +409,9 @@ class _Dealt(FrisketAttention):
         mesh, att = self.metadata.mesh, op_call.attention(options)
         assert mesh is not None  # there are several ranks
         split = self.specs(arrays[0])[0]
+        # the axis of the ring splits tokens, and nothing else
         batch = fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
+        # nor does the axis of batches split heads
         heads = fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *axes_of(batch)})
         variant: Any = "ring" if self.metadata.scan_ring_attention else "all-gather"
         return attend(

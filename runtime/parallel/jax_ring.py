@@ -321,7 +321,7 @@ class _AllGather:
         keys, k_at = self._gathered({n: arrays[n] for n in self.axis})
         results = self.shard.forward(arrays["q"], _values_of(arrays), keys, k_at)
         if "sinks" in learned:
-            # kernels count no sinks, and `_began` is of the sinks alone
+            # kernels count no sinks: `_began` counts them, and nothing else
             results = merged((_began(learned, learned["v"].shape[3]), results), jnp, "bshd")
         return results[0].astype(arrays["q"].dtype), *results[1:]
 

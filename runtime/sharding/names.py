@@ -59,7 +59,7 @@ class _NotGiven:
         return "EMPTY_VAL"
 
     def __reduce__(self) -> str:
-        return "EMPTY_VAL"
+        return "EMPTY_VAL"  # pickled by name, so that there is one object
 
 
 EMPTY_VAL: Any = _NotGiven()

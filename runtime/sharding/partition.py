@@ -155,7 +155,7 @@ class PartitionAxis:
             if value is EMPTY_VAL:
                 names = tuple(name for source in DEFAULTS[f.name] for name in names_of(getattr(self, source)))
                 value = names[0] if len(names) == 1 else names or None
-            value = tuple(value) if isinstance(value, list) else value
+            value = tuple(value) if isinstance(value, list) else value  # a tuple: a partition axis has a hash
             if not (value is None or isinstance(value, str | tuple)) or not all(
                 isinstance(name, str) for name in names_of(value)
             ):
@@ -286,7 +286,7 @@ class PartitionManager:
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     def __enter__(self) -> PartitionManager:
-        _tokens.set((*_tokens.get(), _current.set(self)))
+        _tokens.set((*_tokens.get(), _current.set(self)))  # a stack, as one manager may be entered more than once
         return self
 
     def __exit__(self, *error: object) -> None:
