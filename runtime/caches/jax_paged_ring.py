@@ -72,10 +72,8 @@ class PagedKVCache(JaxCache):
         """An empty pool of `pages` pages of `page` tokens, a multiple of 16, for `batch` rows of at most `width` pages
         each; `dtype` as for `KVCache`."""
         if page % 16 or batch < 1 or width < 1:
-            raise ShapeError(
-                f"pages of {page} tokens for {batch} rows of {width} pages; a page is a multiple of 16 tokens, and "
-                "there is at least one row of one page"
-            )
+            text = f"pages of {page} tokens for {batch} rows of {width} pages; a page is a multiple of 16 tokens, and "
+            raise ShapeError(f"{text}there is at least one row of one page")
         arrays = empty((pages, page, kv_heads), head_dim, v_dim, dtype)
         room, lengths = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)  # two, or they could not be donated
         return cls(**arrays, pages=jnp.zeros((batch, width), jnp.int32), room=room, lengths=lengths,

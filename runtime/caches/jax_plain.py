@@ -170,10 +170,8 @@ def grown(
     if not traced(over) and bool(over.any()):
         b = int(np.argmax(np.asarray(over)))
         most = int(np.broadcast_to(np.asarray(room), over.shape)[b])
-        raise CapacityError(
-            f"sequence {b} has {int(lengths[b])} tokens and {int(counts[b])} new ones, the cache has room for {most}\n"
-            f"  {larger}; nothing has changed"
-        )
+        text = f"sequence {b} has {int(lengths[b])} tokens and {int(counts[b])} new ones, the cache has room for "
+        raise CapacityError(f"{text}{most}\n  {larger}; nothing has changed")
     return jnp.minimum(total, room), over
 
 
@@ -345,9 +343,8 @@ class ShardedKVCache(JaxCache):
         axis, or several as in a partition spec: `("dp", "fsdp")`."""
         split = {"capacity": (axis, capacity), "batch": (batch_axis, batch), "kv_heads": (head_axis, kv_heads)}
         if not axis:
-            raise ShapeError(
-                "axis is None; positions are split over a mesh axis, and a KVCache holds them on one device"
-            )
+            text = "axis is None; positions are split over a mesh axis, and a KVCache holds them on one device"
+            raise ShapeError(text)
         for what, (axes, n) in split.items():
             over = prod(mesh.shape.get(name, 0) for name in names_of(axes))
             if not over or n % over:

@@ -66,10 +66,8 @@ class PagedKVCache(TorchCache):
         dtype: torch.dtype | str = torch.float32, device: Any = None,
     ) -> None:  # fmt: skip
         if page % 16 or width < 1:
-            raise ShapeError(
-                f"pages of {page} tokens for rows of {width} pages; a page is a multiple of 16 tokens, a row has at "
-                "least one page"
-            )
+            text = f"pages of {page} tokens for rows of {width} pages; a page is a multiple of 16 tokens, a row has at "
+            raise ShapeError(f"{text}least one page")
         super().__init__(batch, pages, page, kv_heads, head_dim, v_dim, dtype, device)
         del self.room  # register_buffer refuses the name of an attribute
         self.capacity, self.page, self._rooms = width * page, page, [0] * batch

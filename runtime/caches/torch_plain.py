@@ -279,10 +279,8 @@ class TorchCache(nn.Module):
         dtype = stored_dtype(dtype)
         v_dim = head_dim if v_dim is None else v_dim
         if min(batch, rows, tokens, kv_heads, head_dim, v_dim) < 1:
-            raise ShapeError(
-                f"a cache for {batch} sequences with {tokens} tokens, {kv_heads} heads of {head_dim} and {v_dim} "
-                "entries; each of them is at least 1"
-            )
+            text = f"a cache for {batch} sequences with {tokens} tokens, {kv_heads} heads of {head_dim} and {v_dim} "
+            raise ShapeError(f"{text}entries; each of them is at least 1")
         self.batch, self.kv_heads, self.head_dim, self.v_dim = batch, kv_heads, head_dim, v_dim
         shape = rows, kv_heads, tokens
         self.register_buffer("k", zeros(*shape, head_dim, dtype=dtype, device=device))
@@ -316,10 +314,8 @@ class TorchCache(nn.Module):
         """Raise `CapacityError` where so many more tokens find no room."""
         for b, (have, new, room) in enumerate(zip(known, more, self._rooms or known, strict=True)):
             if have + new > room:
-                raise CapacityError(
-                    f"sequence {b} has {have} tokens and {new} new ones, the cache has room for {room}\n"
-                    f"  {self._larger}; nothing has changed"
-                )
+                text = f"sequence {b} has {have} tokens and {new} new ones, the cache has room for {room}\n"
+                raise CapacityError(f"{text}  {self._larger}; nothing has changed")
 
     _larger = "make a cache of a larger capacity"
 

@@ -211,9 +211,8 @@ def plot(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     if path.suffix.lower() not in PAGES:
         layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or titled(program))
     elif (args.b, args.h, args.title) != (None, None, None) or args.dark:
-        raise ParameterError(
-            "--b, --h, --dark and --title are for .png and .svg: a page shows every slice, and follows the browser"
-        )
+        text = "--b, --h, --dark and --title are for .png and .svg: a page shows every slice, and follows the browser"
+        raise ParameterError(text)
     else:
         layout.to_html(path)
     bytes_ = path.stat().st_size

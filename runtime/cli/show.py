@@ -418,10 +418,8 @@ def laid_out(args: argparse.Namespace, mask: Mask) -> Layout:
     q_len = args.q_len or LENGTH
     kv_len = args.kv_len or q_len
     if (rows := -(-q_len // args.block[0])) > ROWS:
-        raise ParameterError(
-            f"{q_len:,} queries are {rows:,} rows of tiles, more than {ROWS:,}\n"
-            f"  take larger tiles, for example --block {-(-q_len // ROWS)}"
-        )
+        message = f"{q_len:,} queries are {rows:,} rows of tiles, more than {ROWS:,}\n"
+        raise ParameterError(f"{message}  take larger tiles, for example --block {-(-q_len // ROWS)}")
     mask.check_tables(q_len, kv_len, args.batch, args.heads)
     for name, at, size in (("--b", args.b, args.batch), ("--h", args.h, args.heads)):
         if at is not None and at >= size:
@@ -474,10 +472,8 @@ def table(text: str) -> tuple[str, NDArray[Any]]:
     """`table("doc=doc.npy")` or `table("doc=[0, 0, 1]")`: the name and the array."""
     name, _, value = (part.strip() for part in text.partition("="))
     if not value or not name:
-        raise ParameterError(
-            f"--table {text}: write NAME=FILE with a .npy file, for example --table doc=doc.npy, or the numbers, "
-            "for example --table doc=[0,0,1,1]"
-        )
+        message = f"--table {text}: write NAME=FILE with a .npy file, for example --table doc=doc.npy, or the numbers, "
+        raise ParameterError(f"{message}for example --table doc=[0,0,1,1]")
     if not value.startswith("[") and re.fullmatch(r"[-+\w.]+(\s*,\s*[-+\w.]*)+", value):
         raise ParameterError(f"--table {text}: the numbers stand in brackets: write --table {name}=[{value}]")
     return name, inline_array(text, value) if value.startswith("[") else array_of_file(text, value)
@@ -489,10 +485,8 @@ def inline_array(text: str, value: str) -> NDArray[Any]:
     except (ValueError, RecursionError, OverflowError):
         array = np.empty(0, object)  # refused below
     if array.dtype.kind not in "biuf":
-        raise ParameterError(
-            f"--table {text}: the numbers stand in brackets, for example doc=[0,0,1,1], and rows of equal length in "
-            "brackets of theirs, for example t=[[0,1],[2,3]]"
-        )
+        message = f"--table {text}: the numbers stand in brackets, for example doc=[0,0,1,1], and rows of equal length "
+        raise ParameterError(f"{message}in brackets of theirs, for example t=[[0,1],[2,3]]")
     return array
 
 

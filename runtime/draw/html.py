@@ -55,9 +55,8 @@ def mask(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
         page_program = program(layout.written, scalars, tables, pack, layout.shown)
         size = sum(sum(map(len, table["array"].values())) for table in page_program["tables"].values())
         if size > TABLES:
-            raise BudgetError(
-                f"its tables take {size / (1 << 20):.1f} MiB, more than the {TABLES >> 20} a page carries"
-            )
+            message = f"its tables take {size / (1 << 20):.1f} MiB, more than the {TABLES >> 20} a page carries"
+            raise BudgetError(message)
     except BudgetError as error:
         return {"text": " ".join(repr(layout.shown).split()), "spans": {}, "program": None, "why": str(error)}
     index = {node: i for i, node in enumerate(walk(layout.written))}
@@ -198,10 +197,8 @@ def data(layout: Tiling, pack: Pack = packed, table: Pack | None = None) -> dict
     packed_runs = runs(layout, pack)
     size = sum(len(text) for array in packed_runs.values() for text in array.values())
     if size > PACKED:
-        raise BudgetError(
-            f"the runs of this layout take {size >> 20} MiB, a page carries {PACKED >> 20}; take larger tiles, or "
-            "lay out a part with `origin` and `sizes`"
-        )
+        message = f"the runs of this layout take {size >> 20} MiB, a page carries {PACKED >> 20}; take larger tiles, "
+        raise BudgetError(f"{message}or lay out a part with `origin` and `sizes`")
     b, h, q, k = layout.origin
     return {
         "qLen": layout.q_len, "kvLen": layout.kv_len, "batch": layout.batch, "heads": layout.heads,

@@ -252,11 +252,9 @@ def _fine(layout: Tiling, style: Style, tokens: bool | None, slices: int) -> int
     positions, longest = layout.q_len * layout.kv_len, max(layout.q_len, layout.kv_len)
     fits = positions <= TOKENS and longest <= style.pixels
     if tokens and not fits:
-        raise ParameterError(
-            f"tokens=True draws at most {TOKENS:,} positions, one pixel each or more; these are {positions:,} in "
-            f"{style.pixels} pixels a side\n  lay out a part with `origin` and `sizes`, give a larger `size`, or "
-            "see `to_html`"
-        )
+        text = f"tokens=True draws at most {TOKENS:,} positions, one pixel each or more; these are {positions:,} in "
+        text += f"{style.pixels} pixels a side\n  lay out a part with `origin` and `sizes`, give a larger `size`, or "
+        raise ParameterError(f"{text}see `to_html`")
     if tokens is not None or fits:
         return int(tokens is not False)
     looked = slices if uses(layout.written) & {"b", "h"} else 1

@@ -116,13 +116,11 @@ def checked(question: Mapping[str, Any]) -> Question:
             raise ShapeError(f"{name} is {n!r}\n  write a whole number from 1 to {LONGEST:,}")
     for length, tile in zip((numbers["q_len"], numbers["kv_len"]), block, strict=True):
         if length > tile * TILES:
-            raise ShapeError(
-                f"{length:,} tokens in tiles of {tile:,} are more than {TILES:,} tiles\n  take larger tiles"
-            )
+            text = f"{length:,} tokens in tiles of {tile:,} are more than {TILES:,} tiles\n  take larger tiles"
+            raise ShapeError(text)
     if numbers["batch"] * numbers["heads"] * -(-numbers["q_len"] // block[0]) > ROWS:
-        raise ShapeError(
-            f"batch, heads and rows of tiles are more than {ROWS:,} together\n  take fewer, or larger tiles"
-        )
+        text = f"batch, heads and rows of tiles are more than {ROWS:,} together\n  take fewer, or larger tiles"
+        raise ShapeError(text)
     values, have = question.get("values", {}), question.get("have", [])
     if not isinstance(values, Mapping) or not all(isinstance(x, bool | int | float) for x in values.values()):
         raise ParameterError("values are numbers, true or false, by the names of parameters")

@@ -89,10 +89,8 @@ def to_bsr(layout: Tiling, bits: bool = False) -> BSR:
     tiles = [_rows(layout, int(i)) for i in range(len(layout.spans.count))]
     cost = sum(int((tiles[i].kind == PARTIAL).sum()) for i in index) * layout.block[0] * layout.block[1]
     if cost > BUDGET:
-        raise ExportError(
-            f"the cut tiles hold {cost:,} elements, more than the {BUDGET:,} that an export looks at\n"
-            "  ask for to_bsr() without bits, a smaller crop, or smaller tiles"
-        )
+        text = f"the cut tiles hold {cost:,} elements, more than the {BUDGET:,} that an export looks at\n"
+        raise ExportError(f"{text}  ask for to_bsr() without bits, a smaller crop, or smaller tiles")
 
     alike = distance_only(expr)
 
@@ -194,11 +192,9 @@ def to_splash(layout: Tiling, fused: bool = False) -> Splash:
     _check_lengths(layout)
     bsr = to_bsr(layout, bits=True)
     if (differ := (bsr.slice_of != bsr.slice_of[:1]).any(axis=1)).any():
-        raise ExportError(
-            "splash attention has one mask for all batch entries, and entry "
-            f"{int(np.argmax(differ))} of the layout differs from the first\n"
-            "  lay the entries out one by one: batch=1 with origin=(b, 0, 0, 0)"
-        )
+        text = "splash attention has one mask for all batch entries, and entry "
+        text += f"{int(np.argmax(differ))} of the layout differs from the first\n"
+        raise ExportError(f"{text}  lay the entries out one by one: batch=1 with origin=(b, 0, 0, 0)")
     tiles, partial = _tiles(layout, bsr)
     _no_empty_row(layout, tiles, partial)
 
@@ -217,10 +213,8 @@ def to_splash(layout: Tiling, fused: bool = False) -> Splash:
 def _check_lengths(layout: Tiling) -> None:
     for name, n, tile in zip(("q_len", "kv_len"), (layout.q_len, layout.kv_len), layout.block, strict=True):
         if n % tile:
-            raise ExportError(
-                f"splash attention wants {name} to be whole tiles, and {n} is not a multiple of {tile}\n"
-                "  pad the sequence and hide the padding in the mask, or choose another tile size"
-            )
+            text = f"splash attention wants {name} to be whole tiles, and {n} is not a multiple of {tile}\n"
+            raise ExportError(f"{text}  pad the sequence and hide the padding in the mask, or choose another tile size")
 
 
 def _tiles(layout: Tiling, bsr: BSR) -> tuple[_Tiles, Array]:
@@ -259,10 +253,9 @@ def _no_empty_row(layout: Tiling, tiles: _Tiles, partial: Array) -> None:
     if not seen.all():
         h, row, i = (int(x[0]) for x in np.nonzero(~seen))
         q = row * layout.block[0] + i
-        raise ExportError(
-            f"query {q} of the layout sees no key, and splash attention would give it a mean over hidden ones\n"
-            f"  {why(layout, 0, h, q, 0)}\n  let every query see a key, or use to_block_mask() or to_fa4()"
-        )
+        text = f"query {q} of the layout sees no key, and splash attention would give it a mean over hidden ones\n"
+        text += f"  {why(layout, 0, h, q, 0)}\n  let every query see a key, or use to_block_mask() or to_fa4()"
+        raise ExportError(text)
 
 
 def _walked(tiles: _Tiles, dkv: bool, shrink: bool) -> tuple[Array, Array, Array]:
@@ -303,10 +296,8 @@ def _walked(tiles: _Tiles, dkv: bool, shrink: bool) -> tuple[Array, Array, Array
 
 def _check_size(entries: int) -> None:
     if entries > _MOST:
-        raise ExportError(
-            f"MaskInfo holds three integers for every tile, in scalar memory, and {entries:,} are too many\n"
-            f"  use larger tiles: {_MOST:,} entries are the most"
-        )
+        text = f"MaskInfo holds three integers for every tile, in scalar memory, and {entries:,} are too many\n"
+        raise ExportError(f"{text}  use larger tiles: {_MOST:,} entries are the most")
 
 
 def _small(x: Array) -> Array:

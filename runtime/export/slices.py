@@ -54,10 +54,8 @@ def to_varlen(layout: Tiling) -> Varlen:
     """
 
     def too_many(b: int, h: int, q: int, runs: list[tuple[int, int]]) -> ExportError:
-        return ExportError(
-            f"varlen attention shows a query one run of keys, and query {q} of the layout sees {len(runs)}: "
-            f"{listed(runs)}\n  {why(layout, b, h, q, runs[0][1])}\n  to_slices(), {ANY}"
-        )
+        text = f"varlen attention shows a query one run of keys, and query {q} of the layout sees {len(runs)}: "
+        return ExportError(f"{text}{listed(runs)}\n  {why(layout, b, h, q, runs[0][1])}\n  to_slices(), {ANY}")
 
     seen = lines(layout, most=1, too_many=too_many)
     one_mask(layout, seen, "varlen attention")
@@ -86,10 +84,9 @@ def one_mask(layout: Tiling, seen: VisibleRuns, name: str) -> None:
         return
     b, h = (int(x[0]) for x in np.nonzero(of != of[:, :1]))
     q, k = _difference(seen, int(of[b, 0]), int(of[b, h]))
-    raise ExportError(
-        f"{name} has one mask for all heads, and heads 0 and {h} of the layout differ\n"
-        f"  {why(layout, b, 0, q, k)}\n  {why(layout, b, h, q, k)}\n  lay heads out one by one, or: {ANY}"
-    )
+    text = f"{name} has one mask for all heads, and heads 0 and {h} of the layout differ\n"
+    text += f"  {why(layout, b, 0, q, k)}\n  {why(layout, b, h, q, k)}\n  lay heads out one by one, or: {ANY}"
+    raise ExportError(text)
 
 
 def _difference(seen: VisibleRuns, s: int, t: int) -> tuple[int, int]:
@@ -125,10 +122,8 @@ def _misfit(layout: Tiling, q: int, has: tuple[int, int], flags: tuple[int, int]
     odd = [k for k in sorted({a, z - 1, low, high - 1}) if (a <= k < z) != (low <= k < high)]
     k = min(max(odd[0], 0), layout.kv_len - 1) if odd else a
     shown = f" {listed([(low, high)])}" if flags else ""
-    return ExportError(
-        f"query {q} of the layout sees keys {listed([(a, z)])}, and {reason}{shown}\n"
-        f"  {why(layout, b, 0, q, k)}\n  to_slices() has more kinds of rectangle; {ANY}"
-    )
+    text = f"query {q} of the layout sees keys {listed([(a, z)])}, and {reason}{shown}\n"
+    return ExportError(f"{text}  {why(layout, b, 0, q, k)}\n  to_slices() has more kinds of rectangle; {ANY}")
 
 
 MOST = 64  # runs of keys a query may have
@@ -166,10 +161,8 @@ def to_slices(layout: Tiling) -> Slices:
     """
 
     def too_many(b: int, h: int, q: int, runs: list[tuple[int, int]]) -> ExportError:
-        return ExportError(
-            f"slices are long trapezoids, and query {q} of the layout alone sees {len(runs)} runs of keys: "
-            f"{listed(runs)}\n  {why(layout, b, h, q, runs[0][1])}\n  {ANY}"
-        )
+        text = f"slices are long trapezoids, and query {q} of the layout alone sees {len(runs)} runs of keys: "
+        return ExportError(f"{text}{listed(runs)}\n  {why(layout, b, h, q, runs[0][1])}\n  {ANY}")
 
     seen = lines(layout, most=MOST, too_many=too_many)
     one_mask(layout, seen, "a list of slices")
@@ -183,11 +176,9 @@ def to_slices(layout: Tiling) -> Slices:
         ptr, start, stop = (x.tolist() for x in seen.of(int(seen.slice_of[b, 0])))
         mine = list(zip(start[ptr[worst] : ptr[worst + 1]], stop[ptr[worst] : ptr[worst + 1]], strict=True))
         gap = mine[0][1] if len(mine) > 1 else max(mine[0][0] - 1, 0)
-        raise ExportError(
-            f"slices are long trapezoids, and this mask falls into more of them than its "
-            f"{layout.batch * layout.q_len:,} queries; query {worst} of the layout sees {len(mine)} runs of keys: "
-            f"{listed(mine)}\n  {why(layout, b, 0, worst, min(gap, layout.kv_len - 1))}\n  {ANY}"
-        )
+        text = "slices are long trapezoids, and this mask falls into more of them than its "
+        text += f"{layout.batch * layout.q_len:,} queries; query {worst} of the layout sees {len(mine)} runs of keys: "
+        raise ExportError(f"{text}{listed(mine)}\n  {why(layout, b, 0, worst, min(gap, layout.kv_len - 1))}\n  {ANY}")
     kind = np.where(end > at, move[np.minimum(at + 1, end)], FULL)
     ranges = np.stack([q[at], q[end] + 1]), np.stack([first[at], stop[end]])
     _verify(*ranges, kind, q, first, stop)
@@ -280,10 +271,8 @@ def to_flashmask(layout: Tiling) -> FlashMask:
 
     def too_many(b: int, h: int, key: int, runs: list[tuple[int, int]]) -> ExportError:
         hidden = [r for r in zip([0, *(x for _, x in runs)], [*(x for x, _ in runs), layout.q_len]) if r[0] < r[1]]
-        return ExportError(
-            f"FlashMask hides at most two runs of queries from a key, and key {key} of the layout is hidden from "
-            f"{len(hidden)}: {listed(hidden)}\n  {why(layout, b, h, hidden[1][0], key)}\n  {ANY}"
-        )
+        text = f"FlashMask hides at most two runs of queries from a key, and key {key} of the layout is hidden from "
+        return ExportError(f"{text}{len(hidden)}: {listed(hidden)}\n  {why(layout, b, h, hidden[1][0], key)}\n  {ANY}")
 
     seen = lines(layout, most=3, too_many=too_many, transposed=True)  # two hidden runs leave three visible ones
     hidden_runs = [_hidden(seen, s) for s in range(int(seen.slice_of.max()) + 1)]

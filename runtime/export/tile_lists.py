@@ -282,11 +282,9 @@ def both_ways(
     lines = [rows for _, rows, _ in sides for _ in kinds]
     cost = 4 * slices.size * sum(n * m for n, m in zip(lines, widest, strict=True))
     if cost > MEMORY:
-        raise ExportError(
-            f"{name} stores a column index for every tile: {cost / 2**30:.1f} GiB for {slices.shape[0]} x "
-            f"{slices.shape[1]} masks of {layout.rows} x {layout.columns} tiles\n"
-            f"  the most is {MEMORY >> 30} GiB: use larger tiles, or to_bsr(), with only the tiles that are read"
-        )
+        text = f"{name} stores a column index for every tile: {cost / 2**30:.1f} GiB for {slices.shape[0]} x "
+        text += f"{slices.shape[1]} masks of {layout.rows} x {layout.columns} tiles\n  the most is "
+        raise ExportError(f"{text}{MEMORY >> 30} GiB: use larger tiles, or to_bsr(), with only the tiles that are read")
     out = []
     for table, rows, columns in sides:
         of = np.asarray(table.slice_of)[: slices.shape[0], : slices.shape[1]]
@@ -315,10 +313,8 @@ def _check(sides: list[tuple[RunTable, int, int]], name: str) -> None:
         total = np.repeat(uses, rows)[_line(t)] * (t.stop.astype(np.int64) - t.start)
         totals.append([int(total[t.kind == kind].sum()) for kind in (PARTIAL, FULL)])
     if totals[0] != totals[1]:
-        raise ExportError(
-            f"{name} needs the tiles by rows and by columns, and some were left undecided one way only "
-            f"({totals[0]} against {totals[1]} partial and full)\n  ask for a smaller crop, or for larger tiles"
-        )
+        text = f"{name} needs the tiles by rows and by columns, and some were left undecided one way only ({totals[0]} "
+        raise ExportError(f"{text}against {totals[1]} partial and full)\n  ask for a smaller crop, or for larger tiles")
 
 
 def _line(t: RunTable) -> Array:

@@ -92,9 +92,8 @@ def flex_attention(
     if return_lse and return_aux is not None:
         raise ParameterError("return_lse and return_aux are both given\n  return_aux=AuxRequest(lse=True) has both")
     if not isinstance(return_aux, AuxRequest | None):
-        raise ParameterError(
-            f"return_aux is {return_aux!r}\n  it says what else to return: AuxRequest(lse=True, max_scores=True)"
-        )
+        text = f"return_aux is {return_aux!r}\n  it says what else to return: AuxRequest(lse=True, max_scores=True)"
+        raise ParameterError(text)
     # a kernel takes the scale as a number, which has no gradient: one that learns becomes part of the score mod
     if isinstance(scale, Tensor) and (learns(scale) or in_graph(scale)) and not scale.ndim:
         score_mod, scale = _scaled(scale, score_mod), 1.0

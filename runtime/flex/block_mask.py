@@ -360,11 +360,9 @@ class BlockMask(theirs.BlockMask):
         listed = (index.shape[-2], 1 << 62 if columns is None else columns.shape[-2])
         for name, n, tiles, size in zip(("queries", "keys"), lengths, listed, self._block, strict=True):
             if n > tiles * size:
-                raise ListError(
-                    f"seq_lengths has {n} {name}, the lists have {tiles} tiles of {size}\n"
-                    f"  there is nothing to say of what is beyond {tiles * size}: lay out the mask_mod itself, with "
-                    "create_block_mask"
-                )
+                text = f"seq_lengths has {n} {name}, the lists have {tiles} tiles of {size}\n"
+                text += f"  there is nothing to say of what is beyond {tiles * size}: lay out the mask_mod itself, "
+                raise ListError(f"{text}with create_block_mask")
 
     @property
     def BLOCK_SIZE(self) -> tuple[int, int]:  # type: ignore[override]  # noqa: N802 (torch's name)
@@ -435,10 +433,8 @@ class BlockMask(theirs.BlockMask):
     def __repr__(self) -> str:
         text = show(self._mod.expr, self._mod.values)
         lists = "" if self._user_lists is None else ", in the tiles listed"
-        return (
-            f"BlockMask(shape={self.shape}, BLOCK_SIZE={self._block}, sparsity={self.sparsity():.2f}%, "
-            f"mask={text if len(text) <= 60 else text[:57] + '...'!r}{lists})"
-        )
+        message = f"BlockMask(shape={self.shape}, BLOCK_SIZE={self._block}, sparsity={self.sparsity():.2f}%, "
+        return f"{message}mask={text if len(text) <= 60 else text[:57] + '...'!r}{lists})"
 
     # -- others from it ---------------------------------------------------------------------------
 

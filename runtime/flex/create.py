@@ -56,10 +56,8 @@ def create_block_mask(
             "_compile has no effect: the mask is never evaluated on every position", DeprecationWarning, stacklevel=2
         )
     if not isinstance(dq_kv_order, bool):
-        raise ParameterError(
-            f"dq_kv_order must be a bool when using create_block_mask, not {type(dq_kv_order).__name__}\n"
-            "  BlockMask.from_kv_blocks takes a tensor"
-        )
+        message = f"dq_kv_order must be a bool when using create_block_mask, not {type(dq_kv_order).__name__}\n"
+        raise ParameterError(f"{message}  BlockMask.from_kv_blocks takes a tensor")
     mod, fn, text = forms_of(mask_mod)
     lengths = pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)", 0)
     mask = BlockMask.of(mod, lengths, pair(BLOCK_SIZE, "BLOCK_SIZE"), _heads(B, H), _device(device), text=text)
@@ -141,10 +139,8 @@ def or_masks(*mask_mods: MaskLike) -> Callable[..., Any]:
 def _joined(op: str, mask_mods: tuple[Any, ...]) -> Callable[..., Any]:
     for one in mask_mods:
         if not callable(one) and not isinstance(one, str | Expr | Mask):
-            raise MaskModError(
-                f"{op}_masks of {type(one).__name__}: {one!r}\n  all inputs are mask_mods: functions of (b, h, q_idx, "
-                "kv_idx), texts, or frisket.Mask"
-            )
+            text = f"{op}_masks of {type(one).__name__}: {one!r}\n  all inputs are mask_mods: functions of (b, h, "
+            raise MaskModError(f"{text}q_idx, kv_idx), texts, or frisket.Mask")
     if all(map(callable, mask_mods)):
         return (torch_and_masks if op == "and" else torch_or_masks)(*mask_mods)
     if torch.compiler.is_dynamo_compiling():
@@ -163,9 +159,8 @@ class Joined:
         key = q_idx.device, self.tensor_mask.versions
         if key not in self._functions:
             if sized := sorted(ir.uses(self.tensor_mask.expr) & set(ir.SIZES)):
-                raise MaskModError(
-                    f"this mask reads `{sized[0]}`, which a mask_mod is not told\n  give it to create_block_mask"
-                )
+                text = f"this mask reads `{sized[0]}`, which a mask_mod is not told\n  give it to create_block_mask"
+                raise MaskModError(text)
             far = 1 << 31
             # one entry: older versions of its tensors do not return
             self._functions = {key: self.tensor_mask.callable({}, (far, far, far, far), "", q_idx.device)}
@@ -198,9 +193,8 @@ def create_nested_block_mask(
     if q_nt.device != kv_nt.device:
         raise ShapeError(f"q_nt is on {q_nt.device}, kv_nt on {kv_nt.device}\n  expected to be on the same device")
     if q_nt.shape[0] != kv_nt.shape[0]:
-        raise ShapeError(
-            f"q_nt holds {q_nt.shape[0]} sequences, kv_nt {kv_nt.shape[0]}\n  each query sequence has its keys"
-        )
+        text = f"q_nt holds {q_nt.shape[0]} sequences, kv_nt {kv_nt.shape[0]}\n  each query sequence has its keys"
+        raise ShapeError(text)
     if torch.compiler.is_dynamo_compiling():
         # `packed_in_graph` reads offsets alone, and holes are in the lengths
         if not callable(mask_mod) or any(x.lengths() is not None for x in (q_nt, kv_nt)):  # type: ignore[attr-defined]

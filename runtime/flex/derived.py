@@ -81,10 +81,8 @@ def picks(index: Any, sizes: Sequence[int]) -> list[Pick]:
     at = dots[0] if dots else len(indices)
     indices = (*indices[:at], *missing, *indices[at + 1 :])
     if sum(isinstance(x, Tensor | list) for x in indices) > 1:
-        raise PickError(
-            "block_mask[...] with two tensors\n  torch would pair them up, which is no mask of [batch, head, rows] any "
-            "more: pick along one axis at a time, block_mask[first][:, second]"
-        )
+        text = "block_mask[...] with two tensors\n  torch would pair them up, which is no mask of [batch, head, rows] "
+        raise PickError(f"{text}any more: pick along one axis at a time, block_mask[first][:, second]")
     return [_pick(x, n, name) for x, n, name in zip(indices, sizes, AXES[-len(sizes) :], strict=True)]
 
 
@@ -233,10 +231,8 @@ def joined(op: str, mask: BlockMask, other: Any) -> BlockMask:
     mod, batch = tensor_mask_of(other), mask._batch
     if isinstance(other, type(mask)):
         if (mask._lengths, mask._block) != (other._lengths, other._block):
-            raise ShapeError(
-                f"masks of {mask._lengths} in tiles of {mask._block} and of {other._lengths} in tiles of "
-                f"{other._block}\n  lay both out alike"
-            )
+            text = f"masks of {mask._lengths} in tiles of {mask._block} and of {other._lengths} in tiles of "
+            raise ShapeError(f"{text}{other._block}\n  lay both out alike")
         mod, batch = mod.sized(other._sizes), tuple(torch.broadcast_shapes(batch, other._batch))  # type: ignore[no-untyped-call]
     both = mask.tensor_mask.sized(mask._sizes).join(op, mod)
     return mask.of(both, mask._lengths, mask._block, batch, mask.device, mask)
@@ -251,10 +247,8 @@ def restored(kind: type[BlockMask], mod: Mask, values: dict[str, Any], state: di
 
 def _check_order(mask: BlockMask, what: str) -> None:
     if (mask._user_lists or {}).get("dq_kv_order") is not None:
-        raise OrderError(
-            f"a BlockMask with a tensor dq_kv_order is {what}\n  the order is of these lists alone: make another "
-            "BlockMask with the dq_write_order that belongs to it"
-        )
+        text = f"a BlockMask with a tensor dq_kv_order is {what}\n  the order is of these lists alone: make another "
+        raise OrderError(f"{text}BlockMask with the dq_write_order that belongs to it")
 
 
 # -- in a graph of torch -------------------------------------------------------------------------------
@@ -266,10 +260,8 @@ def function_or_text(mask_mod: Any) -> tuple[MaskMod | None, str | None]:
         return None, mask_mod
     if callable(mask_mod) and not isinstance(mask_mod, TensorMask):
         return mask_mod, None
-    raise MaskModError(
-        f"mask_mod is {type(mask_mod).__name__}, in a graph of torch\n  a graph takes a function "
-        "`mask_mod(b, h, q_idx, kv_idx)` or a text: make masks of anything else outside"
-    )
+    text = f"mask_mod is {type(mask_mod).__name__}, in a graph of torch\n  a graph takes a function "
+    raise MaskModError(f"{text}`mask_mod(b, h, q_idx, kv_idx)` or a text: make masks of anything else outside")
 
 
 def function_of(text: str) -> MaskMod:

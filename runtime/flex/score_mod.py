@@ -234,10 +234,8 @@ def traced(score_mod: Any, valueless: bool = False) -> tuple[TensorMask, tuple[T
             "score_mod returns an Int\n  it returns a Float: the score, or what was made of it; `x.float()` is one too"
         )
     if not function.scored:
-        raise ScoreModError(
-            "score_mod takes no score\n  it is score_mod(score, b, h, q_idx, kv_idx); a function of four that hides "
-            "positions is a mask_mod, for create_block_mask"
-        )
+        text = "score_mod takes no score\n  it is score_mod(score, b, h, q_idx, kv_idx); a function of four that hides "
+        raise ScoreModError(f"{text}positions is a mask_mod, for create_block_mask")
     return TensorMask(function.expr, function.tables), function.read
 
 

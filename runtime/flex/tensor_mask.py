@@ -189,10 +189,8 @@ def tensor_mask_of(source: MaskLike | TensorMask) -> TensorMask:
     if callable(source):
         return of_function(source, "mask")
     if not isinstance(source, str | Expr | Mask):
-        raise MaskModError(
-            f"mask_mod is {type(source).__name__}\n  it is a function `mask_mod(b, h, q_idx, kv_idx)`, a text as "
-            '"causal & window(256)", or a frisket.Mask'
-        )
+        text = f"mask_mod is {type(source).__name__}\n  it is a function `mask_mod(b, h, q_idx, kv_idx)`, a text as "
+        raise MaskModError(f'{text}"causal & window(256)", or a frisket.Mask')
     return of_bound(mask(source))
 
 
@@ -313,17 +311,13 @@ def check_lists(lists: Lists, kv_len: int | None, block: int) -> None:
     if index is None or count is None:
         raise ListError(f"{'kv_indices' if index is None else 'kv_num_blocks'} is None\n  both lists are needed")
     if index.dim() < 2:
-        raise ListError(
-            f"kv_indices has shape {tuple(index.shape)}\n"
-            "  a BlockMask must have at least 2 dimensions: [B, H, rows, columns] of tiles, or [rows, columns]"
-        )
+        text = f"kv_indices has shape {tuple(index.shape)}\n  a BlockMask "
+        raise ListError(f"{text}must have at least 2 dimensions: [B, H, rows, columns] of tiles, or [rows, columns]")
     for axis in ("kv", "q"):
         n, i = (lists[f"full_{axis}_{name}"] for name in ("num_blocks", "indices"))
         if (n is None) != (i is None):
-            raise ListError(
-                f"full_{axis}_num_blocks and full_{axis}_indices must be both provided or omitted\n"
-                f"  full_{axis}_{'num_blocks' if n is None else 'indices'} is missing"
-            )
+            text = f"full_{axis}_num_blocks and full_{axis}_indices must be both provided or omitted\n"
+            raise ListError(f"{text}  full_{axis}_{'num_blocks' if n is None else 'indices'} is missing")
     columns = columns_of(lists, kv_len, block)
     for name in ("kv", "full_kv"):
         pair = side(lists, name)
@@ -331,10 +325,8 @@ def check_lists(lists: Lists, kv_len: int | None, block: int) -> None:
             continue
         n, i = pair
         if i.shape[:-1] != index.shape[:-1] or n.shape != index.shape[:-1]:
-            raise ListError(
-                f"{name}_num_blocks has shape {tuple(n.shape)}, {name}_indices {tuple(i.shape)}\n"
-                f"  for the rows of kv_indices, the first has {tuple(index.shape[:-1])}, the second one axis more"
-            )
+            text = f"{name}_num_blocks has shape {tuple(n.shape)}, {name}_indices {tuple(i.shape)}\n  for the rows "
+            raise ListError(f"{text}of kv_indices, the first has {tuple(index.shape[:-1])}, the second one axis more")
         if i.is_cpu and n.is_cpu and not torch.compiler.is_dynamo_compiling():  # values on a device are not waited for
             _check_entries(name, n, i, columns)
     full = side(lists, "full_kv")
@@ -344,9 +336,8 @@ def check_lists(lists: Lists, kv_len: int | None, block: int) -> None:
         both = (listed(count, index, columns) & listed(*full, columns)).nonzero()
         if len(both):
             *_, row, column = both[0].tolist()
-            raise ListError(
-                f"tile (row {row}, column {column}) is listed as partial and as full\n  its keys would count twice"
-            )
+            text = f"tile (row {row}, column {column}) is listed as partial and as full\n  its keys would count twice"
+            raise ListError(text)
 
 
 def _check_entries(name: str, count: Tensor, index: Tensor, columns: int) -> None:
@@ -356,9 +347,8 @@ def _check_entries(name: str, count: Tensor, index: Tensor, columns: int) -> Non
     valid = torch.arange(width) < count[..., None]
     bad = valid & ((index < 0) | (index >= columns))
     if bool(bad.any()):
-        raise ListError(
-            f"{name}_indices lists column {int(index[bad][0])}\n  there are columns 0..{columns - 1}, of tiles"
-        )
+        text = f"{name}_indices lists column {int(index[bad][0])}\n  there are columns 0..{columns - 1}, of tiles"
+        raise ListError(text)
     if bool((listed(count, index, columns).sum(dim=-1) != count).any()):
         raise ListError(f"{name}_indices lists a column twice in one row\n  its keys would count twice")
 

@@ -67,10 +67,8 @@ class Attention(nnx.Module):
     ) -> None:  # fmt: skip
         kv_heads = heads if kv_heads is None else kv_heads
         if min(heads, kv_heads) < 1 or heads % kv_heads or (head_dim is None and features % heads):
-            raise ShapeError(
-                f"{features} features in {heads} heads over {kv_heads} key heads; heads are a multiple of key heads, "
-                "and divide the features, unless head_dim is given"
-            )
+            text = f"{features} features in {heads} heads over {kv_heads} key heads; heads are a multiple of key "
+            raise ShapeError(f"{text}heads, and divide the features, unless head_dim is given")
         head_dim = features // heads if head_dim is None else head_dim
         self.heads, self.kv_heads, self.head_dim, self.rotary_base = heads, kv_heads, head_dim, rotary_base
         self.mask, self.score = mask, score
@@ -106,9 +104,8 @@ class Attention(nnx.Module):
             tables = rotary_tables(jnp.asarray(positions), self.head_dim, self.rotary_base)
             q, k = (apply_rotary_pos_emb(y, *tables, layout="bshd") for y in (q, k))
         if name := next((n for n in ("mask", "score") if n in keywords), None):
-            raise ParameterError(
-                f"the {name} of this layer is fixed when it is made; a call may give segment_ids= or bias="
-            )
+            text = f"the {name} of this layer is fixed when it is made; a call may give segment_ids= or bias="
+            raise ParameterError(text)
         if cache is None:
             if counts is not None:
                 raise ParameterError("counts are of new tokens for a cache; without one give segment_ids or a mask")
@@ -266,10 +263,8 @@ def _lengths(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], tuple[i
     """The batch axes, and (batch, heads, q_len, kv_len)."""
     lead = query.shape[:-3]
     if min(x.ndim for x in (query, key, value)) < 3 or not lead == key.shape[:-3] == value.shape[:-3]:
-        raise ShapeError(
-            f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; they are "
-            "[batch..., length, heads, dim], with the same batch axes"
-        )
+        text = f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; they are "
+        raise ShapeError(f"{text}[batch..., length, heads, dim], with the same batch axes")
     return lead, (math.prod(lead), query.shape[-2], query.shape[-3], key.shape[-3])
 
 
@@ -285,10 +280,8 @@ def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, in
     full = (*lead, *lengths[1:])
     shape = (1,) * (len(full) - x.ndim) + x.shape
     if len(shape) > len(full) or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
-        raise ShapeError(
-            f"the {name.removeprefix('flax_')} is {list(x.shape)} for [batch..., heads, q_len, kv_len] = {list(full)}; "
-            "it is broadcast to that, each axis of its length or 1"
-        )
+        text = f"the {name.removeprefix('flax_')} is {list(x.shape)} for [batch..., heads, q_len, kv_len] = "
+        raise ShapeError(f"{text}{list(full)}; it is broadcast to that, each axis of its length or 1")
     rest, batch_shape = shape[len(lead) :], shape[: len(lead)]
     index = ["0" if n == 1 else c for c, n in zip("hqk", rest, strict=True)]
     if batch_shape == lead or math.prod(batch_shape) == 1:

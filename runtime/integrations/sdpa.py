@@ -141,15 +141,11 @@ def _four_axes(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> tuple[Tensor, Tens
 def _four_axes_of_mask(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
     """The mask as [batch or 1, heads or 1, q_len or 1, kv_len or 1]; `whole` is the shape it broadcasts to."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ParameterError(
-            f"attn_mask is {mask.dtype}; it is Bools, True where a key is visible, or Floats that are added to scores\n"
-            "  attn_mask.bool() makes Bools of 0 and 1"
-        )
+        text = f"attn_mask is {mask.dtype}; it is Bools, True where a key is visible, or Floats that are added to "
+        raise ParameterError(f"{text}scores\n  attn_mask.bool() makes Bools of 0 and 1")
     if not 2 <= mask.ndim <= len(whole) or any(n not in (1, m) for n, m in zip(mask.shape[::-1], whole[::-1])):
-        raise ShapeError(
-            f"attn_mask has the shape {list(mask.shape)}; it broadcasts to [..., heads, q_len, kv_len] = {list(whole)}"
-            ": give each axis its length there, or 1"
-        )
+        text = f"attn_mask has the shape {list(mask.shape)}; it broadcasts to [..., heads, q_len, kv_len] = "
+        raise ShapeError(f"{text}{list(whole)}: give each axis its length there, or 1")
     mask = mask[(None,) * (len(whole) - mask.ndim)]
     if not mask.requires_grad:  # the gradient of a leaf belongs to every entry
         # a step of 0: one entry stands for the axis

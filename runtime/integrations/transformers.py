@@ -151,10 +151,9 @@ def _mask_of(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Any, causal: b
         if have != want and all(n in (1, m) for n, m in zip(have, want)) and mask.make is not None:
             return _dense(mask.array(), q, k)  # one row for all queries or keys, as an array of it would be
         if have != want:
-            raise ShapeError(
-                f"attention of {q.shape[2]} queries to {k.shape[2]} keys, under a mask of {mask.q_len} x "
-                f"{mask.kv_len} that transformers has made\n  give every layer the mask made for its cache"
-            )
+            text = f"attention of {q.shape[2]} queries to {k.shape[2]} keys, under a mask of {mask.q_len} x "
+            text += f"{mask.kv_len} that transformers has made\n  give every layer the mask made for its cache"
+            raise ShapeError(text)
         return mask
     if isinstance(mask, Tensor):
         return _dense(mask, q, k)
@@ -178,10 +177,8 @@ def _dense(mask: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
 def _refuse(rest: Mapping[str, Any], mask: SymbolicMask) -> None:
     for name in ("head_mask", "layer_head_mask"):
         if rest.get(name) is not None and rest[name] is not False:
-            raise ParameterError(
-                f"attn_implementation='frisket' does not take {name}\n  prune heads with the model's own means, or "
-                "leave out head_mask"
-            )
+            text = f"attn_implementation='frisket' does not take {name}\n  prune heads with the model's own means, or "
+            raise ParameterError(f"{text}leave out head_mask")
     if rest.get("output_attentions"):
         warnings.warn(
             "attn_implementation='frisket' gives None for output_attentions=True: no weights are ever written out\n  "
@@ -189,10 +186,9 @@ def _refuse(rest: Mapping[str, Any], mask: SymbolicMask) -> None:
         )  # fmt: skip
     lengths = rest.get("cu_seq_lens_q")
     if lengths is not None and lengths.shape[0] > 2 and mask.structure and not mask.documents:
-        raise ParameterError(
-            "cu_seq_lens_q says that several documents are packed in a row, and the mask does not\n"
-            "  give position_ids that begin at 0 with every document, use_cache=False, and no attention_mask"
-        )
+        text = "cu_seq_lens_q says that several documents are packed in a row, and the mask does not\n"
+        text += "  give position_ids that begin at 0 with every document, use_cache=False, and no attention_mask"
+        raise ParameterError(text)
 
 
 # -- continuous batching -----------------------------------------------------------------------------------------------
@@ -249,9 +245,8 @@ def kind_of(module: Any, rest: Mapping[str, Any]) -> str:
 def refuse_without_cache() -> None:
     """Refuse a layer without cache or lengths in a step of continuous batching: requests would share keys."""
     if not torch.compiler.is_compiling() and getattr(_step, "cache", None) is not None:
-        raise ParameterError(
-            "this model does not hand the cache of continuous batching to its attention layers\n  use `generate`"
-        )
+        text = "this model does not hand the cache of continuous batching to its attention layers\n  use `generate`"
+        raise ParameterError(text)
 
 
 # transformers' cache is written in place, through views that a graph would copy
@@ -337,11 +332,8 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
                 if has_texts
                 else ("the mask of this model", ELSEWHERE)
             )
-            raise ParameterError(
-                f"{mask} looks behind the cache of a sliding-window layer: {why.splitlines()[0]}\n  {way_out}"
-            )
+            text = f"{mask} looks behind the cache of a sliding-window layer: {why.splitlines()[0]}\n  {way_out}"
+            raise ParameterError(text)
         if has_texts and not has_positions:
-            raise ParameterError(
-                "this model does not tell its attention the positions of tokens, and a sliding-window cache has no "
-                f"first ones: a mask or score mod of the config cannot be placed\n  {ELSEWHERE}"
-            )
+            text = "this model does not tell its attention the positions of tokens, and a sliding-window cache has no "
+            raise ParameterError(f"{text}first ones: a mask or score mod of the config cannot be placed\n  {ELSEWHERE}")

@@ -98,19 +98,16 @@ def _config_text(config: Any, module: torch.nn.Module, name: str) -> str | None:
         known = {FULL, SLIDING} if types is None else set(types)
         for kind in text:
             if kind not in known:
-                raise ParameterError(
-                    f"config.{name} names {kind!r}; the layers of this model are {', '.join(sorted(known))}"
-                )
+                message = f"config.{name} names {kind!r}; the layers of this model are {', '.join(sorted(known))}"
+                raise ParameterError(message)
         if types is not None:
             text = text.get(types[module.layer_idx])
         else:
             # without layer_types all layers are of one kind
             text = text.get(FULL if getattr(config, "sliding_window", None) is None else SLIDING)
     if text is not None and not isinstance(text, str):
-        raise ParameterError(
-            f"config.{name} is {text!r}; it is a text, or a dict of texts by type of layer, which configs can save\n"
-            f"  the text of a mask or score mod of frisket is str(it)"
-        )
+        message = f"config.{name} is {text!r}; it is a text, or a dict of texts by type of layer, which configs can "
+        raise ParameterError(f"{message}save\n  the text of a mask or score mod of frisket is str(it)")
     if text is not None and getattr(config, "is_encoder_decoder", False):
         raise ParameterError(f"config.{name} is set, and an encoder-decoder has three kinds of attention: leave it out")
     return text
@@ -131,9 +128,8 @@ def _values(config: Any, params: Mapping[str, Any] | None, names: list[str]) -> 
 def _check_place(text: str, values: Mapping[str, Any], symbolic: SymbolicMask, heads: int) -> None:
     """Refuse a user's mask where it has no meaning, or shows keys that the cache of a sliding window has dropped."""
     if "attention_mask" in symbolic.tables:
-        raise ParameterError(
-            "config.frisket_mask is set, and this call brings an attention_mask of 4 axes: leave out one of them"
-        )
+        message = "config.frisket_mask is set, and this call brings an attention_mask of 4 axes: leave out one of them"
+        raise ParameterError(message)
     if symbolic.chosen:
         raise ParameterError("config.frisket_mask is set, and this model chooses keys under its own mask: leave it out")
     if not symbolic.kv_offset:  # a cache from key 0 on has dropped nothing
@@ -159,10 +155,8 @@ def check_fields(names: Iterable[str], where: str) -> None:
     """
     if wrong := [n for n in names if str(n).startswith("frisket") and n not in FIELDS]:
         near = nearest(wrong[0], FIELDS)
-        raise ParameterError(
-            f"{where}{wrong[0]} is not read{f'; did you mean `{near}`?' if near else ''}\n"
-            f"  the fields are {', '.join(FIELDS)}"
-        )
+        text = f"{where}{wrong[0]} is not read{f'; did you mean `{near}`?' if near else ''}\n"
+        raise ParameterError(f"{text}  the fields are {', '.join(FIELDS)}")
 
 
 # -- when a model is made ----------------------------------------------------------------------------------------------

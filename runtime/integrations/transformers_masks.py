@@ -154,10 +154,8 @@ class SymbolicMask:
 
         Bools for models that have sdpa; for others what eager attention adds to scores, 0 and the dtype's least."""
         if self.make is None:
-            raise ParameterError(
-                "this model computes with its attention mask, and under attn_implementation='frisket' that is no "
-                "array\n  load it with attn_implementation='eager', or 'sdpa'"
-            )
+            text = "this model computes with its attention mask, and under attn_implementation='frisket' that is no "
+            raise ParameterError(f"{text}array\n  load it with attn_implementation='eager', or 'sdpa'")
         if "array" not in self.cached:
             self.cached["array"] = self.make()
         tensor: Tensor = self.cached["array"]
@@ -243,9 +241,8 @@ def symbolic(
 
     def make() -> Tensor:
         if getattr(config, "frisket_mask", None) is not None:
-            raise ParameterError(
-                "config.frisket_mask is set, and this model computes with its own attention mask: leave it out"
-            )
+            message = "config.frisket_mask is set, and this model computes with its own attention mask: leave it out"
+            raise ParameterError(message)
         array: Any = (sdpa_mask if bools else eager_mask)(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, use_vmap=use_vmap, device=device,

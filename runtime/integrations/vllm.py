@@ -131,10 +131,8 @@ class VllmBatchBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc
             raise ParameterError(f"blocks of {self.page} tokens\n  give --block-size a multiple of {MULTIPLE}")
         # vLLM derives builders for chunked attention and the like, whose requests begin elsewhere
         if type(self) is not VllmBatchBuilder and any(x is not None for x in _fields(vllm_config)):
-            raise ParameterError(
-                f"{layer_names[0]} counts positions from another token than the first ({type(self).__name__}); there "
-                f"frisket_mask and frisket_score mean something else\n  leave them out"
-            )
+            text = f"{layer_names[0]} counts positions from another token than the first ({type(self).__name__}); "
+            raise ParameterError(f"{text}there frisket_mask and frisket_score mean something else\n  leave them out")
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedBatch:
         """The batch of a step. A common prefix needs no treatment of its own: the blocks of all are read anyway."""

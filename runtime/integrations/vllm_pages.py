@@ -81,10 +81,8 @@ def _row(
     batch's tokens from `first` up to `tokens`, exclusive. Places behind the last used block are read by no token."""
     n, width = blocks.shape
     if n * width * page >= masks.LONGEST:
-        raise ShapeError(
-            f"{n} requests of up to {width * page} tokens read at once are {n * width * page} places, of at most "
-            f"{masks.LONGEST - 1}\n  lower vLLM's max_num_seqs or max_model_len"
-        )
+        text = f"{n} requests of up to {width * page} tokens read at once are {n * width * page} places, of at most "
+        raise ShapeError(f"{text}{masks.LONGEST - 1}\n  lower vLLM's max_num_seqs or max_model_len")
     used = (lengths + (page - 1)) // page
     ends = used.cumsum(0, dtype=torch.int32)
     begins = ends - used
@@ -124,20 +122,16 @@ class ServedLayer:
         text, mod = default_mask if mask is None else mask, " then ".join(steps) or None
         names = {*as_mask(text).unbound, *(as_score(mod).unbound if mod else ())}
         if missing := sorted(names - bindings.keys()):
-            raise ParameterError(
-                f"`{missing[0]}` of frisket_mask or frisket_score has no value; give "
-                f'frisket_params = {{"{missing[0]}": ...}}'
-            )
+            message = f"`{missing[0]}` of frisket_mask or frisket_score has no value; give "
+            raise ParameterError(f'{message}frisket_params = {{"{missing[0]}": ...}}')
         values = {n: torch.tensor(x) if isinstance(x, list | tuple) else x for n, x in bindings.items()}
         self.values = {n: x for n, x in values.items() if n in names or not spare}
         self.attention = attention_for(text, mod, Options(scale), self.values)
         if why := masks.not_served(self.attention, self.values):
             raise ParameterError(why)
         if mask is not None and window is not None and (why := masks.no_room(self.attention, window, 1, self.values)):
-            raise ParameterError(
-                f"the mask looks behind the sliding window of this layer: {why.splitlines()[0]}\n  add "
-                f"`& window({window})`"
-            )
+            message = f"the mask looks behind the sliding window of this layer: {why.splitlines()[0]}\n  add "
+            raise ParameterError(f"{message}`& window({window})`")
 
     def attend(self, q: Tensor, pool: Tensor, batch: PagedBatch, sinks: Tensor | None = None) -> Tensor:
         """Attention of the new tokens q [tokens, heads, head_dim] to the keys of their requests in the pool [blocks,

@@ -284,10 +284,8 @@ class Tiling:
             if not start <= at < start + n:
                 raise ShapeError(f"{name} {at} is outside this layout, which has {start}..{start + n - 1}")
         if self.block[0] * self.block[1] > _TILE:
-            raise BudgetError(
-                f"a tile of {self.block[0]:,} x {self.block[1]:,} positions is more than explain looks at, {_TILE:,}\n"
-                "  lay the mask out in smaller tiles, or explain a position"
-            )
+            text = f"a tile of {self.block[0]:,} x {self.block[1]:,} positions is more than explain looks at, "
+            raise BudgetError(f"{text}{_TILE:,}\n  lay the mask out in smaller tiles, or explain a position")
         out, cut = [], False
         for at, size, start, n in zip(tile, self.block, self.origin[2:], (self.q_len, self.kv_len), strict=True):
             first = int(np.broadcast_to(start, (self.batch,))[b - self.origin[0]])
@@ -489,10 +487,8 @@ def check_reach(
                 advice = f"one row for all batch entries is a table of one axis: `same({name})`, or `{name}[q]`"
             elif len(shape) == 2 and (shape[1 - axis], have) == (need, stops.get(node.args[1 - axis].name)):
                 advice = f"its axes are the other way round: give {name}.T"
-            raise ParameterError(
-                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
-                f"{advice}"
-            )
+            text = f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
+            raise ParameterError(f"{text}{advice}")
     for e in readers:
         outside = {
             name: stops[c] for c, name, first, last in parameters.segments_of_coordinates(e, tables)
@@ -512,10 +508,8 @@ def _advice(name: str, offsets: Array, stop: int) -> str:
     """The remedy for offsets that do not hold all positions below `stop`."""
     lengths = parameters.looks_like_lengths(name)
     if offsets[0] <= 0:
-        return (
-            f"`{name}[{len(offsets) - 1}]` = {offsets[-1]} is where the last segment ends: give the end, "
-            f"[*{name}, {stop}], or hide what lies beyond"
-        )
+        text = f"`{name}[{len(offsets) - 1}]` = {offsets[-1]} is where the last segment ends: give the end, "
+        return f"{text}[*{name}, {stop}], or hide what lies beyond"
     if offsets.sum() == stop:
         return lengths
     start = f"offsets begin with 0: [0, *{name}]"
@@ -561,9 +555,8 @@ def check_lengths(
         raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
     for x in origin[2:]:
         if type(x) is not int and np.ndim(x) and np.shape(x) != (batch,):
-            raise ShapeError(
-                f"origin has {np.size(x)} entries for {batch} batch entries\n  give one int, or one per batch entry"
-            )
+            text = f"origin has {np.size(x)} entries for {batch} batch entries\n  give one int, or one per batch entry"
+            raise ShapeError(text)
     if sizes is None:
         return
     if not np.iterable(sizes) or len(sizes) != 4 or not all(map(_positive, sizes)):
@@ -571,7 +564,5 @@ def check_lengths(
     far = whole(origin, (batch, heads, q_len, kv_len))
     for name, stop, size in zip(SIZES, far, sizes, strict=True):
         if stop > size:
-            raise ShapeError(
-                f"the crop ends at {stop} but {name} is {size}\n"
-                "  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)"
-            )
+            text = f"the crop ends at {stop} but {name} is {size}\n"
+            raise ShapeError(f"{text}  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)")

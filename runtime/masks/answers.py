@@ -188,10 +188,8 @@ def _answered(
     try:
         return ask(e, grid, scope)
     except Spent:
-        raise Undecided(
-            f"{question} is not decided within a budget of {budget:,} steps\n"
-            f"  ask about a part (shorter lengths, `origin`, `sizes`), or allow more: budget={4 * max(budget, 1 << 26)}"
-        ) from None
+        text = f"{question} is not decided within a budget of {budget:,} steps\n  ask about a part (shorter lengths, "
+        raise Undecided(f"{text}`origin`, `sizes`), or allow more: budget={4 * max(budget, 1 << 26)}") from None
 
 
 def _refused(

@@ -37,10 +37,8 @@ def of_something(method: F) -> F:
     @wraps(method)
     def run(self: Layout, *args: Any, **kwargs: Any) -> Any:
         if not (self.q_len and self.kv_len):
-            raise ExportError(
-                f"{method.__name__}() of a layout of {self.q_len} x {self.kv_len} tokens\n"
-                "  there is nothing to show: leave out layouts without queries or keys"
-            )
+            text = f"{method.__name__}() of a layout of {self.q_len} x {self.kv_len} tokens\n"
+            raise ExportError(f"{text}  there is nothing to show: leave out layouts without queries or keys")
         return method(self, *args, **kwargs)
 
     return cast(F, run)

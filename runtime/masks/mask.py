@@ -248,10 +248,8 @@ class ScoreMod(parameters.BoundExpr):
         return answers.score_lookups(self, _mask_or_none(mask), q_len, kv_len, **where)
 
     def _no_arithmetic(self, other: Any) -> Any:
-        raise ParameterError(
-            "score mods compose with `then`: s.then(t) feeds the result of s to t as `score`; "
-            "to add biases write one text, for example `score + a[h] + c[q, k]`"
-        )
+        text = "score mods compose with `then`: s.then(t) feeds the result of s to t as `score`; "
+        raise ParameterError(f"{text}to add biases write one text, for example `score + a[h] + c[q, k]`")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
 
@@ -333,9 +331,8 @@ def _built(kind: Any, other: Any, name: Any, what: Any, params: Mapping[str, Any
         return kind(what, params)
     if isinstance(what, str):
         if (part := getattr(_program(what, name, name, params), name)) is None:
-            raise ParameterError(
-                f"this text has a {other.what} and no {kind.what}; use frisket.{other.what.split()[0]}"
-            )
+            text = f"this text has a {other.what} and no {kind.what}; use frisket.{other.what.split()[0]}"
+            raise ParameterError(text)
         return part
     return kind(*_from_python(what, name, params))
 

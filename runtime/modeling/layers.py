@@ -107,11 +107,9 @@ def _fitted(name: str, table: Any, tensor: Any, layout: str) -> Any:
         table = table[None]
     right = len(table.shape) == 4 and table.shape[heads] in (1, tensor.shape[heads]) and table.shape[at] >= length
     if not (right and table.shape[-1] in (1, tensor.shape[-1]) and table.shape[0] in (1, tensor.shape[0])):
-        raise ShapeError(
-            f"{name} is {shape} for a tensor {list(tensor.shape)} in layout {layout!r}; it is [length, head_dim] or "
-            f"[batch, length, head_dim], or has the axes of {layout!r} with 1 or {tensor.shape[heads]} heads; with at "
-            f"least {length} positions"
-        )
+        text = f"{name} is {shape} for a tensor {list(tensor.shape)} in layout {layout!r}; it is [length, head_dim] or "
+        text += f"[batch, length, head_dim], or has the axes of {layout!r} with 1 or {tensor.shape[heads]} heads; with "
+        raise ShapeError(f"{text}at least {length} positions")
     return table[:, :, :length] if layout == "bhsd" else table[:, :length]
 
 
@@ -201,10 +199,8 @@ def concatenate_to_cache(
     mask = jnp.asarray(mask)
     axes = zip(mask.shape[::-1], (capacity, new, None, cache.batch), strict=False)  # any number of heads
     if mask.ndim > 4 or any(n != 1 and most not in (None, n) for n, most in axes):
-        raise ShapeError(
-            f"the mask is {mask.dtype}{list(mask.shape)}; it is [batch, heads, {new}, {capacity}], axes of 1 "
-            "broadcast: of the whole capacity of the cache"
-        )
+        text = f"the mask is {mask.dtype}{list(mask.shape)}; it is [batch, heads, {new}, {capacity}], axes of 1 "
+        raise ShapeError(f"{text}broadcast: of the whole capacity of the cache")
     refuse_additive(mask)
     return cache, jnp.logical_and(seen, mask > 0)  # traced numbers of a bias, 0 and below, hide every key
 

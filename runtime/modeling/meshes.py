@@ -39,9 +39,8 @@ def create_mesh(
     known = math.prod(d for d in dims if d != -1)
     shape = [len(devices) // known if d == -1 else d for d in dims]
     if math.prod(shape) != len(devices):
-        raise ParameterError(
-            f"axis_dims {dims} make {known}{' × n' if -1 in dims else ''} devices, and there are {len(devices)}"
-        )
+        text = f"axis_dims {dims} make {known}{' × n' if -1 in dims else ''} devices, and there are {len(devices)}"
+        raise ParameterError(text)
     # JAX's default for the types of axes differs by version
     return jax.make_mesh(tuple(shape), names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 

@@ -84,10 +84,8 @@ def problem(
     masks, flags = [m for m in (parts.mask,) if m is not None], _flags(causal, window)
     scores = [s for s in (parts.score,) if s is not None]
     if align not in (None, "end", "start") or (align and (positions is not None or has_origin)):
-        raise ParameterError(
-            f"align is {align!r}; it is 'end', the last query at the last key, or 'start', query 0 at key 0, without "
-            "positions and origin"
-        )
+        text = f"align is {align!r}; it is 'end', the last query at the last key, or 'start', query 0 at key 0, "
+        raise ParameterError(f"{text}without positions and origin")
     if positions is not None:
         at = _by_place(tables, "positions", positions, lengths, has_origin)
         masks = [m.at(**at) for m in masks]
@@ -110,10 +108,8 @@ def problem(
         if jnp.issubdtype(array.dtype, jnp.integer):
             array = array != 0
         if array.dtype != bool:
-            raise ParameterError(
-                f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; or bias=mask\n"
-                "  integers are taken: those other than 0 are what is seen"
-            )
+            text = f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; or bias=mask\n"
+            raise ParameterError(f"{text}  integers are taken: those other than 0 are what is seen")
         masks.append(as_mask(_table(tables, "attention_mask", array, lengths, has_origin)))
     if not isinstance(scale, float | None):
         scores, values["softmax_scale"] = [as_score("score * softmax_scale"), *scores], scale
@@ -155,10 +151,9 @@ def _by_place(tables: dict[str, Any], what: str, arrays: Any, lengths: CallSizes
         # arrays of numpy stay on the host, where a plan reads their values
         x, name = jnp.asarray(x) if not isinstance(x, np.ndarray) else x, f"{side}_{what}"
         if x.shape not in ((length,), (1, length), (lengths[0], length)) or not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ShapeError(
-                f"{what} of {'queries' if c == 'q' else 'keys'} are {x.dtype}{list(x.shape)}; they are integers "
-                f"[{lengths[0]}, {length}] or [{length}], of queries and keys in a pair: {what}=(of_q, of_k)"
-            )
+            text = f"{what} of {'queries' if c == 'q' else 'keys'} are {x.dtype}{list(x.shape)}; they are integers "
+            text += f"[{lengths[0]}, {length}] or [{length}], of queries and keys in a pair: {what}=(of_q, of_k)"
+            raise ShapeError(text)
         tables[name] = x
         texts[c] = f"{name}[{c}]" if x.ndim == 1 else f"{name}[{'b' if x.shape[0] > 1 else '0'}, {c}]"
     return texts
@@ -186,9 +181,8 @@ def _table(tables: dict[str, Any], name: str, x: Any, lengths: CallSizes, has_or
 
 def _check_place(what: str, has_origin: bool) -> None:
     if has_origin:
-        raise ParameterError(
-            f"{what} go by places of the arrays, and `origin` moves those; give positions instead of origin"
-        )
+        text = f"{what} go by places of the arrays, and `origin` moves those; give positions instead of origin"
+        raise ParameterError(text)
 
 
 def sinks_of_heads(x: Any, lengths: CallSizes) -> Any:
@@ -199,10 +193,8 @@ def sinks_of_heads(x: Any, lengths: CallSizes) -> Any:
     if x.ndim == 1:
         x = x[:, None] if len(x) == kv_heads else x[None]
     if x.ndim != 2 or x.shape[0] not in (1, kv_heads, heads):
-        raise ShapeError(
-            f"softmax_aux is {list(x.shape)}; it is [{heads}] or [{kv_heads}], of heads or key heads, either with a "
-            "second axis of sinks, or [sinks], of all heads"
-        )
+        text = f"softmax_aux is {list(x.shape)}; it is [{heads}] or [{kv_heads}], of heads or key heads, either with a "
+        raise ShapeError(f"{text}second axis of sinks, or [sinks], of all heads")
     return jnp.repeat(jax.nn.logsumexp(jnp.asarray(x, jnp.float32), axis=1), heads // x.shape[0])
 
 
@@ -360,10 +352,8 @@ class RingAttention(FrisketAttention):
         if keywords.get("origin") is not None or keywords.get("sizes") is not None:
             raise ParameterError("ring attention takes whole sequences, without origin and sizes")
         if query.shape[1] != key.shape[1]:
-            raise ShapeError(
-                f"ring attention takes as many queries as keys, not {query.shape[1]} and {key.shape[1]}\n"
-                "  a step of decoding is for a cache over the devices: frisket.caches.jax"
-            )
+            text = f"ring attention takes as many queries as keys, not {query.shape[1]} and {key.shape[1]}\n"
+            raise ShapeError(f"{text}  a step of decoding is for a cache over the devices: frisket.caches.jax")
         # a new object, as the deal of a call is no setting of the operator
         one = _Dealt(self.metadata, deal, query.shape[1])
         return FrisketAttention.forward_native(one, query, key, value, mask, **keywords)
@@ -379,9 +369,8 @@ class _Dealt(FrisketAttention):
         if deal is None:
             return
         if not isinstance(deal, Deal) or deal.ranks != self.ranks:
-            raise ParameterError(
-                f"deal is {deal!r}; it is an fk.parallel.Deal over {self.ranks} ranks of {self.axis!r}"
-            )
+            text = f"deal is {deal!r}; it is an fk.parallel.Deal over {self.ranks} ranks of {self.axis!r}"
+            raise ParameterError(text)
         if places != len(deal.order):
             raise ShapeError(f"arrays have {places} places, the deal {len(deal.order)}: deal.permute(x, axis=1)")
 

@@ -25,11 +25,9 @@ def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "
     the attention. `torch_ring.attend` and `jax_ring.attend` say what else each takes.
     """
     if isinstance(att, OrderedAttention):
-        raise ParameterError(
-            "the attention has reorder=, and a rank holds a part of a sequence\n"
-            "  put all tokens in order first: order.apply(x), a deal of order.moved, and "
-            "frisket.compile(mask).at(**order.coordinates)"
-        )
+        text = "the attention has reorder=, and a rank holds a part of a sequence\n"
+        text += "  put all tokens in order first: order.apply(x), a deal of order.moved, and "
+        raise ParameterError(f"{text}frisket.compile(mask).at(**order.coordinates)")
     att, frameworks = att.now(more) if att.rereads else att, {*map(framework_of, (q, k, v))}
     if frameworks == {"jax", "numpy"}:
         q, k, v = (like_jax(x, q, k, v) for x in (q, k, v))

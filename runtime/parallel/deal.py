@@ -347,10 +347,8 @@ class Deal:
 
     def _axis(self, x: Any, axis: int, size: int, what: str) -> int:
         if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != size:
-            raise ShapeError(
-                f"the array is {tuple(x.shape)}, and axis {axis} is to have {size:,} places\n"
-                f"  {what}: this deal is of {self.length:,} tokens over {self.ranks} ranks of {self.shard:,}"
-            )
+            text = f"the array is {tuple(x.shape)}, and axis {axis} is to have {size:,} places\n  {what}: "
+            raise ShapeError(f"{text}this deal is of {self.length:,} tokens over {self.ranks} ranks of {self.shard:,}")
         return axis % len(x.shape)
 
     # -- what it costs ----------------------------------------------------------------------------

@@ -148,22 +148,17 @@ def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
     try:
         ranks = size(axis)
     except NameError:
-        raise ParameterError(
-            f"there is no mesh axis {axis!r} here\n  call attend inside jax.shard_map over a mesh that has it: axis="
-        ) from None
+        text = f"there is no mesh axis {axis!r} here\n  call attend inside jax.shard_map over a mesh that has it: axis="
+        raise ParameterError(text) from None
     mesh = jax.sharding.get_abstract_mesh()
     if left := [n for n in mesh.axis_names if n not in mesh.manual_axes]:
-        raise ParameterError(
-            f"jax.shard_map leaves mesh axis {left[0]!r} to automatic sharding\n"
-            "  without axis_names= it takes all axes, and arrays are split by its in_specs"
-        )
+        text = f"jax.shard_map leaves mesh axis {left[0]!r} to automatic sharding\n"
+        raise ParameterError(f"{text}  without axis_names= it takes all axes, and arrays are split by its in_specs")
     if ranks != deal.ranks:
         raise ShapeError(f"the deal is of {deal.ranks} ranks, mesh axis {axis!r} has {ranks} devices")
     if q.ndim != 4 or k.ndim != 4 or q.shape[1] != deal.shard or k.shape[1] != deal.shard:
-        raise ShapeError(
-            f"q is {tuple(q.shape)} and k {tuple(k.shape)}; they are [batch, {deal.shard}, heads, dim] on each of "
-            f"{deal.ranks} devices\n  what deal.permute(x, axis=1) gives, split over {axis!r}"
-        )
+        text = f"q is {tuple(q.shape)} and k {tuple(k.shape)}; they are [batch, {deal.shard}, heads, dim] on each of "
+        raise ShapeError(f"{text}{deal.ranks} devices\n  what deal.permute(x, axis=1) gives, split over {axis!r}")
 
 
 def _agreed_values(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
@@ -551,7 +546,5 @@ def _of(store: Any, key: str, process: int) -> str:
         text: str = store.blocking_key_value_get(key, PATIENCE * 1000)
         return text
     except jax.errors.JaxRuntimeError as error:
-        raise PeerError(
-            f"process {process} has not come to this call of attend within {PATIENCE} s\n"
-            "  it has died, is at other work, or has another program"
-        ) from error
+        message = f"process {process} has not come to this call of attend within {PATIENCE} s\n"
+        raise PeerError(f"{message}  it has died, is at other work, or has another program") from error

@@ -49,10 +49,8 @@ class Wire:
 
     def __init__(self, group: Any = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise PeerError(
-                "there is no process group: call torch.distributed.init_process_group() in every process, as under "
-                "torchrun"
-            )
+            text = "there is no process group: call torch.distributed.init_process_group() in every process, as under "
+            raise PeerError(f"{text}torchrun")
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
@@ -227,10 +225,8 @@ def attend(
     within the timeout of the group; `ShapeError` and `ParameterError` for what does not fit the deal.
     """
     if recorded():
-        raise ParameterError(
-            "messages between ranks are no part of a graph that make_fx or torch.jit.trace records\n"
-            "  record what is before and behind context parallel attention, and call it in between"
-        )
+        text = "messages between ranks are no part of a graph that make_fx or torch.jit.trace records\n  record "
+        raise ParameterError(f"{text}what is before and behind context parallel attention, and call it in between")
     wire = Wire(group)
     q, k, v = cast(q, k, v)
     _check(q, k, v, deal, wire, variant)
@@ -507,9 +503,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wire: Wire, deal: Deal, axis: int, mine: Tensor) -> Tensor:
         if not -mine.ndim <= axis < mine.ndim or mine.shape[axis] != deal.shard:
-            raise ShapeError(
-                f"a split table is {tuple(mine.shape)}; along axis {axis} it has this rank's {deal.shard} places"
-            )
+            text = f"a split table is {tuple(mine.shape)}; along axis {axis} it has this rank's {deal.shard} places"
+            raise ShapeError(text)
         ctx.what = wire, deal, axis
         mine = mine.contiguous().resolve_neg()  # messages are bytes, and a lazy negation is not in them
         every = [torch.empty_like(mine) if r != wire.rank else mine for r in range(wire.size)]
@@ -531,16 +526,13 @@ class _Gather(torch.autograd.Function):
 def _check(q: Tensor, k: Tensor, v: Tensor, deal: Deal, wire: Wire, variant: Variant) -> None:
     check_variant(variant)
     if deal.ranks != wire.size:
-        raise ShapeError(
-            f"the deal is for {deal.ranks} ranks, the group has {wire.size}: deal(mask, length, {wire.size})"
-        )
+        text = f"the deal is for {deal.ranks} ranks, the group has {wire.size}: deal(mask, length, {wire.size})"
+        raise ShapeError(text)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_plain(name, x)
         if x.ndim != 4 or x.shape[2] != deal.shard:
-            raise ShapeError(
-                f"{name} is {tuple(x.shape)}; it is (batch, heads, {deal.shard}, dim), this rank's part of "
-                f"deal.permute({name}, 2)"
-            )
+            text = f"{name} is {tuple(x.shape)}; it is (batch, heads, {deal.shard}, dim), this rank's part of "
+            raise ShapeError(f"{text}deal.permute({name}, 2)")
     if not q.dtype == k.dtype == v.dtype:
         raise ShapeError(f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; context parallel takes one dtype")
 

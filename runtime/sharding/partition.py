@@ -254,10 +254,8 @@ class PartitionManager:
         names = [name for axes in entries for name in names_of(axes)]
         # without a shape both stay: the axis may not divide one of the two
         if shape is not None and (twice := [name for name in names if names.count(name) > 1]):
-            raise ParameterError(
-                f"mesh axis {twice[0]!r} would split two dimensions of {list(shape)}: {_spec(*entries)}\n"
-                "  give one of them other axes in the PartitionAxis, or None"
-            )
+            text = f"mesh axis {twice[0]!r} would split two dimensions of {list(shape)}: {_spec(*entries)}\n"
+            raise ParameterError(f"{text}  give one of them other axes in the PartitionAxis, or None")
         return _spec(*entries)  # type: ignore[no-any-return]
 
     def shard(
@@ -274,10 +272,8 @@ class PartitionManager:
         """`x` split by a spec, fitted to its shape; `x` itself where that splits nothing."""
         mesh = current_mesh(self.mesh)
         if mesh is None:
-            raise ParameterError(
-                "there is no mesh to split over\n  give one, PartitionManager(paxis, mesh), or call under "
-                "`with jax.set_mesh(mesh):`"
-            )
+            text = "there is no mesh to split over\n  give one, PartitionManager(paxis, mesh), or call under "
+            raise ParameterError(f"{text}`with jax.set_mesh(mesh):`")
         spec = self.fit(spec, x.shape, mesh)
         if not any(map(names_of, spec)):
             return x
