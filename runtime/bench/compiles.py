@@ -23,10 +23,9 @@ from typing import Any
 from . import contestants
 from .race import Call, Contest, Stage, failure_text
 
-CACHES = {  # where what is compiled is kept, by the variable that says so
-    "FRISKET_CACHE_DIR": "frisket", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "JAX_COMPILATION_CACHE_DIR": "jax",
-}  # fmt: skip
+# where what is compiled is kept, by the variable that says so
+CACHES = {"FRISKET_CACHE_DIR": "frisket", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+CACHES |= {"JAX_COMPILATION_CACHE_DIR": "jax"}
 
 
 def stage_of(name: str, device: str) -> Stage:

@@ -44,10 +44,8 @@ def described() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {
-        "date": str(date.today()), "cpu": cpu_name(), "cores": os.cpu_count(),
-        "python": platform.python_version(), **versions,
-    }  # fmt: skip
+    data: dict[str, Any] = {"date": str(date.today()), "cpu": cpu_name(), "cores": os.cpu_count()}
+    return data | {"python": platform.python_version(), **versions}
 
 
 def cpu_name() -> str:
@@ -181,11 +179,9 @@ class Sizes:
     backward: bool = False
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "q_len": self.q_len, "kv_len": self.kv_len, "batch": self.batch, "heads": self.heads,
-            "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype,
-            "direction": "forward and backward" if self.backward else "forward",
-        }  # fmt: skip
+        data: dict[str, Any] = {"q_len": self.q_len, "kv_len": self.kv_len, "batch": self.batch, "heads": self.heads}
+        data |= {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype}
+        return data | {"direction": "forward and backward" if self.backward else "forward"}
 
     @property
     def problem(self) -> tuple[int, int, int, int]:

@@ -22,11 +22,10 @@ WIDTH = 10  # of the names of rows
 NARROW = 100  # lines of words are folded at this many columns, where the terminal is not narrower still
 NARROWEST = 24  # columns that a value needs beside its name
 GOOD, BAD, SOME = "green", "bold red", "magenta"  # which can be read on white and on black
-CODE = {  # of a token of Pygments, for both, too
-    ("Comment",): "dim", ("Keyword",): "magenta", ("Keyword", "Type"): "cyan", ("Literal", "String"): "green",
-    ("Literal", "Number"): "cyan", ("Name", "Function"): "bold", ("Name", "Class"): "bold",
-    ("Operator", "Word"): "magenta",
-}  # fmt: skip
+# of a token of Pygments, for both, too
+CODE = {("Comment",): "dim", ("Keyword",): "magenta", ("Keyword", "Type"): "cyan", ("Literal", "String"): "green"}
+CODE |= {("Literal", "Number"): "cyan", ("Name", "Function"): "bold", ("Name", "Class"): "bold"}
+CODE |= {("Operator", "Word"): "magenta"}
 
 
 @dataclass(frozen=True)

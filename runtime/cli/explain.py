@@ -73,10 +73,9 @@ def explain_point(args: argparse.Namespace, console: Console) -> answers.Command
     spans = places(mask, finding.clauses)
     position = {"b": args.b, "h": args.h, "q": args.q, "k": args.k}
     data = {**position, "visible": finding.visible, "because": finding.because, "clauses": quoted(mask, spans)}
-    text = answers.rows([
-        ("position", at), ("answer", Text(answer, STYLE[answer])), ("because", finding.because.replace("; ", "\n")),
-        ("mask", marked(mask, spans, STYLE[answer], console)),
-    ])  # fmt: skip
+    because = finding.because.replace("; ", "\n")
+    text = answers.rows([("position", at), ("answer", Text(answer, STYLE[answer])), ("because", because)])
+    text += answers.rows([("mask", marked(mask, spans, STYLE[answer], console))])
     return answers.CommandResult(data, text)
 
 
@@ -86,22 +85,18 @@ def explain_tile(args: argparse.Namespace, console: Console) -> answers.CommandR
     args.q_len = args.q_len or max(LENGTH, (i + 1) * bq, (j + 1) * bk)
     layout = laid_out(args, mask)
     finding = layout.explain(tile=args.tile, b=args.b, h=args.h)
-    at = {n: None if x is None else dict(zip("bhqk", x, strict=True)) for n, x in (
-        ("visible_at", finding.visible_at), ("hidden_at", finding.hidden_at)
-    )}  # fmt: skip
+    witnesses = {"visible_at": finding.visible_at, "hidden_at": finding.hidden_at}
+    at = {n: None if x is None else dict(zip("bhqk", x, strict=True)) for n, x in witnesses.items()}
     spans, style = places(mask, finding.clauses), STYLE[finding.kind]
     if finding.hidden_at is not None and finding.kind == "partial":  # no clause decides it whole: what hides some of it
         b, h, q, k = finding.hidden_at
         spans, style = places(mask, layout.explain(q, k, b, h).clauses), answers.BAD
-    data = {
-        "tile": [i, j], "b": args.b, "h": args.h, "kind": finding.kind, "because": finding.because, **at,
-        "clauses": quoted(mask, spans),
-    }  # fmt: skip
+    data = {"tile": [i, j], "b": args.b, "h": args.h, "kind": finding.kind, "because": finding.because, **at}
+    data["clauses"] = quoted(mask, spans)
     where = f"queries {ends(i, bq, layout.q_len)}, keys {ends(j, bk, layout.kv_len)}{of_slice(args)}"
-    text = answers.rows([
-        ("tile", where), ("answer", Text(finding.kind, STYLE[finding.kind])), ("because", finding.because),
-        ("mask", marked(mask, spans, style, console)),
-    ])  # fmt: skip
+    kind = Text(finding.kind, STYLE[finding.kind])
+    text = answers.rows([("tile", where), ("answer", kind), ("because", finding.because)])
+    text += answers.rows([("mask", marked(mask, spans, style, console))])
     return answers.CommandResult(data, text)
 
 

@@ -372,9 +372,8 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
                 step("compiling")
     lengths = (sizes[n] for n in ("q_len", "kv_len", "batch", "heads"))
     engines = att.plan(*lengths).engines(args.head_dim, sizes["kv_heads"], args.dtype, device="cuda")
-    data = {
-        "head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in kernels], "engines": engines,
-    }  # fmt: skip
+    data = {"head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in kernels]}
+    data["engines"] = engines
     text = [*table([REPORT_HEAD, *map(line, kernels)], right=(3, 4, 5, 6, 7, 8)), "", *map(Text, engines.splitlines())]
     return CommandResult(data, text, 0 if all(r.fits for r in kernels) else 1)
 
@@ -418,10 +417,8 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
     settings = {v.name: os.environ[v.name] for v in VARIABLES if v.name in os.environ}
     where = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cpus": cpus()}
     built, folders, calls = native(), caches(), usual()
-    data = {
-        **where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready,
-        "engines": engines(), "calls": calls, "caches": folders, "settings": settings,
-    }  # fmt: skip
+    data = {**where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready, "engines": engines()}
+    data |= {"calls": calls, "caches": folders, "settings": settings}
     files = {folder: f"{counted(usage['files'], 'file')}, {size(usage['bytes'])}" for folder, usage in folders.items()}
     text: list[Piece] = [
         row("frisket", f"{versions['frisket']}, Python {where['python']}"),

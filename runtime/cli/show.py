@@ -100,11 +100,9 @@ def described(program: Program) -> tuple[dict[str, Any], list[tuple[str, str | T
     simple_mask, simple_score = prepare(mask, score, counts=counts)
     bound = scalars(program)
     shapes = {n: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for n, x in tables(program).items()}
-    data = {
-        "mask": text(mask), "score": text(score),
-        "simplified": {"mask": text(simple_mask), "score": text(simple_score)},
-        "rules": dict(counts.most_common()), "params": bound, "tables": shapes,
-    }  # fmt: skip
+    data: dict[str, Any] = {"mask": text(mask), "score": text(score)}
+    data["simplified"] = {"mask": text(simple_mask), "score": text(simple_score)}
+    data |= {"rules": dict(counts.most_common()), "params": bound, "tables": shapes}
     where = ", ".join(f"{n} = {x}" for n, x in {**bound, **shapes}.items())
     lines: list[tuple[str, str | Text]] = []
     for part, simple, nothing in (
@@ -134,11 +132,14 @@ def text(e: Expr | None) -> str | None:
 def laid(layout: Layout, mask: Mask) -> tuple[dict[str, Any], list[tuple[str, str | Text]]]:
     """Counts and facts of a layout: as data, and for people who have never seen one."""
     c, f, (bq, bk) = layout.counts, layout.facts, layout.block
-    data = {
-        "q_len": layout.q_len, "kv_len": layout.kv_len, "batch": layout.batch, "heads": layout.heads,
-        "block": list(layout.block), "counts": asdict(c), "exact": layout.exact, "density": layout.density,
-        "facts": f.as_dict(), "visible_pairs": f.visible_pairs,
-    }  # fmt: skip
+    data: dict[str, Any] = {
+        "q_len": layout.q_len,
+        "kv_len": layout.kv_len,
+        "batch": layout.batch,
+        "heads": layout.heads,
+    }
+    data |= {"block": list(layout.block), "counts": asdict(c), "exact": layout.exact, "density": layout.density}
+    data |= {"facts": f.as_dict(), "visible_pairs": f.visible_pairs}
     shape = f"{counted(layout.q_len, 'query', 'queries')} × {counted(layout.kv_len, 'key')}, in tiles of {bq} × {bk}"
     if layout.batch * layout.heads > 1:
         shape += f"; batch {layout.batch:,}, {counted(layout.heads, 'head')}"
@@ -407,10 +408,8 @@ def shapes(args: argparse.Namespace) -> dict[str, Any]:
     q_len, kv_heads = args.q_len or LENGTH, args.kv_heads or args.heads
     if args.heads % kv_heads:
         raise ShapeError(f"--heads {args.heads} is no multiple of --kv-heads {kv_heads}; key heads are shared evenly")
-    return {
-        "q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads, "kv_heads": kv_heads,
-        "head_dim": args.head_dim, "v_dim": args.v_dim, "dtype": args.dtype,
-    }  # fmt: skip
+    data: dict[str, Any] = {"q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads}
+    return data | {"kv_heads": kv_heads, "head_dim": args.head_dim, "v_dim": args.v_dim, "dtype": args.dtype}
 
 
 def laid_out(args: argparse.Namespace, mask: Mask) -> Layout:

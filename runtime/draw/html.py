@@ -200,13 +200,11 @@ def data(layout: Tiling, pack: Pack = packed, table: Pack | None = None) -> dict
         message = f"the runs of this layout take {size >> 20} MiB, a page carries {PACKED >> 20}; take larger tiles, "
         raise BudgetError(f"{message}or lay out a part with `origin` and `sizes`")
     b, h, q, k = layout.origin
-    return {
-        "qLen": layout.q_len, "kvLen": layout.kv_len, "batch": layout.batch, "heads": layout.heads,
-        "block": layout.block, "rows": layout.rows, "columns": layout.columns,
-        "origin": {"b": int(b), "h": int(h), "q": _starts(q), "k": _starts(k)},
-        "palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": packed_runs,
-        "mask": mask(layout, table or pack),
-    }  # fmt: skip
+    data: dict[str, Any] = {"qLen": layout.q_len, "kvLen": layout.kv_len, "batch": layout.batch, "heads": layout.heads}
+    data |= {"block": layout.block, "rows": layout.rows, "columns": layout.columns}
+    data["origin"] = {"b": int(b), "h": int(h), "q": _starts(q), "k": _starts(k)}
+    data |= {"palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": packed_runs}
+    return data | {"mask": mask(layout, table or pack)}
 
 
 def captions(layout: Tiling) -> dict[str, str]:

@@ -138,14 +138,12 @@ def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
     parts = [part for part in (what.mask, what.score) if part is not None]
     captions["facts"] += html.table(("note", n) for n in dict.fromkeys(n for part in parts for n in part.origin.notes))
     read_ = [n for n in files if any(n in part.tables for part in parts)]
-    return {
-        "data": html.data(layout, html.plain, partial(keyed, have=request.have)), **captions,
-        "title": " ".join(request.text.split()), "cost": cost(layout, spent),
-        "score": None if what.score is None else becomes(what.score, what.mask, request),
-        "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in guesses.items()},
-        "command": command(request, scalars, [*read_, *guesses]),
-        "python": python(request, what, scalars, guesses, read_),
-    }  # fmt: skip
+    data: dict[str, Any] = {"data": html.data(layout, html.plain, partial(keyed, have=request.have)), **captions}
+    data |= {"title": " ".join(request.text.split()), "cost": cost(layout, spent)}
+    data["score"] = None if what.score is None else becomes(what.score, what.mask, request)
+    data |= {"scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in guesses.items()}}
+    data["command"] = command(request, scalars, [*read_, *guesses])
+    return data | {"python": python(request, what, scalars, guesses, read_)}
 
 
 # -- from the text to a layout ------------------------------------------------------------------------------------
@@ -428,7 +426,7 @@ def guess(name: str, type: Type, problem: ProblemSize) -> Number:
         return next((float(x) for names, x in NUMBERS if isinstance(x, float) and re.fullmatch(names, name)), 1.0)
     side = math.isqrt(problem.q_len)
     exact = {"rows": side, "cols": side, "size": problem.q_len, "q1": problem.q_len * 5 // 8}
-    exact |= {"k1": problem.kv_len * 7 // 8}
+    exact["k1"] = problem.kv_len * 7 // 8
     if name in exact:
         return exact[name]
     for names, share in SHARES:

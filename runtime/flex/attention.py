@@ -134,11 +134,10 @@ def compiled(
     check_arrays(query, key, value, gqa)
     dtype = query.dtype
     query, key, value = alike(query, key, value)
-    request: dict[str, Any] = {
-        "scale": scale, "gqa": gqa, "top": top, "rows": rows or ragged is not None,
-        "kernel": dict(kernel_options or {}), "text": None, "values": {}, "tiles": None, "block": None,
-        "ragged": None if ragged is None else ragged.tensors, "pattern": None if ragged is None else ragged.pattern,
-    }  # fmt: skip
+    request: dict[str, Any] = {"scale": scale, "gqa": gqa, "top": top, "rows": rows or ragged is not None}
+    request |= {"kernel": dict(kernel_options or {}), "text": None, "values": {}, "tiles": None, "block": None}
+    request["ragged"] = None if ragged is None else ragged.tensors
+    request["pattern"] = None if ragged is None else ragged.pattern
     # the operator has always a mask function: this one where a text, or no mask, says everything
     mask_mod = noop_mask
     if block_mask is not None:
@@ -226,14 +225,11 @@ def _ours(theirs: TorchBlockMask) -> BlockMask:
 
 # -- in the place of torch's ----------------------------------------------------------------------------
 
-CREATE = (
-    "create_block_mask", "create_nested_block_mask", "create_mask", "and_masks", "or_masks",
-    "_create_sparse_block_from_block_mask", "_create_empty_block_mask",
-)  # fmt: skip
+CREATE = """create_block_mask create_nested_block_mask create_mask and_masks or_masks
+_create_sparse_block_from_block_mask _create_empty_block_mask""".split()
 # what differs from torch's; the other names of frisket.flex are torch's own objects
-OURS: dict[str, Any] = {
-    "flex_attention": flex_attention, "BlockMask": BlockMask, **{name: getattr(create, name) for name in CREATE}
-}  # fmt: skip
+OURS: dict[str, Any] = {"flex_attention": flex_attention, "BlockMask": BlockMask}
+OURS |= {name: getattr(create, name) for name in CREATE}
 OWN_ATTRIBUTES: Any = object.__getattribute__  # lazy objects have another, which imports
 TORCH: dict[str, Any] = {name: getattr(torch_flex, name) for name in OURS if hasattr(torch_flex, name)}
 

@@ -81,17 +81,14 @@ def check_lookups(lookups: Iterable[Lookup], renamed: Mapping[str, str] | None =
 
 
 # key -> the kernels it is for, and its place in LaunchOptions
-TILES = {
-    "BLOCK_M": ("forward", "block_q"), "BLOCK_N": ("forward", "block_k"),
-    "BLOCK_M1": ("dkv", "block_q"), "BLOCK_N1": ("dkv", "block_k"),
-    "BLOCK_M2": ("dq", "block_q"), "BLOCK_N2": ("dq", "block_k"),
-}  # fmt: skip
+TILES = {"BLOCK_M": ("forward", "block_q"), "BLOCK_N": ("forward", "block_k"), "BLOCK_M1": ("dkv", "block_q")}
+TILES |= {"BLOCK_N1": ("dkv", "block_k"), "BLOCK_M2": ("dq", "block_q"), "BLOCK_N2": ("dq", "block_k")}
 LAUNCH = ("num_warps", "num_stages")
 OF_PREFIX = {"": KERNELS, "fwd_": ("forward",), "bwd_": ("dq", "dkv")}
 PROMISES = ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "TRITON_DECODE")
 FLAGS = (*PROMISES[:2], "FORCE_USE_FLEX_ATTENTION", "PRESCALE_QK", "WRITE_DQ", "USE_TMA")
-COUNTS = ("SPLIT_KV", "PARTITION_SIZE", "kpack", "matrix_instr_nonkdim", "waves_per_eu", "num_consumer_groups",
-          "num_buffers_warp_spec")  # fmt: skip
+COUNTS = """SPLIT_KV PARTITION_SIZE kpack matrix_instr_nonkdim waves_per_eu num_consumer_groups
+num_buffers_warp_spec""".split()
 WORDS = {
     "BACKEND": ("AUTO", "TRITON", "TRITON_DECODE", "FLASH"),
     "FLOAT32_PRECISION": ("ieee", "tf32", "tf32x3"),

@@ -83,10 +83,8 @@ def _attend(
     lengths = CallSizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
     if bias is None and mask_info is None and init_bias is not None:
         bias = init_bias()
-    arrays = {
-        **_mask(lengths, mask_info), "bias": bias, "softmax_aux": sinks_of_heads(softmax_aux, lengths),
-        "dropout_rng": dropout_rng,
-    }  # fmt: skip
+    arrays = {**_mask(lengths, mask_info), "bias": bias, "softmax_aux": sinks_of_heads(softmax_aux, lengths)}
+    arrays["dropout_rng"] = dropout_rng
     arrays = {n: x for n, x in arrays.items() if x is not None}  # specs are for arrays alone
     settings = {"align": "start", **_flags(lengths, mask_info, **call)}
 

@@ -91,10 +91,8 @@ def get_ranks_and_size(mesh: Any) -> dict[str, Any]:
     parts = mesh.shape.get("tp", 1) * mesh.shape.get("sp", 1)
     size = max(1, parts // jax.local_device_count())
     group, rank = divmod(jax.process_index(), size)
-    return {
-        "mesh": mesh, "mp_node_size": size, "dp_node_size": jax.process_count() // size,
-        "dp_node_rank": group, "mp_node_rank": rank,
-    }  # fmt: skip
+    data: dict[str, Any] = {"mesh": mesh, "mp_node_size": size, "dp_node_size": jax.process_count() // size}
+    return data | {"dp_node_rank": group, "mp_node_rank": rank}
 
 
 T = TypeVar("T")

@@ -37,9 +37,8 @@ from frisket.runtime.sharding.partition import names_of as axes_of
 from .base import AttentionImpl, AttentionRegistry
 from .metadata import AttentionMetadata, AttentionOutput
 
-TABLES = (  # names of what comes as arrays
-    "attention_mask", "attention_bias", "query_segment_ids", "key_segment_ids", "query_positions", "key_positions",
-)  # fmt: skip
+# names of what comes as arrays
+TABLES = """attention_mask attention_bias query_segment_ids key_segment_ids query_positions key_positions""".split()
 
 
 class CallSizes(NamedTuple):

@@ -88,9 +88,8 @@ def attend(
     axes = batch_axis, head_axis
     parts = {n: (a,) if isinstance(a, int) else tuple(a) for n, a in (split or {}).items()}
     if mesh is not None:
-        how: dict[str, Any] = {
-            "deal": deal, "axis": axis, "variant": variant, "batch_axis": batch_axis, "head_axis": head_axis,
-        }  # fmt: skip
+        how: dict[str, Any] = {"deal": deal, "axis": axis, "variant": variant, "batch_axis": batch_axis}
+        how["head_axis"] = head_axis
         local = partial(attend, att, split=split, return_lse=return_lse, **how)
         spec, rows = _spec(batch_axis, axis, head_axis), _spec(batch_axis, head_axis, axis)
         tables = _specs({"b": batch_axis, "h": head_axis, "q": axis, "k": axis}, att, parts)

@@ -81,25 +81,24 @@ def fitting(mesh: Mapping[str, int], axes: Any, size: int | None, used: set[str]
 
 MeshAxes = str | tuple[str, ...] | None
 
-FIELDS = {  # semantic axis -> field of a PartitionAxis
-    n.BATCH: "batch_axis", n.LENGTH: "sequence_axis", n.QUERY_LENGTH: "query_sequence_axis",
-    n.KV_LENGTH: "key_sequence_axis", n.HEAD: "head_axis", n.KV_HEAD: "kv_head_axis",
-    n.HEAD_DIM: "attention_dim_axis", n.KV_HEAD_DIM: "attention_kv_dim_axis", n.EMBED: "hidden_state_axis",
-    n.MLP_INTERMEDIATE: "mlp_intermediate_axis", n.VOCAB: "vocab_axis", n.EXPERT: "expert_axis",
-    n.EXPERT_GATE: "expert_gate_axis", n.BIAS_HEAD_SEQ: "bias_head_sequence_axis",
-    n.BIAS_KV_SEQ: "bias_key_sequence_axis", n.DATA_PARALLEL: "data_parallel_axis",
-    n.FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis", n.TENSOR_PARALLEL: "tensor_parallel_axis",
-    n.SEQUENCE_PARALLEL: "sequence_parallel_axis", n.EXPERT_PARALLEL: "expert_parallel_axis",
-}  # fmt: skip
-DEFAULTS = {  # field -> the fields it is read from where nobody sets it
-    "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
-    "sequence_axis": ("sequence_parallel_axis",), "query_sequence_axis": ("sequence_parallel_axis",),
-    "key_sequence_axis": ("sequence_parallel_axis",), "head_axis": ("tensor_parallel_axis",),
-    "kv_head_axis": ("tensor_parallel_axis",), "hidden_state_axis": ("tensor_parallel_axis",),
-    "mlp_intermediate_axis": ("tensor_parallel_axis",), "vocab_axis": ("tensor_parallel_axis",),
-    "expert_axis": ("expert_parallel_axis",), "decode_batch_axis": ("batch_axis",), "decode_head_axis": ("head_axis",),
-    "decode_kv_head_axis": ("kv_head_axis",), "decode_key_sequence_axis": ("key_sequence_axis",),
-}  # fmt: skip
+# semantic axis -> field of a PartitionAxis
+FIELDS = {n.BATCH: "batch_axis", n.LENGTH: "sequence_axis", n.QUERY_LENGTH: "query_sequence_axis"}
+FIELDS |= {n.KV_LENGTH: "key_sequence_axis", n.HEAD: "head_axis", n.KV_HEAD: "kv_head_axis"}
+FIELDS |= {n.HEAD_DIM: "attention_dim_axis", n.KV_HEAD_DIM: "attention_kv_dim_axis", n.EMBED: "hidden_state_axis"}
+FIELDS |= {n.MLP_INTERMEDIATE: "mlp_intermediate_axis", n.VOCAB: "vocab_axis", n.EXPERT: "expert_axis"}
+FIELDS |= {n.EXPERT_GATE: "expert_gate_axis", n.BIAS_HEAD_SEQ: "bias_head_sequence_axis"}
+FIELDS |= {n.BIAS_KV_SEQ: "bias_key_sequence_axis", n.DATA_PARALLEL: "data_parallel_axis"}
+FIELDS |= {n.FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis", n.TENSOR_PARALLEL: "tensor_parallel_axis"}
+FIELDS |= {n.SEQUENCE_PARALLEL: "sequence_parallel_axis", n.EXPERT_PARALLEL: "expert_parallel_axis"}
+# field -> the fields it is read from where nobody sets it
+DEFAULTS = {"batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
+DEFAULTS |= {"sequence_axis": ("sequence_parallel_axis",), "query_sequence_axis": ("sequence_parallel_axis",)}
+DEFAULTS |= {"key_sequence_axis": ("sequence_parallel_axis",), "head_axis": ("tensor_parallel_axis",)}
+DEFAULTS |= {"kv_head_axis": ("tensor_parallel_axis",), "hidden_state_axis": ("tensor_parallel_axis",)}
+DEFAULTS |= {"mlp_intermediate_axis": ("tensor_parallel_axis",), "vocab_axis": ("tensor_parallel_axis",)}
+DEFAULTS |= {"expert_axis": ("expert_parallel_axis",), "decode_batch_axis": ("batch_axis",)}
+DEFAULTS |= {"decode_head_axis": ("head_axis",), "decode_kv_head_axis": ("kv_head_axis",)}
+DEFAULTS |= {"decode_key_sequence_axis": ("key_sequence_axis",)}
 
 
 @dataclass(frozen=True)
