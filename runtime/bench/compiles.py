@@ -118,13 +118,10 @@ class Firsts:
         if self.cold:
             peers = [n for n in self.cold if n not in self.ours]
             pairs = {f"{p} / {o}": [self.cold[p] / self.cold[o]] for o in self.ours if o in self.cold for p in peers}
-            entry = {
-                "figures": {
-                    "s, cold": dict(self.cold), "s, from disk": dict(self.disk), "s, another length": dict(self.other),
-                    f"compilations for {len(self.lengths) - 1} other lengths": dict(self.compilations),
-                },
-                "ratios": pairs,
-            }  # fmt: skip
+            seconds = {"s, cold": self.cold, "s, from disk": self.disk, "s, another length": self.other}
+            figures: dict[str, Any] = {name: dict(of) for name, of in seconds.items()}
+            figures[f"compilations for {len(self.lengths) - 1} other lengths"] = dict(self.compilations)
+            entry = {"figures": figures, "ratios": pairs}
         return entry | ({"notes": dict(self.out)} if self.out else {})
 
 

@@ -54,11 +54,10 @@ def torch_stage(device: str, lengths: bool = False) -> Stage:
         missing = "" if importlib.util.find_spec("flash_attn") else "flash_attn is not installed"
         contestants.append(Contestant("FlashAttention", partial(_flash, device), missing=missing, family="flash"))
     properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
-    return Stage(
-        "torch", tuple(contestants), lambda x: x.detach().float().cpu().numpy(),  # numpy has no bfloat16
-        seconds if device == "cpu" else on_device,
-        machine={} if properties is None else {"gpu": properties.name, "cuda": torch.version.cuda},
-    )  # fmt: skip
+    machine = {} if properties is None else {"gpu": properties.name, "cuda": torch.version.cuda}
+    clock = seconds if device == "cpu" else on_device
+    # numpy has no bfloat16
+    return Stage("torch", tuple(contestants), lambda x: x.detach().float().cpu().numpy(), clock, machine=machine)
 
 
 def on_device(call: Call) -> float:
@@ -191,12 +190,10 @@ def _flex(device: str, lengths: bool, contest: Contest) -> Call:
     if not lengths:
         torch._dynamo.reset()  # it gives up after eight masks otherwise
     layout = None if contest.mask is None else contest.mask.layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
-    attend = partial(
-        torch.compile(torchs(flex_attention), dynamic=None if lengths else False),
-        score_mod=flex_score_mod(contest, device), enable_gqa=s.heads != s.kv_heads,
-        block_mask=None if layout is None else layout.to_block_mask(device),
-    )  # fmt: skip
-    return _call(contest, device, attend)
+    compiled = torch.compile(torchs(flex_attention), dynamic=None if lengths else False)
+    how = {"score_mod": flex_score_mod(contest, device), "enable_gqa": s.heads != s.kv_heads}
+    how["block_mask"] = None if layout is None else layout.to_block_mask(device)
+    return _call(contest, device, partial(compiled, **how))
 
 
 def flex_score_mod(contest: Contest, device: str) -> Any:
@@ -211,10 +208,8 @@ def flex_score_mod(contest: Contest, device: str) -> Any:
     arrays = {n: x.astype(np.float32) if x.dtype.kind == "f" else x for n, x in arrays.items()}
     largest = {n: float(np.abs(x).max()) for n, x in arrays.items() if x.dtype.kind == "i"}
     try:
-        source = score_mod(
-            e, {n: x.shape for n, x in arrays.items()}, reach=reach, int64=needs_int64([e], {**reach, **largest}),
-            title=str(contest.score),
-        )  # fmt: skip
+        wide, of = needs_int64([e], {**reach, **largest}), {n: x.shape for n, x in arrays.items()}
+        source = score_mod(e, of, reach=reach, int64=wide, title=str(contest.score))
     except (FrisketError, KeyError) as error:
         raise NoWordsError(f"torch has no word for it: {error}") from None
     tensors = (torch.from_numpy(x.copy()).to(device) for x in arrays.values())
@@ -274,10 +269,8 @@ def jax_stage(device: str) -> Stage:
     if device == "tpu":
         contestants.append(Contestant("splash attention", partial(splash, device, False), family="splash"))
     kind = jax.devices(device)[0].device_kind
-    return Stage(
-        "jax", tuple(contestants), lambda x: np.asarray(x, np.float32), seconds if device == "cpu" else in_a_row,
-        rest=REST if device == "cpu" else 0.0, machine={} if device == "cpu" else {device: kind},
-    )  # fmt: skip
+    clock, rest, machine = (seconds, REST, {}) if device == "cpu" else (in_a_row, 0.0, {device: kind})
+    return Stage("jax", tuple(contestants), lambda x: np.asarray(x, np.float32), clock, rest=rest, machine=machine)
 
 
 def in_a_row(call: Call) -> float:
@@ -445,10 +438,7 @@ def _create_block_mask(contest: Contest) -> Call:
     s = contest.sizes
     _refuse_long(contest, "create_block_mask")
     layout = _mask_of(contest).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
-    create = partial(
-        torchs(create_block_mask), mask_mod_of(layout), s.batch, s.heads, s.q_len, s.kv_len, device="cpu",
-        BLOCK_SIZE=TILE,
-    )  # fmt: skip
+    create = partial(torchs(create_block_mask), mask_mod_of(layout), *s.problem, device="cpu", BLOCK_SIZE=TILE)
 
     def run() -> Callable[[], Array]:
         block_mask = create()

@@ -248,10 +248,8 @@ class Contest:
         # a set: of short lengths the three places are one
         for start in sorted({0, (self.sizes.q_len - n) // 2, self.sizes.q_len - n}):
             at = slice(start, start + n)
-            yield at, reference(
-                q[:, :, at], k, v, self.mask, self.score, layout="bhsd", origin=(0, 0, start, 0),
-                sizes=self.sizes.problem,
-            )  # fmt: skip
+            origin, sizes = (0, 0, start, 0), self.sizes.problem
+            yield at, reference(q[:, :, at], k, v, self.mask, self.score, layout="bhsd", origin=origin, sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -466,8 +464,9 @@ def _line(race: Race, name: str, seconds: float, wide: int, bar: str) -> Text:
         colour = LOSS if high < 1 and not ours else ""  # the whole interval is below 1: slower beyond doubt
         interval = f"{low:.2f} to {high:.2f}" if race.rounds > 1 else ""
         ratio = f"{middle:14.2f}  {interval:16}"
-    text = Text.assemble((f"  {name:{wide}}", "bold" if ours else ""), f"  {spoken(seconds):>8}  ", (ratio, colour),
-                         "  ", (bar, "cyan" if ours else "dim"))  # fmt: skip
+    styles = ("bold", "cyan") if ours else ("", "dim")
+    parts = (f"  {name:{wide}}", styles[0]), f"  {spoken(seconds):>8}  ", (ratio, colour), "  ", (bar, styles[1])
+    text = Text.assemble(*parts)
     text.rstrip()
     return text
 

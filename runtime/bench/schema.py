@@ -209,10 +209,8 @@ def _marks(axes: Any, rows: Mapping[str, Mapping[str, Sequence[float]]], p: Pale
         values = [of[peer] for of in rows.values() if peer in of]
         middle = [x[0] for x in values]
         low, high = ([x[0] - x[1] if len(x) > 1 else 0 for x in values], [x[-1] - x[0] for x in values])
-        axes.errorbar(
-            middle, at, xerr=[low, high], fmt=MARKS[n % len(MARKS)], markersize=5, linewidth=1.2,
-            color=COLOURS[n % len(COLOURS)], label=peer,
-        )  # fmt: skip
+        look = {"markersize": 5, "linewidth": 1.2, "color": COLOURS[n % len(COLOURS)], "label": peer}
+        axes.errorbar(middle, at, xerr=[low, high], fmt=MARKS[n % len(MARKS)], **look)
     axes.set_xscale("log")
     _ticks(axes, [x for of in rows.values() for each in of.values() for x in each])
     axes.set_yticks(range(len(rows)), list(rows), color=p.ink, size=8.5)
@@ -225,10 +223,9 @@ def _marks(axes: Any, rows: Mapping[str, Mapping[str, Sequence[float]]], p: Pale
         spine.set_visible(False)
     # a `$` in a title begins no formula
     axes.set_title(title, color=p.ink, size=10, loc="left", pad=22, parse_math=False)
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, frameon=False, labelcolor=p.ink, borderpad=0,
-        handletextpad=0.3, columnspacing=1.2,
-    )  # fmt: skip
+    look = {"fontsize": 8, "frameon": False, "labelcolor": p.ink, "borderpad": 0}
+    look |= {"handletextpad": 0.3, "columnspacing": 1.2}
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, **look)
 
 
 def _beside(peers: Sequence[str], peer: str) -> float:

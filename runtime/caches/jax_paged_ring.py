@@ -76,8 +76,8 @@ class PagedKVCache(JaxCache):
             raise ShapeError(f"{text}there is at least one row of one page")
         arrays = empty((pages, page, kv_heads), head_dim, v_dim, dtype)
         room, lengths = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)  # two, or they could not be donated
-        return cls(**arrays, pages=jnp.zeros((batch, width), jnp.int32), room=room, lengths=lengths,
-                   overflowed=jnp.zeros(batch, bool), rows=jnp.asarray(empty_rows(batch)))  # fmt: skip
+        arrays |= {"pages": jnp.zeros((batch, width), jnp.int32), "overflowed": jnp.zeros(batch, bool)}
+        return cls(**arrays, room=room, lengths=lengths, rows=jnp.asarray(empty_rows(batch)))
 
     page = property(lambda self: self.k.shape[1], doc="Tokens of a page.")
     capacity = property(lambda self: self.pages.shape[1] * self.page, doc="The most tokens that a sequence may have.")
@@ -131,8 +131,8 @@ class PagedKVCache(JaxCache):
         moves = ((path != nodes) & (nodes < counts[:, None])).any(1)
         # nodes that are where they should be do not move, and only tokens behind them are dropped
         rows = self.rows.at[LOW].min(start + jnp.where(moves, 0, counts)).at[PEAK].min(start + counts)
-        return replace(self, **arrays, lengths=start + counts, rows=rows,
-                       overflowed=self.overflowed | (real < counts))  # fmt: skip
+        over = self.overflowed | (real < counts)
+        return replace(self, **arrays, lengths=start + counts, rows=rows, overflowed=over)
 
     @usual_promotion()
     def truncate(self, lengths: Any) -> Self:

@@ -400,8 +400,8 @@ class ShardedKVCache(JaxCache):
 
         specs = {n: s for n, s in self._specs.items() if n in self.arrays}
         run = self._mapped(put, (specs, tokens, tokens, rows, rows), specs)
-        return replace(self, **run(self.arrays, k, v, self.lengths, counts), lengths=lengths,
-                       overflowed=self.overflowed | over)  # fmt: skip
+        stores = run(self.arrays, k, v, self.lengths, counts)
+        return replace(self, **stores, lengths=lengths, overflowed=self.overflowed | over)
 
     @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Any:

@@ -41,10 +41,8 @@ def add_bench(p: argparse.ArgumentParser) -> None:
     group.add_argument("--score", metavar="EXPR", help="a score mod, in addition to the mask")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="bind a scalar: --set w=256")
     group.add_argument("--table", action="append", default=[], metavar="NAME=FILE", help="bind a table: doc=doc.npy")
-    group.add_argument(
-        "--suite", choices=SUITES, default="cpu",
-        help="attention on the CPU, a GPU or a TPU; layouts; first calls and compilation; default: %(default)s",
-    )  # fmt: skip
+    suites = "attention on the CPU, a GPU or a TPU; layouts; first calls and compilation; default: %(default)s"
+    group.add_argument("--suite", choices=SUITES, default="cpu", help=suites)
     group.add_argument("--backward", action="store_true", help="the forward and the gradients of q, k and v together")
     group.add_argument("--framework", choices=["torch", "jax"], help="default: all that are installed")
     group.add_argument(
@@ -125,10 +123,8 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     kv_heads = args.kv_heads or heads
     if heads % kv_heads:
         raise ShapeError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}; key heads are shared evenly")
-    return Sizes(
-        q_len, args.kv_len or q_len, args.batch, heads, kv_heads, args.head_dim or (128 if device else 64),
-        args.dtype or ("bfloat16" if device else "float32"), args.backward,
-    )  # fmt: skip
+    dim, dtype = args.head_dim or (128 if device else 64), args.dtype or ("bfloat16" if device else "float32")
+    return Sizes(q_len, args.kv_len or q_len, args.batch, heads, kv_heads, dim, dtype, args.backward)
 
 
 def families_of(args: argparse.Namespace) -> set[str] | None:
@@ -238,11 +234,10 @@ def lines_of(runs: list[Any], columns: int | None) -> list[Any]:
 def first_lines(record: Any, columns: int | None) -> list[Piece]:
     """A table of first calls."""
     head = ("", "cold", "from disk", "new length", f"compiled for {len(record.lengths) - 1} more")
-    body: list[list[str]] = [
-        [f"  {n}", spoken(record.cold[n]), spoken(max(record.disk[n], 0)), spoken(max(record.other.get(n, 0), 0)),
-         str(record.compilations.get(n, ""))]
-        for n in record.cold
-    ]  # fmt: skip
+    body: list[list[str]] = []
+    for n in record.cold:
+        times = record.cold[n], max(record.disk[n], 0), max(record.other.get(n, 0), 0)
+        body.append([f"  {n}", *map(spoken, times), str(record.compilations.get(n, ""))])
     at = ", ".join(f"{x:,}" for x in record.lengths)
     out: list[Piece] = [Text(f"{record.contest.name}, {record.stage}, {at} tokens", "bold")]
     out += table([head, *body], right=(1, 2, 3, 4)) if body else []

@@ -151,10 +151,8 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
 
 def explain_stages(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     q_len = args.q_len or LENGTH
-    stages = compiled(read_program(args)).stages(
-        q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads, head_dim=64, dtype="float32",
-        backend=args.backend,
-    )  # fmt: skip
+    sizes = {"q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads}
+    stages = compiled(read_program(args)).stages(**sizes, head_dim=64, dtype="float32", backend=args.backend)
     texts = {name: stages.text(name) for name in NAMES}
     text: list[answers.Piece] = []
     for name in NAMES:

@@ -123,10 +123,8 @@ def add_check(p: argparse.ArgumentParser) -> None:
     which = p.add_argument_group("which cases")
     level = which.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="one call of each backend, in float32, with gradients")
-    level.add_argument(
-        "--all", action="store_true",
-        help="every dtype, length, number of key heads, rows with and without keys, forward and gradients",
-    )  # fmt: skip
+    every = "every dtype, length, number of key heads, rows with and without keys, forward and gradients"
+    level.add_argument("--all", action="store_true", help=every)
     level.add_argument("--case", type=case_of, metavar="CASE", help="one of them, by the name that a mismatch prints")
     which.add_argument(
         "--backend", nargs="+", metavar="B", help="these; default: all that run here without an interpreter"
@@ -488,10 +486,8 @@ def native() -> dict[str, Any]:
     cache = "kernels are kept nowhere" if folder is None else f"{folder}, {len(list(folder.glob('*.so')))} kernels"
     if folder not in (None, preferred):
         cache += f"; {preferred} cannot be written to"
-    return off | {
-        "compiler": f"{' '.join(command)}: {native_build.compiler_version(command)}",
-        "cpu": native_cpu.best(), "cache": cache,
-    }  # fmt: skip
+    compiler = f"{' '.join(command)}: {native_build.compiler_version(command)}"
+    return off | {"compiler": compiler, "cpu": native_cpu.best(), "cache": cache}
 
 
 def version(name: str) -> str | None:

@@ -27,10 +27,8 @@ from frisket.dsl.errors import FrisketError, MismatchError
 
 from .answer import BAD, NARROW, AnswerRow, CommandResult, Parser, Piece, folded, meant
 
-PLAIN = str.maketrans({
-    "×": "x", "·": ".", "→": "->", "…": "...", "–": "-", "≤": "<=", "╲": "\\", "’": "'", "✓": "+", "✗": "-",
-    "█": "#", "▓": "%", "▒": "+", "░": "-",
-})  # fmt: skip
+PLAIN: dict[int, int | str] = {**str.maketrans("×·–╲’✓✗█▓▒░", "x.-\\'+-#%+-")}
+PLAIN |= str.maketrans({"→": "->", "…": "...", "≤": "<="})
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,8 @@ def add_run(p: argparse.ArgumentParser) -> None:
     add_subject(p)
     p.set_defaults(b=0, h=0)
     job = p.add_argument_group("the job")
-    job.add_argument(
-        "--tokens", nargs="+", type=Path, required=True, metavar="FILE",
-        help="read as bytes and packed into one sequence; EXPR reads the number of the file as `doc`",
-    )  # fmt: skip
+    tokens = "read as bytes and packed into one sequence; EXPR reads the number of the file as `doc`"
+    job.add_argument("--tokens", nargs="+", type=Path, required=True, metavar="FILE", help=tokens)
     job.add_argument("--max-tokens", type=positive, default=4096, metavar="TOKENS", help="default: %(default)s")
     job.add_argument("--heads", type=positive, default=8, metavar="N", help="default: %(default)s")
     job.add_argument("--head-dim", type=even, default=64, metavar="N", help="default: %(default)s")
@@ -83,13 +81,11 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     data, lines = described(program)
     layout_data, facts = laid(layout, program.mask)
     where = f"{platform.machine()}, {cpu_count()}"
-    data |= layout_data | {
-        "files": dict(zip(files.names, files.lengths, strict=True)), "tokens": len(files),
-        "available": files.available, "framework": bench.name, "machine": where, "heads": args.heads,
-        "head_dim": args.head_dim, "repeats": args.repeats,
-        "seconds": {"frisket": seconds[0]} | {r.name: s for r, s in zip(rivals, seconds[1:], strict=True)},
-        "ratio": seconds[1] / seconds[0], "error": errors[0], "error_dense": errors[1],
-    }  # fmt: skip
+    data |= {**layout_data, "files": dict(zip(files.names, files.lengths, strict=True)), "tokens": len(files)}
+    data |= {"available": files.available, "framework": bench.name, "machine": where, "heads": args.heads}
+    data |= {"head_dim": args.head_dim, "repeats": args.repeats}
+    data["seconds"] = {"frisket": seconds[0]} | {r.name: s for r, s in zip(rivals, seconds[1:], strict=True)}
+    data |= {"ratio": seconds[1] / seconds[0], "error": errors[0], "error_dense": errors[1]}
     good = errors[0] <= 2 * errors[1] + 1e-6
     times = [f"{spoken(s):>8}" for s in seconds]
     table = [f"{times[0]}  frisket"]
@@ -98,11 +94,10 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     error = f"{errors[0]:.1e} from the float64 reference at most; dense attention: {errors[1]:.1e}"
     text = rows([("tokens", packing(files, args.max_tokens)), *lines, *facts])
     text += ["", picture(layout, args, console), ""]
-    text += rows([
-        ("run", f"{bench.name}, float32, {args.heads} heads of {args.head_dim}, {where}"),
-        ("time", "\n".join(table) + f"\nmedians of {args.repeats} run{'s' * (args.repeats > 1)}, interleaved"),
-        ("error", error if good else f"{error}\nMISMATCH: more than 2 × that of dense attention + 1e-6"),
-    ])  # fmt: skip
+    how = f"{bench.name}, float32, {args.heads} heads of {args.head_dim}, {where}"
+    medians = "\n".join(table) + f"\nmedians of {args.repeats} run{'s' * (args.repeats > 1)}, interleaved"
+    error = error if good else f"{error}\nMISMATCH: more than 2 × that of dense attention + 1e-6"
+    text += rows([("run", how), ("time", medians), ("error", error)])
     return CommandResult(data, text, 0 if good else 1)
 
 
@@ -259,10 +254,8 @@ def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
 
     sdpa = Rival("scaled_dot_product_attention(attn_mask)", builtin)
     with_score = Rival("dense, mask and score mod written out", written)
-    return Bench(
-        f"torch {torch.__version__}", lambda: attention(q, k, v),
-        with_score if program else sdpa, sdpa if program else None, lambda x: np.asarray(x),
-    )  # fmt: skip
+    rivals = (with_score, sdpa) if program else (sdpa, None)
+    return Bench(f"torch {torch.__version__}", lambda: attention(q, k, v), *rivals, lambda x: np.asarray(x))
 
 
 def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
@@ -293,11 +286,9 @@ def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
 
     dot = Rival("jax.nn.dot_product_attention(mask)", ready(builtin, q, k, v, mask))
     with_score = Rival("dense, mask and score mod written out", ready(written, q, k, v, mask))
-    return Bench(
-        f"jax {jax.__version__}", ready(attention, q, k, v),
-        with_score if score is not None else dot, dot if score is not None else None,
-        lambda x: np.asarray(x).swapaxes(1, 2),
-    )  # fmt: skip
+    rivals = (with_score, dot) if score is not None else (dot, None)
+    ours = ready(attention, q, k, v)
+    return Bench(f"jax {jax.__version__}", ours, *rivals, lambda x: np.asarray(x).swapaxes(1, 2))
 
 
 # -- measuring ------------------------------------------------------------------------------------
@@ -326,13 +317,12 @@ def oracle(
     q, k, v = arrays
     heads, length = q.shape[1:3]
     scale, sizes = q.shape[-1] ** -0.5, (1, heads, length, k.shape[2])
+    how: dict[str, Any] = {"scale": scale, "params": params, "tables": tables, "sizes": sizes, "rounded": rounded}
     for h in range(heads):
         for start in range(0, length, SLAB):
             at = (slice(h, h + 1), slice(start, min(start + SLAB, length)))
-            out, _ = dense.attention(
-                q[:, *at], k[:, at[0]], v[:, at[0]], mask, score, scale=scale, params=params,
-                tables=tables, origin=(0, h, start, 0), sizes=sizes, rounded=rounded,
-            )  # fmt: skip
+            origin = 0, h, start, 0
+            out, _ = dense.attention(q[:, *at], k[:, at[0]], v[:, at[0]], mask, score, origin=origin, **how)
             yield at, out
 
 

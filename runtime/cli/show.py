@@ -143,10 +143,9 @@ def laid(layout: Layout, mask: Mask) -> tuple[dict[str, Any], list[tuple[str, st
     shape = f"{counted(layout.q_len, 'query', 'queries')} × {counted(layout.kv_len, 'key')}, in tiles of {bq} × {bk}"
     if layout.batch * layout.heads > 1:
         shape += f"; batch {layout.batch:,}, {counted(layout.heads, 'head')}"
-    lines: list[tuple[str, str | Text]] = [
-        ("sizes", shape), ("visible", visible(layout)), ("tiles", tiles(layout)), ("saved", saved(layout)),
-        ("rows", empty_rows(layout, mask)), ("kernels", reached(layout)), ("found", exactness(layout)),
-    ]  # fmt: skip
+    lines: list[tuple[str, str | Text]] = [("sizes", shape), ("visible", visible(layout)), ("tiles", tiles(layout))]
+    lines += [("saved", saved(layout)), ("rows", empty_rows(layout, mask)), ("kernels", reached(layout))]
+    lines.append(("found", exactness(layout)))
     if f.tables:
         lines.append(("tables", "\n".join(f"{name}: {facts}" for name, facts in f.tables.items())))
     if f.lookups:
@@ -293,10 +292,8 @@ def short(e: Entry, most: int) -> str:
 
 def in_full(e: Entry, console: Console) -> list[Piece]:
     """A description of one library entry, with an example mask whose numbers suit it."""
-    text = rows([
-        ("entry", Text(e.signature, "bold cyan")), ("", e.sentence), ("formula", e.formula), ("source", e.source),
-        ("text", e.text), ("example", e.example),
-    ])  # fmt: skip
+    parts = (("formula", e.formula), ("source", e.source), ("text", e.text), ("example", e.example))
+    text = rows([("entry", Text(e.signature, "bold cyan")), ("", e.sentence), *parts])
     mask = program(e.example).mask if e.example else None
     if mask is not None:
         layout = mask.layout(LENGTH, LENGTH)

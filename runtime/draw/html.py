@@ -172,10 +172,8 @@ def to_html(layout: Tiling, path: str | Path | None = None) -> str:
     if where is not None and where.suffix.lower() not in (".html", ".htm"):
         raise ParameterError(f"cannot write {where.name!r}: name it .html; for .png and .svg there is `plot`")
     page_data = data(layout)
-    page = filled(
-        policy=POLICY, title=escape(page_data["mask"]["text"]), data=script(page_data), start=START,
-        still=notebook(layout), **captions(layout),
-    )  # fmt: skip
+    parts = {"policy": POLICY, "title": escape(page_data["mask"]["text"]), "data": script(page_data), "start": START}
+    page = filled(**parts, still=notebook(layout), **captions(layout))
     if where is not None:
         save(where, page.encode())
     return page

@@ -99,10 +99,8 @@ class Worker:
     """One process that answers: pickles to its standard input, pickles from its standard output."""
 
     def __init__(self, tables: Mapping[str, Array], memory: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from frisket.runtime.explore.analyst import work; work({memory})"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+        command = [sys.executable, "-P", "-c", f"from frisket.runtime.explore.analyst import work; work({memory})"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.came: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.reader = threading.Thread(target=self._read, name="frisket-analyst")
         self.reader.start()

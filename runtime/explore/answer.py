@@ -49,10 +49,8 @@ TILES = 1 << 16  # along each axis
 ROWS = 1 << 19  # of tiles, of all batch entries and heads
 CHARACTERS = 20_000
 BUDGET = 1 << 30  # steps of an analysis, under half a second; tiles beyond that are drawn as partial
-NAMED = (  # numbers as the page calls them
-    "the number of queries", "the number of keys", "batch", "heads", "documents", "the tile's height",
-    "the tile's width",
-)  # fmt: skip
+# numbers as the page calls them
+NAMED = "the number of queries,the number of keys,batch,heads,documents,the tile's height,the tile's width".split(",")
 HEAT = 48  # samples along each axis of what becomes of a score
 CURVE = 129
 HEAD_DIM = 64
@@ -349,10 +347,9 @@ LARGEST = 1e300  # what a slider reaches beyond it is no longer a float
 
 # what names mean in the library: a share of the queries (as n // so many), or a number of its own
 SHARES = (("w|window|left|right|radius", 32), ("p|prefix|offset|shift|q0|far_back", 8), ("k0|c", 4), ("s", 2))
-NUMBERS: tuple[tuple[str, float], ...] = (
-    ("g|stride.*|dilation.*|frames|t5", 4), ("kernel_frames", 3), ("kernel.*", 9), ("tile_frames", 2),
-    ("tile.*|.*_tile_.*", 8), ("buckets", 32), ("seed", 0), ("c|cap", 50.0), ("far", 128.0), ("p|rate|x", 0.5),
-)  # fmt: skip
+NUMBERS: tuple[tuple[str, float], ...] = (("g|stride.*|dilation.*|frames|t5", 4), ("kernel_frames", 3), ("kernel.*", 9))
+NUMBERS += (("tile_frames", 2), ("tile.*|.*_tile_.*", 8), ("buckets", 32), ("seed", 0), ("c|cap", 50.0))
+NUMBERS += (("far", 128.0), ("p|rate|x", 0.5))
 
 
 @dataclass(frozen=True)

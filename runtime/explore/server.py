@@ -294,12 +294,11 @@ def page(state: Mapping[str, Any], tables: Mapping[str, Any], nonce: str) -> str
     begin["library"] = [shown(e) for e in library().values() if e.name not in PARTS]
     begin["files"] = {name: f"{t.dtype}[{', '.join(map(str, t.shape))}]" for name, t in tables.items()}
     begin["tokens"] = token_classes()
-    return html.filled(
-        title="frisket explore", buttons=HELP, nonce=f' nonce="{nonce}"', data=html.script(begin),
-        style=html.file(ROOM, "explore.css"), editor=html.file(ROOM, "editor.html"),
-        controls=html.file(ROOM, "controls.html"), more=html.file(ROOM, "more.html"),
-        start="\n".join(html.file(ROOM, f"{name}.js") for name in ("library", "controls", "complete", "explore")),
-    )  # fmt: skip
+    files = {"style": "explore.css", "editor": "editor.html", "controls": "controls.html", "more": "more.html"}
+    parts = {name: html.file(ROOM, file) for name, file in files.items()}
+    parts["start"] = "\n".join(html.file(ROOM, f"{name}.js") for name in ("library", "controls", "complete", "explore"))
+    parts |= {"title": "frisket explore", "buttons": HELP, "nonce": f' nonce="{nonce}"', "data": html.script(begin)}
+    return html.filled(**parts)
 
 
 def token_classes() -> list[tuple[str, str]]:

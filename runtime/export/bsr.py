@@ -202,10 +202,10 @@ def to_splash(layout: Tiling, fused: bool = False) -> Splash:
         arrays = _walked(tiles, dkv, shrink and tiles.shape[0] == 1)
         data_next, mask_next, block_mask = (_small(x) for x in arrays)
         cut = np.ascontiguousarray(partial.swapaxes(-1, -2) if dkv else partial)
+        blocks, ids = (cut, mask_next) if len(cut) else (None, None)
         return MaskInfo(
-            data_next=data_next, mask_next=mask_next if len(cut) else None, block_mask=block_mask,
-            partial_mask_blocks=cut if len(cut) else None, q_sequence=None,
-        )  # fmt: skip
+            data_next=data_next, mask_next=ids, block_mask=block_mask, partial_mask_blocks=blocks, q_sequence=None
+        )
 
     return Splash(info(False, True), info(True, not fused), (int(layout.block[0]), int(layout.block[1])))
 
@@ -231,14 +231,10 @@ def _tiles(layout: Tiling, bsr: BSR) -> tuple[_Tiles, Array]:
     area = layout.block[0] * layout.block[1]
     bits = np.frombuffer(b"".join(blocks), np.uint8).reshape(-1, -(-area // 8))
     partial = np.unpackbits(bits, axis=1, count=area, bitorder="little").astype(bool).reshape(-1, *layout.block)
-    tiles = _Tiles(
-        (len(masks), layout.rows, layout.columns),
-        np.repeat(np.arange(len(masks)), [len(m.kind) for m in masks]),
-        np.concatenate([np.repeat(np.arange(layout.rows), np.diff(m.indptr)) for m in masks]),
-        np.concatenate([m.indices for m in masks]).astype(np.int64),
-        np.concatenate([m.kind for m in masks]), np.concatenate(ids),
-    )  # fmt: skip
-    return tiles, partial
+    head = np.repeat(np.arange(len(masks)), [len(m.kind) for m in masks])
+    row = np.concatenate([np.repeat(np.arange(layout.rows), np.diff(m.indptr)) for m in masks])
+    column, kind = np.concatenate([m.indices for m in masks]).astype(np.int64), np.concatenate([m.kind for m in masks])
+    return _Tiles((len(masks), layout.rows, layout.columns), head, row, column, kind, np.concatenate(ids)), partial
 
 
 def _no_empty_row(layout: Tiling, tiles: _Tiles, partial: Array) -> None:

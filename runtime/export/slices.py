@@ -333,10 +333,12 @@ def _verify_rows(columns: Array, causal: bool, seen: VisibleRuns) -> None:
     n, end = columns.shape[-1], seen.width
     c = [columns[..., i] for i in range(n)]
     zero = np.zeros_like(c[0])
-    hidden = {
-        (1, True): [(c[0], zero + end)], (2, True): [(c[0], c[-1])],
-        (2, False): [(c[0], zero + end), (zero, c[-1])], (4, False): [(c[0], c[1 % n]), (c[2 % n], c[-1])],
-    }[n, causal]  # fmt: skip
+    forms = {
+        (1, True): [(c[0], zero + end)],
+        (2, True): [(c[0], c[-1])],
+        (2, False): [(c[0], zero + end), (zero, c[-1])],
+    }
+    hidden = (forms | {(4, False): [(c[0], c[1 % n]), (c[2 % n], c[-1])]})[n, causal]
     if causal:
         hidden.append((zero, zero + np.arange(seen.length)))
     starts, stops = (np.stack([pair[i] for pair in hidden], axis=-1).reshape(-1, len(hidden)) for i in (0, 1))

@@ -104,9 +104,8 @@ def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = Fa
             ptr.append(ptr[-1][-1] + np.cumsum(count))
             starts.append(start)
             stops.append(stop)
-    whole = VisibleRuns(
-        np.concatenate(ptr), np.concatenate(starts), np.concatenate(stops), grid.q_len, grid.kv_len, slice_of
-    )  # fmt: skip
+    rows, begins, ends = (np.concatenate(x) for x in (ptr, starts, stops))
+    whole = VisibleRuns(rows, begins, ends, grid.q_len, grid.kv_len, slice_of)
     return whole if len(grid.b) == 1 else _distinct(whole, len(grid.b))
 
 
@@ -116,11 +115,9 @@ def _distinct(runs: VisibleRuns, slices: int) -> VisibleRuns:
     if len(keep) == slices:
         return runs
     counts = np.concatenate([np.diff(p) for p, _, _ in keep])
-    return VisibleRuns(
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
-        np.concatenate([a for _, a, _ in keep]), np.concatenate([b for _, _, b in keep]),
-        runs.length, runs.width, place[runs.slice_of],
-    )  # fmt: skip
+    ptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    start, stop = (np.concatenate([parts[i] for parts in keep]) for i in (1, 2))
+    return VisibleRuns(ptr, start, stop, runs.length, runs.width, place[runs.slice_of])
 
 
 def distinct(things: Iterable[T], arrays: Callable[[T], Iterable[Array | None]]) -> tuple[list[T], NDArray[np.int64]]:
@@ -158,8 +155,8 @@ def _from_intervals(formulas: Any, grid: Grid, s: int, scope: Scope) -> Iterator
         opens = ~none & (first > before + 1)
         heads = np.flatnonzero(opens)
         # a run reaches as far as anything before the next one opens, on its own line
-        ends_at = np.minimum(np.append(heads[1:], opens.size) - 1, heads // opens.shape[1] * opens.shape[1]
-                             + opens.shape[1] - 1)  # fmt: skip
+        width = opens.shape[1]
+        ends_at = np.minimum(np.append(heads[1:], opens.size) - 1, heads // width * width + width - 1)
         yield opens.sum(axis=1), first[opens], reach.reshape(-1)[ends_at] + 1
 
 
@@ -167,11 +164,9 @@ def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, tr
     """Any mask: fine tiles, and the elements of those the mask cuts."""
     small = Grid(grid.q_len, grid.kv_len, (_FINE, _FINE), *(x[s : s + 1] for x in (grid.b, grid.h, grid.q, grid.k)))
     b, h, q, k = (int(x) for x in (small.b[0], small.h[0], small.q[0], small.k[0]))
-    analysis = analyse(
-        layout.mask, q_len=layout.q_len, kv_len=layout.kv_len, block=(_FINE, _FINE), look=False, params=layout.params,
-        origin=(b, h, k, q) if transposed else (b, h, q, k), sizes=layout.sizes, tables=layout.tables,
-        transposed=transposed,
-    )  # fmt: skip
+    how: dict[str, Any] = {"q_len": layout.q_len, "kv_len": layout.kv_len, "block": (_FINE, _FINE), "look": False}
+    how |= {"params": layout.params, "sizes": layout.sizes, "tables": layout.tables, "transposed": transposed}
+    analysis = analyse(layout.mask, origin=(b, h, k, q) if transposed else (b, h, q, k), **how)
     runs = from_records(analysis.spans.bounds, analysis.spans.count)
     width = np.where(runs.kind == FULL, 0, runs.stop - runs.start)
     cost = np.cumsum(width) * _FINE**2
@@ -220,12 +215,9 @@ def elements(expr: Expr, grid: Grid, scope: Scope, slice: Array, row: Array, col
     """The mask on single tiles, bool [n, block_q, block_k]; outside the lengths it is False."""
     bq, bk = grid.block
     q, k = row[:, None, None] * bq + np.arange(bq)[:, None], column[:, None, None] * bk + np.arange(bk)
-    env = {
-        "b": grid.b[slice][:, None, None], "h": grid.h[slice][:, None, None],
-        # a table has no entries beyond the lengths
-        "q": np.minimum(q, grid.q_len - 1) + grid.q[slice][:, None, None],
-        "k": np.minimum(k, grid.kv_len - 1) + grid.k[slice][:, None, None],
-    }  # fmt: skip
+    b, h, q0, k0 = (x[slice][:, None, None] for x in (grid.b, grid.h, grid.q, grid.k))
+    # a table has no entries beyond the lengths
+    env = {"b": b, "h": h, "q": np.minimum(q, grid.q_len - 1) + q0, "k": np.minimum(k, grid.kv_len - 1) + k0}
     inside = (q < grid.q_len) & (k < grid.kv_len)
     visible = evaluate(expr, {**scope.env, **env}, scope.arrays, scope.hooks())
     return np.asarray(np.broadcast_to(visible, inside.shape) & inside)
@@ -436,14 +428,10 @@ def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: boo
     lists = exact_lists(layout, device, separate=separate_full_blocks)
     none = Lists(None, None)
     partial, full, partial_q, full_q = lists if separate_full_blocks else (lists[0], none, lists[1], none)
-    return BlockMask(
-        seq_lengths=(layout.q_len, layout.kv_len),
-        kv_num_blocks=partial.count, kv_indices=partial.index,
-        full_kv_num_blocks=full.count, full_kv_indices=full.index,
-        q_num_blocks=partial_q.count, q_indices=partial_q.index,
-        full_q_num_blocks=full_q.count, full_q_indices=full_q.index,
-        BLOCK_SIZE=(int(layout.block[0]), int(layout.block[1])), mask_mod=mask_mod_of(layout, device),
-    )  # fmt: skip
+    sides = {"kv": partial, "full_kv": full, "q": partial_q, "full_q": full_q}.items()
+    arrays = {f"{n}_num_blocks": x.count for n, x in sides} | {f"{n}_indices": x.index for n, x in sides}
+    block, lengths = (int(layout.block[0]), int(layout.block[1])), (layout.q_len, layout.kv_len)
+    return BlockMask(seq_lengths=lengths, **arrays, BLOCK_SIZE=block, mask_mod=mask_mod_of(layout, device))
 
 
 def exact_lists(layout: Tiling, device: Any, *, separate: bool) -> list[Lists]:

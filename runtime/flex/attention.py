@@ -99,10 +99,10 @@ def flex_attention(
         score_mod, scale = _scaled(scale, score_mod), 1.0
     top = return_aux is not None and return_aux.max_scores
     if torch.compiler.is_dynamo_compiling():
+        rows = top or return_lse or (return_aux is not None and return_aux.lse)
         results: tuple[Tensor, Any, Any] = compiled(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top,
-            top or return_lse or (return_aux is not None and return_aux.lse),
-        )  # fmt: skip
+            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top, rows
+        )
     else:
         results = attend(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top)
     out, lse, largest = results
@@ -323,10 +323,8 @@ def install() -> Installed:
             replace(name, module)
     done.left = _left()
     if done.left:
-        warnings.warn(
-            f"torch's flex_attention is still in {', '.join(done.left)}\n"
-            "  call frisket.flex.install() before these are made", stacklevel=2
-        )  # fmt: skip
+        text = f"torch's flex_attention is still in {', '.join(done.left)}\n"
+        warnings.warn(f"{text}  call frisket.flex.install() before these are made", stacklevel=2)
     return done
 
 

@@ -94,10 +94,10 @@ class BlockMask(theirs.BlockMask):
     ) -> None:  # fmt: skip
         """Make a mask from lists of tiles, like torch's: a position is visible in a full tile, and in a partial one
         where `mask_mod` shows it. `from_kv_blocks` makes the lists of columns."""
-        lists: Lists = dict(zip(TENSORS, (
-            kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, q_num_blocks, q_indices,
-            full_q_num_blocks, full_q_indices, dq_write_order, dq_write_order_full, dq_kv_order,
-        ), strict=True))  # fmt: skip
+        by_rows = kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
+        by_columns = q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
+        orders = dq_write_order, dq_write_order_full, dq_kv_order
+        lists: Lists = dict(zip(TENSORS, (*by_rows, *by_columns, *orders), strict=True))
         lengths, block = pair(seq_lengths, "seq_lengths", 0), pair(BLOCK_SIZE, "BLOCK_SIZE")
         check_lists(lists, lengths[1], block[1])
         if dq_write_order_full is not None and dq_write_order is None:
@@ -167,11 +167,9 @@ class BlockMask(theirs.BlockMask):
         if seq_lengths is None:
             seq_lengths = kv_indices.shape[-2] * block[0], columns * block[1]
         lists = with_columns(lists, columns, kv_len, block[1]) if compute_q_blocks else lists
-        return cls(
-            seq_lengths, **lists, BLOCK_SIZE=block,  # type: ignore[arg-type]
-            mask_mod=theirs.noop_mask if mask_mod is None else mask_mod,
-            dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
-        )  # fmt: skip
+        spt = dq_kv_order if isinstance(dq_kv_order, bool) else None
+        mod = theirs.noop_mask if mask_mod is None else mask_mod
+        return cls(seq_lengths, **lists, BLOCK_SIZE=block, mask_mod=mod, dq_kv_order_spt=spt)  # type: ignore[arg-type]
 
     # -- the mask ---------------------------------------------------------------------------------
 
@@ -530,11 +528,9 @@ def flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], tuple[Any
     lists = {n: x for n, x in mask._tensors().items() if x is not None}
     tensors, numbers = mask._mod.tensors, mask._mod.numbers
     options = tuple(getattr(mask, n) for n in OPTIONS)
-    context = (
-        # 1, 1.0 and True are equal, and not one program
-        mask._mod.expr, tuple((n, type(x), x) for n, x in numbers.items()), tuple(tensors), tuple(lists),
-        mask._user_lists is not None, mask._text, *options,
-    )  # fmt: skip
+    kinds = tuple((n, type(x), x) for n, x in numbers.items())  # 1, 1.0 and True are equal, and not one program
+    mod = mask._mod.expr, kinds, tuple(tensors), tuple(lists)
+    context = (*mod, mask._user_lists is not None, mask._text, *options)
     return [(pytree.GetAttrKey(n), x) for n, x in {**lists, **tensors}.items()], context
 
 
@@ -556,6 +552,5 @@ def unflatten(leaves: Any, context: tuple[Any, ...]) -> BlockMask:
 
 
 pytree.register_pytree_node(
-    BlockMask, flatten, unflatten, serialized_type_name="frisket.flex.BlockMask",
-    flatten_with_keys_fn=flatten_with_keys,
-)  # fmt: skip
+    BlockMask, flatten, unflatten, serialized_type_name="frisket.flex.BlockMask", flatten_with_keys_fn=flatten_with_keys
+)

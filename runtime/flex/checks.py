@@ -155,10 +155,9 @@ def _read(options: tuple[tuple[str, Any], ...]) -> KernelRequests:
             choices[name] = value
     # FORCE_USE_FLEX_ATTENTION turns off torch's decode kernel, the one that splits keys
     splits = 1 if choices.get("FORCE_USE_FLEX_ATTENTION") else choices.get("SPLIT_KV") or None
-    return KernelRequests(
-        Tuning(**launches, precision=choices.get("FLOAT32_PRECISION"), splits=splits, tanh=choices.get("TANH")),
-        _backend(choices), tuple(n for n in PROMISES if choices.get(n) is True or choices.get("BACKEND") == n),
-    )  # fmt: skip
+    promises = tuple(n for n in PROMISES if choices.get(n) is True or choices.get("BACKEND") == n)
+    tuning = Tuning(**launches, precision=choices.get("FLOAT32_PRECISION"), splits=splits, tanh=choices.get("TANH"))
+    return KernelRequests(tuning, _backend(choices), promises)
 
 
 def _named(key: Any) -> tuple[str, str]:

@@ -213,9 +213,7 @@ def _create_sparse_block_from_block_mask(
     """torch's private function: a mask from [B, H, rows, columns] of tiles, 1 where a tile is partial, or full."""
     count, index = ordered(block_mask[0])
     full = (None, None) if block_mask[1] is None else ordered(block_mask[1])
-    return BlockMask.from_kv_blocks(
-        count, index, full[0], full[1], (Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod, seq_lengths
-    )  # fmt: skip
+    return BlockMask.from_kv_blocks(count, index, *full, (Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod, seq_lengths)
 
 
 def _create_empty_block_mask(query: Tensor, key: Tensor) -> BlockMask:

@@ -85,7 +85,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: jax.Array, *, positions: Any = None, cache: Any = None, counts: Any = None, **keywords: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Attention of x [batch, length, features] to itself, or, with a `cache` of `frisket.caches.jax`, to what it
         holds and to x behind that: then (out, cache), with the same mask for prompts, chunks and single tokens.
 
@@ -220,10 +220,8 @@ class AttentionFn:
         att, values = scaled_attention(text, mod, options, self.options.scale, {**values, **tables})
         batch, heads, _, kv_len = lengths
         q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
-        out: jax.Array = att(
-            q, k, v, seed=seed, sinks=sinks, layout="bshd",
-            sizes=(batch, heads, kv_len, kv_len) if step else None, **values,  # the query is one of kv_len positions
-        )  # fmt: skip
+        places = (batch, heads, kv_len, kv_len) if step else None  # the query is one of kv_len positions
+        out: jax.Array = att(q, k, v, seed=seed, sinks=sinks, layout="bshd", sizes=places, **values)
         if array is not None and traced(array) and array.dtype != bool:  # nothing can be raised for its values
             out = jnp.where((array < 0).any(), jnp.asarray(jnp.nan, out.dtype), out)
         return out.reshape(*lead, *out.shape[1:])

@@ -176,7 +176,7 @@ _latest = Memo("integrations.sdpa.masks", 256, weigh=lambda key, known, _: 2 * s
 
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, owner: Tensor, mask: Tensor, causal: str | None, rate: float, scale: Any, gqa: bool
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention under a mask of four axes, which is a view of the user's tensor, `owner`."""
     graph = in_graph(q, k, v, mask)
     if graph or isinstance(scale, Tensor) or (mask.requires_grad and torch.is_grad_enabled()):

@@ -113,10 +113,8 @@ def attention(
         mask = chosen(mask, block_indices, size, query.shape[1])
     text, score, values = program(module, mask, query.shape[1], softcap, position_bias, frisket_params)
     if in_graph(query):
-        result = called(
-            query, key, value, text, score, scaling, dropout=dropout, sinks=s_aux, origin=mask.origin,
-            return_lse=sinks is not None, **values,
-        )  # fmt: skip
+        how = {"dropout": dropout, "sinks": s_aux, "origin": mask.origin, "return_lse": sinks is not None}
+        result = called(query, key, value, text, score, scaling, **how, **values)
     else:
         values = {n: x.to(query.device) if isinstance(x, Tensor) else x for n, x in values.items()}
         att, values = scaled_attention(text, score, Options(dropout=rate_of(dropout)), scaling, values)
@@ -180,10 +178,8 @@ def _refuse(rest: Mapping[str, Any], mask: SymbolicMask) -> None:
             text = f"attn_implementation='frisket' does not take {name}\n  prune heads with the model's own means, or "
             raise ParameterError(f"{text}leave out head_mask")
     if rest.get("output_attentions"):
-        warnings.warn(
-            "attn_implementation='frisket' gives None for output_attentions=True: no weights are ever written out\n  "
-            "load the model with attn_implementation='eager' to see them", stacklevel=2,
-        )  # fmt: skip
+        text = "attn_implementation='frisket' gives None for output_attentions=True: no weights are ever written out"
+        warnings.warn(f"{text}\n  load the model with attn_implementation='eager' to see them", stacklevel=2)
     lengths = rest.get("cu_seq_lens_q")
     if lengths is not None and lengths.shape[0] > 2 and mask.structure and not mask.documents:
         text = "cu_seq_lens_q says that several documents are packed in a row, and the mask does not\n"

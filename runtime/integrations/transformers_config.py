@@ -244,12 +244,9 @@ def computes_itself(kind: type) -> bool:
     known = _modules(kind)
     if any(map(_asks, known)):
         return False
-    return any(
-        inspect.isclass(x) and issubclass(x, torch.nn.Module) and "attention" in x.__name__.lower()
-        and x.__module__ == names["__name__"]  # imported classes are those of other models
-        for names in known
-        for x in names.values()
-    )  # fmt: skip
+    # imported classes are those of other models
+    classes = [x for names in known for x in names.values() if inspect.isclass(x) and x.__module__ == names["__name__"]]
+    return any(issubclass(x, torch.nn.Module) and "attention" in x.__name__.lower() for x in classes)
 
 
 def _by_name(kind: type) -> list[tuple[dict[str, Any], str]]:
@@ -270,9 +267,7 @@ def eager_only(place: str) -> bool:
     may say anything, and no mask means that all is seen."""
     from transformers import PreTrainedModel
 
-    models = [
-        x for x in vars(sys.modules[place]).values()
-        if inspect.isclass(x) and issubclass(x, PreTrainedModel) and x.__module__ == place
-    ]  # fmt: skip
+    classes = [x for x in vars(sys.modules[place]).values() if inspect.isclass(x) and x.__module__ == place]
+    models = [x for x in classes if issubclass(x, PreTrainedModel)]
     flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
     return bool(models) and not any(getattr(x, flag, False) for x in models for flag in flags)

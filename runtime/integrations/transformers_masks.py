@@ -243,11 +243,10 @@ def symbolic(
         if getattr(config, "frisket_mask", None) is not None:
             message = "config.frisket_mask is set, and this model computes with its own attention mask: leave it out"
             raise ParameterError(message)
-        array: Any = (sdpa_mask if bools else eager_mask)(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, use_vmap=use_vmap, device=device,
-            allow_is_causal_skip=False,
-        )  # fmt: skip
+        how: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask, "dtype": dtype}
+        how |= {"use_vmap": use_vmap, "device": device, "q_offset": q_offset, "kv_offset": kv_offset}
+        how |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "allow_is_causal_skip": False}
+        array: Any = (sdpa_mask if bools else eager_mask)(**how)
         tensor: Tensor = array
         return tensor
 
@@ -256,10 +255,8 @@ def symbolic(
     text, tables = read(mask_function)
     structure, documents = parted(text, not use_vmap)  # use_vmap: functions of other people are part of it
     padding, more = padded(attention_mask, kv_offset + kv_length)
-    return SymbolicMask(
-        structure, batch_size, q_length, kv_length, q_offset, kv_offset, documents, padding, "", {**tables, **more},
-        make=make, dtype=torch.bool if bools else dtype,
-    )  # fmt: skip
+    sizes, kind = (batch_size, q_length, kv_length, q_offset, kv_offset), torch.bool if bools else dtype
+    return SymbolicMask(structure, *sizes, documents, padding, "", {**tables, **more}, make=make, dtype=kind)
 
 
 def padded(real: Tensor | None, stop: int) -> tuple[tuple[str, str], dict[str, Any]]:

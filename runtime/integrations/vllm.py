@@ -141,10 +141,8 @@ class VllmBatchBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc
             raise ParameterError(f"this model asks for attention that is not causal\n  {ELSEWHERE}")
         # the host's copy of the starts: nothing waits for the device
         n, steps = m.num_reqs, steps_in_front(m.query_start_loc_cpu[: m.num_reqs + 1])
-        return PagedBatch.of(
-            steps, m.query_start_loc[: n + 1], m.seq_lens[:n], m.block_table_tensor[:n], m.slot_mapping,
-            m.num_actual_tokens, self.page,
-        )  # fmt: skip
+        starts, blocks, tokens = m.query_start_loc[: n + 1], m.block_table_tensor[:n], m.num_actual_tokens
+        return PagedBatch.of(steps, starts, m.seq_lens[:n], blocks, m.slot_mapping, tokens, self.page)
 
 
 class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
@@ -175,11 +173,10 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
         if what := [name for name, present in refused.items() if present]:
             raise ParameterError(f"frisket's backend of vLLM does not know {what[0]}\n  {ELSEWHERE}")
         mask, score, params = _fields(config)
-        self.served = ServedLayer(
-            _of_kind(mask, sliding_window), _of_kind(score, sliding_window), params, scale=self.scale,
-            window=sliding_window, softcap=logits_soft_cap, slopes=alibi_slopes,
-            spare=isinstance(mask, dict) or isinstance(score, dict),  # one value may be for the other kind of layer
-        )  # fmt: skip
+        spare = isinstance(mask, dict) or isinstance(score, dict)  # one value may be for the other kind of layer
+        mask, score = (_of_kind(x, sliding_window) for x in (mask, score))
+        how: dict[str, Any] = {"scale": self.scale, "window": sliding_window, "softcap": logits_soft_cap}
+        self.served = ServedLayer(mask, score, params, **how, slopes=alibi_slopes, spare=spare)
         log.info_once("frisket serves layers by %s", str(self.served.attention))
 
     def forward(

@@ -51,7 +51,7 @@ class PagedBatch:
     @classmethod
     def of(
         cls, steps: int, starts: Tensor, lengths: Tensor, blocks: Tensor, slots: Tensor, tokens: int, page: int = 16
-    ) -> PagedBatch:  # fmt: skip
+    ) -> PagedBatch:
         """The batch of requests whose new tokens begin at `starts` int [requests + 1], the first `steps` of them with
         one, of `lengths` int [requests] tokens with those, in `blocks` int32 [requests, blocks] of `page` tokens."""
         lengths, blocks = lengths.to(torch.int32), blocks.to(torch.int32)
@@ -76,7 +76,7 @@ def steps_in_front(starts: Tensor) -> int:
 
 def _row(
     starts: Tensor, lengths: Tensor, blocks: Tensor, first: int, tokens: int, page: int
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The used blocks of all requests, one request behind another, int32 [1, requests * width], and the tables of the
     batch's tokens from `first` up to `tokens`, exclusive. Places behind the last used block are read by no token."""
     n, width = blocks.shape

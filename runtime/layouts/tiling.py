@@ -64,11 +64,9 @@ class Tiling:
         self._analysis: Analysis | None = None
 
     def _analyse(self, *, transposed: bool) -> Analysis:
-        return analyse(
-            self.mask, q_len=self.q_len, kv_len=self.kv_len, batch=self.batch, heads=self.heads, block=self.block,
-            origin=self.origin, sizes=self.sizes, params=self.params, tables=self.tables, work=self.work,
-            look=self.look, transposed=transposed,
-        )  # fmt: skip
+        where: dict[str, Any] = {"q_len": self.q_len, "kv_len": self.kv_len, "batch": self.batch, "heads": self.heads}
+        where |= {"block": self.block, "origin": self.origin, "sizes": self.sizes, "tables": self.tables}
+        return analyse(self.mask, **where, params=self.params, work=self.work, look=self.look, transposed=transposed)
 
     # -- tiles ------------------------------------------------------------------------------------
 
@@ -240,11 +238,10 @@ class Tiling:
         line = r.slice * self.rows + r.row
         gaps = (line[1:] == line[:-1]) & (r.start[1:] != r.stop[:-1])
         named = sorted(uses(self.mask) & {"b", "h"}) + sorted({*self.params, *self.tables})
+        most, analysis = int(np.bincount(line, minlength=1).max(initial=0)), self.analysis
         return Facts(
-            max_runs_per_row=int(np.bincount(line, minlength=1).max(initial=0)), contiguous=not gaps.any(),
-            closed_form=self.analysis.bounds is not None, uses=tuple(named), method=self.analysis.method,
-            settled=self.analysis.settled, layout=self,
-        )  # fmt: skip
+            most, not gaps.any(), analysis.bounds is not None, tuple(named), analysis.method, analysis.settled, self
+        )
 
     @overload
     def explain(self, q: int, k: int, b: int | None = None, h: int | None = None) -> Explanation: ...
@@ -277,10 +274,9 @@ class Tiling:
 
     def _tile(self, tile: tuple[int, int], b: int, h: int) -> tuple[tuple[Array, Array], bool]:
         """The positions of a tile that are inside the lengths, and whether that is not all of it."""
-        for name, at, start, n in zip(
-            ("b", "h", "tile row", "tile column"), (b, h, *tile), (*self.origin[:2], 0, 0),
-            (self.batch, self.heads, self.rows, self.columns), strict=True,
-        ):  # fmt: skip
+        names, starts = ("b", "h", "tile row", "tile column"), (*self.origin[:2], 0, 0)
+        counts = self.batch, self.heads, self.rows, self.columns
+        for name, at, start, n in zip(names, (b, h, *tile), starts, counts, strict=True):
             if not start <= at < start + n:
                 raise ShapeError(f"{name} {at} is outside this layout, which has {start}..{start + n - 1}")
         if self.block[0] * self.block[1] > _TILE:
@@ -395,10 +391,8 @@ class Facts:
         document, at = ("document_by_batch", "b, k") if any("b" in uses(e) for e in inside) else ("document", "k")
         below = {n: None for e in parts if e.op == "or" for n in walk(e) if n.op in ("lt", "le")}
         first = [n for n in below if n.args[0] is var("k") and n.args[1].op in ("lit", "param")]
-        return tuple(
-            f"`{n!r}` shows keys of the first document alone; for the first keys of each write `{document}(off, m)` "
-            f"with `sinks({n.args[1]!r})` in m, or `k - start[{at}] < {n.args[1]!r}`" for n in first
-        )  # fmt: skip
+        text = f"shows keys of the first document alone; for the first keys of each write `{document}(off, m)` with"
+        return tuple(f"`{n!r}` {text} `sinks({n.args[1]!r})` in m, or `k - start[{at}] < {n.args[1]!r}`" for n in first)
 
     @property
     def tables(self) -> dict[str, TableFacts]:
@@ -490,10 +484,10 @@ def check_reach(
             text = f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
             raise ParameterError(f"{text}{advice}")
     for e in readers:
+        segments = parameters.segments_of_coordinates(e, tables)
         outside = {
-            name: stops[c] for c, name, first, last in parameters.segments_of_coordinates(e, tables)
-            if np.min(origin["bhqk".index(c)]) < first or stops[c] > last
-        }  # fmt: skip
+            n: stops[c] for c, n, first, last in segments if np.min(origin["bhqk".index(c)]) < first or stops[c] > last
+        }
         if not outside or parameters.names_of(e).keys() & shapes.keys():
             continue
         reader, seen = bind_in_part(e, tables), TRUE if e.type is BOOL else visible

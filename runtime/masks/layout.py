@@ -182,10 +182,8 @@ def make_layout(
     check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
     tables = {n: Table(t) for n, t in mask.tables.items()}
     simple, _ = prepare(decided(bind_in_part(mask.expr, mask.tables), mask.scalars), None)
-    layout = Layout(
-        TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
-        (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr, WORK if budget is None else budget,
-        mask.shown,
-    )  # fmt: skip
+    whole, tile = TRUE if simple is None else simple, (int(pair[0]), int(pair[1]))
+    how = origin, sizes, exact, mask.expr, WORK if budget is None else budget, mask.shown
+    layout = Layout(whole, dict(mask.scalars), tables, q_len, kv_len, batch, heads, tile, *how)
     layout.analysis  # noqa: B018 - errors are raised here
     return layout

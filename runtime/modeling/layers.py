@@ -165,10 +165,8 @@ def init_cache(
         if batch_axis or head_axis:
             raise ParameterError("batch_axis and head_axis are axes of a mesh; give mesh= too")
         return KVCache.create(batch, capacity, kv_heads, head_dim, v_dim, dtype)
-    return ShardedKVCache.create(
-        batch, capacity, kv_heads, head_dim, v_dim, dtype, mesh=mesh, axis=axis, batch_axis=batch_axis,
-        head_axis=head_axis,
-    )  # fmt: skip
+    axes = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
+    return ShardedKVCache.create(batch, capacity, kv_heads, head_dim, v_dim, dtype, mesh=mesh, **axes)
 
 
 @usual_promotion()

@@ -402,10 +402,8 @@ class _Dealt(FrisketAttention):
         # nor does the axis of batches split heads
         heads = fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *axes_of(batch)})
         variant: Any = "ring" if self.metadata.scan_ring_attention else "all-gather"
-        return attend(
-            att, *arrays, deal=deal, axis=self.axis, variant=variant, batch_axis=batch, head_axis=heads, mesh=mesh,
-            seed=seed, sinks=op_call.sinks, **op_call.params,
-        )  # fmt: skip
+        how: dict[str, Any] = {"axis": self.axis, "batch_axis": batch, "head_axis": heads, "mesh": mesh, "seed": seed}
+        return attend(att, *arrays, deal=deal, variant=variant, sinks=op_call.sinks, **how, **op_call.params)
 
 
 def _known(op_call: OpCall) -> tuple[Mask, dict[str, Any]]:

@@ -166,11 +166,10 @@ def _agreed_values(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[s
     values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
     values_hash = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
     shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in {"q": q, "k": k, "v": v, **shard.values}.items())
-    return {
-        "attention": program.expanded, "values of parameters": values_hash, "arrays": shapes, "variant": variant,
-        "deal": f"of {deal.length} tokens over {deal.ranks} ranks, {deal.digest[:16]}",
-        "option": f"dropout {shard.att.options.dropout}, scale {shard.att.options.scale}, split {dict(shard.split)}",
-    }  # fmt: skip
+    texts = {"attention": program.expanded, "values of parameters": values_hash, "arrays": shapes, "variant": variant}
+    texts["deal"] = f"of {deal.length} tokens over {deal.ranks} ranks, {deal.digest[:16]}"
+    options = shard.att.options
+    return texts | {"option": f"dropout {options.dropout}, scale {options.scale}, split {dict(shard.split)}"}
 
 
 def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:

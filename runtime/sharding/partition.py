@@ -91,7 +91,7 @@ FIELDS |= {n.BIAS_KV_SEQ: "bias_key_sequence_axis", n.DATA_PARALLEL: "data_paral
 FIELDS |= {n.FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis", n.TENSOR_PARALLEL: "tensor_parallel_axis"}
 FIELDS |= {n.SEQUENCE_PARALLEL: "sequence_parallel_axis", n.EXPERT_PARALLEL: "expert_parallel_axis"}
 # field -> the fields it is read from where nobody sets it
-DEFAULTS = {"batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
+DEFAULTS: dict[str, tuple[str, ...]] = {"batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
 DEFAULTS |= {"sequence_axis": ("sequence_parallel_axis",), "query_sequence_axis": ("sequence_parallel_axis",)}
 DEFAULTS |= {"key_sequence_axis": ("sequence_parallel_axis",), "head_axis": ("tensor_parallel_axis",)}
 DEFAULTS |= {"kv_head_axis": ("tensor_parallel_axis",), "hidden_state_axis": ("tensor_parallel_axis",)}
