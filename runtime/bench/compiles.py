@@ -36,6 +36,7 @@ def stage_of(name: str, device: str) -> Stage:
 
 def main(path: str) -> None:
     who, stage_name, device, contests = pickle.loads(Path(path).read_bytes())
+    # a stage does not pickle, so that a job names its contestant
     contestant = next(c for c in stage_of(stage_name, device).contestants if c.name == who)
     compilations = counter(stage_name)
     warm_up(stage_name, device)
@@ -86,6 +87,7 @@ def counter(stage_name: str) -> Callable[[], int]:
     import jax
 
     def heard(event: str, duration_secs: float, **_: str | int) -> None:
+        # one event for each program that XLA compiles
         if event == "/jax/core/compile/backend_compile_duration":
             seen.append(duration_secs)
 
@@ -146,6 +148,7 @@ def run(
         with tempfile.TemporaryDirectory() as folder:
             # the second process starts with what the first has compiled
             cold = _child(folder, (c.name, stage.name, device, contests))
+            # its first call alone is timed
             disk = cold if isinstance(cold, str) else _child(folder, (c.name, stage.name, device, contests[:1]))
         if isinstance(cold, str) or isinstance(disk, str):
             firsts.out[c.name] = str(cold if isinstance(cold, str) else disk)

@@ -349,6 +349,7 @@ def splash_mask(contest: Contest) -> Any:
     dense = contest.dense()
     if dense.shape[0] > 1:
         raise NoWordsError("splash attention has one mask for all batch entries")
+    # one mask for all heads, or one for each
     return masks.MultiHeadMask([masks.NumpyMask(dense[0, min(h, dense.shape[1] - 1)]) for h in range(s.heads)])
 
 

@@ -230,6 +230,7 @@ class RingKVCache(JaxCache):
         `attention` reads these keys first."""
         self._check(att, q, tree, params)
         batch, new = q.shape[:2]
+        # a chunk may have overwritten keys that it sees
         positions.require_room(att, self.window, new, params)
         where = positions.ring(self.window) if counts is None else positions.ring_padded(self.window)
         tables = {positions.START: self.lengths - counted(counts, batch, new), positions.END: self.lengths}

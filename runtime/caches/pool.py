@@ -380,6 +380,7 @@ def seated(
     counts = np.asarray(new)
     if counts.shape not in ((), (batch,)) or counts.dtype.kind not in "iu":
         raise ShapeError(f"new tokens are {new!r}; they are an integer, or one for each of {batch} rows")
+    # without rows nothing is stored that could be compared
     sat = {} if rows is None else _read(pool, np.asarray(rows).T.tolist(), np.asarray(stored).tolist())
     table, numbers = np.zeros((batch, width), np.int32), empty_rows(batch)
     room, lengths = np.zeros((2, batch), np.int32)

@@ -305,6 +305,7 @@ class TorchCache(nn.Module):
 
     def known(self) -> list[int] | None:
         """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
+        # a buffer on a CPU is read without waiting
         lengths: list[int] | None = x.tolist() if (x := self.lengths).is_cpu else self._host
         return lengths
 
@@ -468,6 +469,7 @@ class TorchCache(nn.Module):
     def _ragged(self, new: int) -> Tensor:
         """The places of new tokens behind those of every sequence."""
         token = self.lengths.view(-1, 1)
+        # a step of one token needs no range
         return self._where(token if new == 1 else token + torch.arange(new, device=token.device))
 
     def _write(self, put: Callable[[Tensor, Tensor], object], k: Tensor, v: Tensor) -> None:

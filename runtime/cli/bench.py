@@ -93,7 +93,7 @@ def bench(args: argparse.Namespace, console: Console) -> CommandResult:
     result = results(args.suite, runs, sizes, 1 if args.suite == "compile" else rounds)
     bad = ("wrong", "failed")
     wrong = [f"{x.contest.name}: {n}" for x in runs for n in x.ours if x.out.get(n, "").startswith(bad)]
-    columns = console.width if sys.stdout.isatty() else None
+    columns = console.width if sys.stdout.isatty() else None  # only a terminal has a width to fit into
     text = [*lines_of(runs, columns), *closing(args, runs, result, wrong)]
     if files := written(args, result):
         text.append(row("written", ", ".join(files)))
@@ -212,7 +212,7 @@ def firsts(args: argparse.Namespace, sizes: Sizes, families: set[str] | None) ->
 
 def followed(steps: Iterator[Any]) -> list[Any]:
     """The results of all races; on a terminal they are watched as they go, on stderr."""
-    err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    err = Console(stderr=True, highlight=False, markup=False, emoji=False)  # stdout is for the results
     watched = sys.stderr.isatty() and not err.is_dumb_terminal
     runs: list[Any] = []
     with ExitStack() as stack:
@@ -254,7 +254,7 @@ def results(suite: str, races: list[Any], sizes: Sizes, rounds: int) -> dict[str
         part = parts.setdefault(name, {"machine": {**described(), **x.machine}, "settings": settings, "rows": {}})
         part["rows"][x.contest.name] = x.row()
     result = {"schema": schema.VERSION, "parts": parts}
-    schema.check(result)
+    schema.check(result)  # a file that the schema refuses is not written
     return result
 
 

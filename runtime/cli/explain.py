@@ -132,6 +132,7 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
     source, lines = mask.source, []
     start = 0
     for line in source.split("\n"):
+        # a span may reach over several lines
         marks = [(max(s.start - start, 0), min(s.stop - start, len(line))) for s in spans]
         marks = [(a, z) for a, z in marks if a < z]
         if marks:
@@ -160,6 +161,7 @@ def explain_stages(args: argparse.Namespace, console: Console) -> answers.Comman
     if stages.engines:
         text += ["", Text(f"-- engines {'-' * 69}", "bold"), Text(stages.engines)]
     rules = dict(stages.rules.most_common())
+    # every stage begins with an empty line
     return answers.CommandResult({**texts, "engines": stages.engines, "rules": rules}, text[1:])
 
 
@@ -169,6 +171,7 @@ def shown(name: str, stages: Any, console: Console) -> Text:
     if name == "source" and stages.source:
         return answers.code(text, RECORDS[stages.target.backend].highlight, console)
     if name == "layout" and isinstance(stages.layout, Layout):
+        # the first line is a heading: a picture replaces the rest
         return Text.assemble(text.partition("\n")[0], "\n", terminal.layout_picture(stages.layout))
     return Text(text)
 

@@ -160,6 +160,7 @@ def check(args: argparse.Namespace, console: Console) -> CommandResult:
     text = [*rows([*lines, ("errors", limit)]), "", *table([CHECK_HEAD, *summary(outcomes)], right=(3, 4, 5, 6, 7)), ""]
     for o in wrong:
         text += [row("MISMATCH", f"{o.case}\n{o.wrong}"), f"{'repeat':{WIDTH}}{repeat(args, o.case)}", ""]
+    # sorted, as groupby joins neighbours alone
     for why, of in groupby(sorted((o for o in outcomes if o.refused), key=lambda o: o.refused), lambda o: o.refused):
         text.append(row("refused", Text(f"{', '.join(sorted({o.case.backend for o in of}))}: {why}", SOME)))
     if slow := [] if args.case or args.backend else left_out():
@@ -180,7 +181,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for name in args.backend or ():
         check_name(name)
     lengths = [(args.q_len, args.kv_len or args.q_len)] if args.q_len else list(LENGTHS)
-    heads = args.heads if args.heads > 1 else 4
+    heads = args.heads if args.heads > 1 else 4  # several, so that key heads can be shared
     shared = [n for n in (heads // 2, heads, 1) if heads % n == 0]
     ragged = lengths[2 % len(lengths)]  # of a single length, that one
     few = [(lengths[1 % len(lengths)], shared[0], False, False), (ragged, shared[0], False, True)]
@@ -192,7 +193,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
             # the reference would be compared with itself
             if backend.oracle or not takes_part(backend, framework, args.backend):
                 continue
-            dtypes = [n for n in DTYPES if not backend.refused_dtype(n)]
+            dtypes = [n for n in DTYPES if not backend.refused_dtype(n)]  # a refused dtype is no case
             for dtype in args.dtype or (dtypes if args.all else dtypes[: 1 if args.quick else 2]):
                 if dtype in dtypes:
                     for (q, k), kv_heads, hidden, gradients in picked:
@@ -212,6 +213,7 @@ def takes_part(backend: Backend, framework: str, named: Sequence[str] | None) ->
 def left_out() -> list[str]:
     """Backends that take part where they are named: an interpreter runs them here."""
     all_of = ((b, framework) for framework in installed() for b in backends_of(framework) if not b.oracle)
+    # a backend may run in both frameworks
     return list(dict.fromkeys(b.name for b, f in all_of if takes_part(b, f, [b.name]) and not takes_part(b, f, None)))
 
 
@@ -239,6 +241,7 @@ def arrays(case: Case, batch: int) -> tuple[Any, ...]:
         import torch
 
         backend = RECORDS[case.backend]
+        # arrays are on a GPU where the backend runs nowhere else
         device = "cuda" if backend.accelerated and "cpu" not in backend.platforms and not backend.interpreted else "cpu"
         return tuple(torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in draws)
     import jax.numpy as jnp
@@ -470,6 +473,7 @@ def usual() -> dict[str, str]:
 
 def caches() -> dict[str, dict[str, int]]:
     """Folders of generated kernels, how many files and bytes they hold."""
+    # the first of them is in the cache folder
     folders = [*sorted(cache_folder().glob("*/")), *native_build.directories()[1:]]
     contents = {str(folder): [f.stat().st_size for f in folder.rglob("*") if f.is_file()] for folder in folders}
     return {folder: {"files": len(sizes), "bytes": sum(sizes)} for folder, sizes in contents.items() if sizes}

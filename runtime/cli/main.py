@@ -28,7 +28,7 @@ from frisket.dsl.errors import FrisketError, MismatchError
 from .answer import BAD, NARROW, AnswerRow, CommandResult, Parser, Piece, folded, meant
 
 PLAIN: dict[int, int | str] = {**str.maketrans("×·–╲’✓✗█▓▒░", "x.-\\'+-#%+-")}
-PLAIN |= str.maketrans({"→": "->", "…": "...", "≤": "<="})
+PLAIN |= {ord("→"): "->", ord("…"): "...", ord("≤"): "<="}
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
 
     rivals = [bench.dense, *([bench.builtin] if bench.builtin else [])]
     pieces = args.heads * -(-len(files) // SLAB)
-    with progress(args.repeats + 1 + pieces) as step:
+    with progress(args.repeats + 1 + pieces) as step:  # the first round is not counted
         seconds = timed(bench, rivals, args.repeats, step)
         errors = compared(job, bench, step)
 
@@ -154,6 +154,7 @@ def pack(paths: Sequence[Path], limit: int) -> Packed:
     """Read files as bytes and put them one after the other. Where they have more than `limit` bytes, the
     longest are cut at their end until the sum fits: dense attention and the oracle grow with its square."""
     contents = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
+    # an empty file is no document
     named = [(path.name, data) for path, data in zip(paths, contents, strict=True) if len(data)]
     if not named:
         raise ShapeError("the files are empty; give --tokens at least one byte")
@@ -168,7 +169,7 @@ def pack(paths: Sequence[Path], limit: int) -> Packed:
 def shares(lengths: Sequence[int], limit: int) -> list[int]:
     """`shares([10, 200, 300], 110) == [10, 50, 50]`: the same cap for everyone, as high as the limit allows."""
     left, out = limit, list(lengths)
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])  # what the shortest leave is for the others
     for rank, i in enumerate(order):
         out[i] = min(lengths[i], left // (len(order) - rank))
         left -= out[i]
@@ -254,7 +255,7 @@ def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
 
     sdpa = Rival("scaled_dot_product_attention(attn_mask)", builtin)
     with_score = Rival("dense, mask and score mod written out", written)
-    rivals = (with_score, sdpa) if program else (sdpa, None)
+    rivals: tuple[Rival, Rival | None] = (with_score, sdpa) if program else (sdpa, None)
     return Bench(f"torch {torch.__version__}", lambda: attention(q, k, v), *rivals, lambda x: np.asarray(x))
 
 
@@ -286,7 +287,7 @@ def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
 
     dot = Rival("jax.nn.dot_product_attention(mask)", ready(builtin, q, k, v, mask))
     with_score = Rival("dense, mask and score mod written out", ready(written, q, k, v, mask))
-    rivals = (with_score, dot) if score is not None else (dot, None)
+    rivals: tuple[Rival, Rival | None] = (with_score, dot) if score is not None else (dot, None)
     ours = ready(attention, q, k, v)
     return Bench(f"jax {jax.__version__}", ours, *rivals, lambda x: np.asarray(x).swapaxes(1, 2))
 

@@ -276,7 +276,7 @@ def holds(e: Entry, words: Sequence[str]) -> bool:
 
 def listed(chosen: Sequence[Entry], console: Console) -> list[Piece]:
     """A line for each entry: its signature and its sentence."""
-    most = min(44, console.width * 2 // 5)
+    most = min(44, console.width * 2 // 5)  # the sentences get the larger part of a line
     width = min(most, max(len(short(e, most)) for e in chosen))
     text: list[Piece] = []
     for section, part in groupby(chosen, key=lambda e: e.section):
@@ -348,7 +348,7 @@ def read_program(args: argparse.Namespace, **more: Any) -> Program:
     """The mask and score mod of EXPR, --score, --set and --table; `more` binds those names that occur."""
     text, name = source(args.expr, args.score)
     bindings = {**dict(map(scalar, args.set)), **dict(map(table, args.table))}
-    parsed = read(text, params=bindings, name=name)  # first without values, which says what names there are
+    parsed = read(text, params=bindings, name=name)  # says which names there are
     values = {**bindings, **chosen(more, bindings, parsed)}
     lone = parsed.expr is not None and parsed.expr.type is not FLOAT
     whole = Program(mask(text, **values)) if lone else program(text, name, **values)

@@ -52,6 +52,7 @@ def mask(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
     scalars = {**layout.params, **dict(zip(SIZES, layout.sizes, strict=True))}
     try:
         text, sites = places(layout.shown, {**layout.params, **tables})
+        # not simplified: a page explains the clauses that were written
         page_program = program(layout.written, scalars, tables, pack, layout.shown)
         size = sum(sum(map(len, table["array"].values())) for table in page_program["tables"].values())
         if size > TABLES:
@@ -145,7 +146,7 @@ def elements(array: Array) -> tuple[str, Array]:
         kind = "f8" if a.dtype.itemsize > 4 else "f4"
     else:
         kind = "i4" if np.abs(a.astype(np.float64)).max(initial=0.0) < 2**31 else "i8"
-    return kind, a.astype("<" + kind)
+    return kind, a.astype("<" + kind)  # little-endian, as typed arrays of browsers are
 
 
 ROOM = str(__package__)

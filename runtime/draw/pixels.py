@@ -89,6 +89,7 @@ def panels(
 ) -> list[Panel]:
     """The different pictures of these heads, at most so many; `fine` is a cell's side in tokens, 0 for whole tiles."""
     named = uses(layout.written)
+    # entries that begin elsewhere look different
     by_batch = "b" in named or any(np.ndim(at) for at in layout.origin[2:])
     views: dict[Any, Panel] = {}
     looked: dict[tuple[int, int], Any] = {}  # the (b, h) that may differ -> what they look like
@@ -260,6 +261,6 @@ def _fine(layout: Tiling, style: Style, tokens: bool | None, slices: int) -> int
     looked = slices if uses(layout.written) & {"b", "h"} else 1
     if positions * min(looked, LOOKED_AT) > INSIDE:
         return 0
-    side = math.gcd(*layout.block)
+    side = math.gcd(*layout.block)  # a cell divides both sides of a tile
     steps = (n for n in range(1, side) if side % n == 0 and longest <= n * style.pixels)
     return next(steps, 0)

@@ -168,7 +168,7 @@ def picture(
         label = tokens(origin[0] + r * q_step, largest) if rows <= 16 or r % every == 0 else ""
         line = Text.assemble((f"{label:>{MARGIN - 1}} ", "dim"))
         for name in (names[level] for level in levels):
-            line.append((getattr(ink, name) * 2)[:2], STYLES[name])
+            line.append((getattr(ink, name) * 2)[:2], STYLES[name])  # two columns are about a square
         line.rstrip()
         text.append(line).append("\n")
     return text.append(_legend(grid, (q_step, k_step), ink, width))
@@ -203,6 +203,7 @@ def tokens(n: int, largest: int = 0) -> str:
         return str(n)
     if n > 1 << 20 and n % (1 << 18) == 0:
         return f"{n / (1 << 20):g}M"
+    # binary units first: most lengths are powers of 2
     for unit, size in (("M", 1 << 20), ("k", 1 << 10), ("M", 10**6), ("k", 10**3)):
         if n % size == 0:
             return f"{n // size}{unit}"

@@ -397,6 +397,7 @@ def all_sliders(
     names = names_of(e)
     missing = {n: t for n, (rank, t) in names.items() if rank != 0 and n not in tables}
     reads = [n for n in walk(e) if n.op in ("lookup", "segment") and n.name in missing]
+    # lengths differ between entries, so that no slider stands for them all
     more = {n.name for n in reads if n.args != (var("b"),) or n.type is not INT or n.name.startswith(("len", "stop"))}
     alike = {n.name for n in reads} - more
     scalars = [

@@ -132,7 +132,7 @@ def _looked_at(m: BlockRows, seen: Callable[[Array, Array], Array]) -> BlockRows
     row = np.repeat(np.arange(len(m.indptr) - 1), np.diff(m.indptr))
     cut = np.flatnonzero(m.kind != FULL)
     area = m.block[0] * m.block[1]
-    step = max(1, _STEP // area)
+    step = max(1, _STEP // area)  # bounds the memory of a look
     bits = [np.zeros((0, -(-area // 8)), np.uint8)]  # for a mask that cuts no tile
     kind = m.kind.copy()
     for at in np.split(cut, range(step, len(cut), step)):
@@ -219,7 +219,7 @@ def _check_lengths(layout: Tiling) -> None:
 
 def _tiles(layout: Tiling, bsr: BSR) -> tuple[_Tiles, Array]:
     """The read tiles, and the distinct cut ones, bool [blocks, block_q, block_kv], in order of appearance."""
-    masks = [bsr.slices[s] for s in bsr.slice_of[0]]
+    masks = [bsr.slices[s] for s in bsr.slice_of[0]]  # all batch entries are alike
     masks = masks[:1] if all(m is masks[0] for m in masks) else masks  # one for all heads
     blocks: dict[bytes, int] = {}
     ids = []
@@ -259,6 +259,7 @@ def _walked(tiles: _Tiles, dkv: bool, shrink: bool) -> tuple[Array, Array, Array
     read one at or after it, around the end. Shrunk, rows keep their read tiles only, on the left; the columns of dkv
     theirs, at the bottom."""
     heads, rows, columns = tiles.shape
+    # the grid of dkv walks columns, then heads, then rows
     order = np.lexsort((tiles.row, tiles.head, tiles.column)) if dkv else np.arange(len(tiles.kind))
     head, row, column, kind, block = (x[order] for x in (tiles.head, tiles.row, tiles.column, tiles.kind, tiles.block))
     step = (column * heads + head) * rows + row if dkv else (head * rows + row) * columns + column

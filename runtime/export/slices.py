@@ -179,7 +179,7 @@ def to_slices(layout: Tiling) -> Slices:
         text = "slices are long trapezoids, and this mask falls into more of them than its "
         text += f"{layout.batch * layout.q_len:,} queries; query {worst} of the layout sees {len(mine)} runs of keys: "
         raise ExportError(f"{text}{listed(mine)}\n  {why(layout, b, 0, worst, min(gap, layout.kv_len - 1))}\n  {ANY}")
-    kind = np.where(end > at, move[np.minimum(at + 1, end)], FULL)
+    kind = np.where(end > at, move[np.minimum(at + 1, end)], FULL)  # a slice of one query is a rectangle
     ranges = np.stack([q[at], q[end] + 1]), np.stack([first[at], stop[end]])
     _verify(*ranges, kind, q, first, stop)
     place = np.lexsort((ranges[1][0], ranges[0][0]))

@@ -141,7 +141,7 @@ def _from_intervals(formulas: Any, grid: Grid, s: int, scope: Scope) -> Iterator
         env = {"b": grid.b[s], "h": grid.h[s], "q0": q, "q1": q, "k0": k0, "k1": k0 + grid.kv_len - 1}
         ends = [np.broadcast_to(x, q.shape) for x in scope.values(parts, env)] if parts else []
         if len(ends) == 2:  # one term: there is nothing to unite
-            seen = ends[1] >= ends[0]
+            seen = ends[1] >= ends[0]  # an interval that ends before it begins shows nothing
             yield seen.astype(np.int64), ends[0][seen] - k0, ends[1][seen] + 1 - k0
             continue
         first = np.stack([*ends[0::2], np.full(q.shape, k0 + grid.kv_len)]) - k0  # the last is never reached
@@ -168,7 +168,7 @@ def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, tr
     how |= {"params": layout.params, "sizes": layout.sizes, "tables": layout.tables, "transposed": transposed}
     analysis = analyse(layout.mask, origin=(b, h, k, q) if transposed else (b, h, q, k), **how)
     runs = from_records(analysis.spans.bounds, analysis.spans.count)
-    width = np.where(runs.kind == FULL, 0, runs.stop - runs.start)
+    width = np.where(runs.kind == FULL, 0, runs.stop - runs.start)  # no element of a full tile is looked at
     cost = np.cumsum(width) * _FINE**2
     if len(cost) and cost[-1] > BUDGET:
         row = int(runs.row[np.argmax(cost > BUDGET)])

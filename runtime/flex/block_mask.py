@@ -325,6 +325,7 @@ class BlockMask(theirs.BlockMask):
             sides = exact_lists(self.layout, self.device, separate=self._separate_full)
             pairs = [x for one in sides for x in (one.count, one.index)]
             names = LISTS if self._separate_full else [n for n in LISTS if "full" not in n]
+            # B and H of the mask, also where all entries or heads are alike
             wide = {n: x.expand(*self._batch, *x.shape[2:]).contiguous() for n, x in zip(names, pairs, strict=True)}
             lists: Lists = {**dict.fromkeys(TENSORS), **wide}
             if not self._columns:

@@ -106,7 +106,7 @@ def _shown(what: Any) -> TensorMask:
         what = parts.mask if parts.mask is not None else parts.score
     if isinstance(what, ScoreMod) or (isinstance(what, Expr) and what.type is not BOOL):
         mod = of_bound(what if isinstance(what, ScoreMod) else ScoreMod(what))
-    elif callable(what) and not isinstance(what, Joined):
+    elif callable(what) and not isinstance(what, Joined):  # a `Joined` is callable, too
         mod = of_function(what, None)
     else:
         mod = tensor_mask_of(what)
@@ -212,7 +212,7 @@ def _create_sparse_block_from_block_mask(
 ) -> BlockMask:  # fmt: skip
     """torch's private function: a mask from [B, H, rows, columns] of tiles, 1 where a tile is partial, or full."""
     count, index = ordered(block_mask[0])
-    full = (None, None) if block_mask[1] is None else ordered(block_mask[1])
+    full: tuple[Tensor | None, Tensor | None] = (None, None) if block_mask[1] is None else ordered(block_mask[1])
     return BlockMask.from_kv_blocks(count, index, *full, (Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod, seq_lengths)
 
 

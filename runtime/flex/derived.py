@@ -197,7 +197,7 @@ def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
     """The first queries and keys of it."""
     if torch.compiler.is_dynamo_compiling():
         return _crop_in_graph(mask, lengths)
-    mask._now()
+    mask._now()  # lists that were written to become the user's
     _check_order(mask, "cut")
     mask._check_cover(lengths)
     cropped = mask.of(mask.tensor_mask.sized(mask._sizes), lengths, mask._block, mask._batch, mask.device, mask)
@@ -312,7 +312,7 @@ def visible(mask: BlockMask) -> MaskMod:
         return mask_mod
     kinds, (rows, columns) = mask._kinds(), mask._block
     several = [n > 1 for n in (1, 1, *mask._batch)[-2:]]  # a B or H of 1 serves every index
-    kinds = kinds.reshape((1, 1, *kinds.shape)[-4:])
+    kinds = kinds.reshape((1, 1, *kinds.shape)[-4:])  # B and H, which lists may lack
 
     def shown(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
         kind = kinds[b if several[0] else 0, h if several[1] else 0, q // rows, k // columns]

@@ -192,6 +192,7 @@ class AttentionFn:
         values = dict(mask) if isinstance(mask, Mapping) else {"mask": mask}
         layer_mask, sinks = values.pop("mask", None), values.pop("sinks", None)
         values = {n: call_value(n, x) for n, x in values.items()}
+        # texts, functions and masks have no shape
         array = jnp.asarray(layer_mask) if hasattr(layer_mask, "shape") else None
         step = self.decode and array is not None and lengths[2] == 1 < lengths[3]
         text = _both(self.mask, "causal" if is_causal else None)

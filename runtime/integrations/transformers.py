@@ -113,8 +113,8 @@ def attention(
         mask = chosen(mask, block_indices, size, query.shape[1])
     text, score, values = program(module, mask, query.shape[1], softcap, position_bias, frisket_params)
     if in_graph(query):
-        how = {"dropout": dropout, "sinks": s_aux, "origin": mask.origin, "return_lse": sinks is not None}
-        result = called(query, key, value, text, score, scaling, **how, **values)
+        how: dict[str, Any] = {"dropout": dropout, "sinks": s_aux, "origin": mask.origin, **values}
+        result = called(query, key, value, text, score, scaling, return_lse=sinks is not None, **how)
     else:
         values = {n: x.to(query.device) if isinstance(x, Tensor) else x for n, x in values.items()}
         att, values = scaled_attention(text, score, Options(dropout=rate_of(dropout)), scaling, values)
@@ -200,7 +200,7 @@ def allow(name: str) -> None:
 
     @wraps(plain)
     def switch(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
-        if model.config._attn_implementation != name:
+        if model.config._attn_implementation != name:  # other implementations are left to transformers
             plain(self, model, auto_switch_to_flash)
         elif not hasattr(model, "frisket_serving"):
             model.frisket_serving = (

@@ -156,7 +156,7 @@ class SymbolicMask:
         if self.make is None:
             text = "this model computes with its attention mask, and under attn_implementation='frisket' that is no "
             raise ParameterError(f"{text}array\n  load it with attn_implementation='eager', or 'sdpa'")
-        if "array" not in self.cached:
+        if "array" not in self.cached:  # one array for all layers
             self.cached["array"] = self.make()
         tensor: Tensor = self.cached["array"]
         return tensor
@@ -268,7 +268,7 @@ def padded(real: Tensor | None, stop: int) -> tuple[tuple[str, str], dict[str, A
     # a graph has no values, and those on a device would be waited for
     if torch.compiler.is_compiling() or not real.is_cpu:
         return ("real[b, k]", ""), {"real": _filled(real, stop)}
-    if have >= stop and bool(real.all()):
+    if have >= stop and bool(real.all()):  # every key is a token
         return ("", ""), {}
     count, first = real.sum(-1), real.int().argmax(-1)  # argmax takes no Bools
     last = torch.where(count > 0, have - real.int().flip(-1).argmax(-1), first)
@@ -325,6 +325,7 @@ def chosen(mask: SymbolicMask, indices: Tensor, size: int, heads: int) -> Symbol
     key = "k - k_start" if size == 1 else f"(k - k_start) // {size}"
     _, _, q_start, k_start = mask.origin
     more = {"chosen": table, "q_start": q_start, "k_start": k_start}
+    # plans are of the mask without these keys
     return replace(mask, chosen=f"chosen[b, {group}, q - q_start, {key}]", tables={**mask.tables, **more}, cached={})
 
 

@@ -83,7 +83,7 @@ def _row(
     if n * width * page >= masks.LONGEST:
         text = f"{n} requests of up to {width * page} tokens read at once are {n * width * page} places, of at most "
         raise ShapeError(f"{text}{masks.LONGEST - 1}\n  lower vLLM's max_num_seqs or max_model_len")
-    used = (lengths + (page - 1)) // page
+    used = (lengths + (page - 1)) // page  # a block that is used in part counts
     ends = used.cumsum(0, dtype=torch.int32)
     begins = ends - used
     place = torch.arange(n * width, dtype=torch.int32, device=blocks.device)

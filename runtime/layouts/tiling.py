@@ -80,7 +80,7 @@ class Tiling:
     @cached_property
     def _closed(self) -> RowIntervals | None:
         if not (self.q_len and self.kv_len):
-            return None
+            return None  # nothing to solve
         bound = simplify(bind_in_part(self.mask, {n: t.array for n, t in self.tables.items()}))
         return closed_form(bound, self._grid[0], self.scope())
 
@@ -178,6 +178,7 @@ class Tiling:
             return np.zeros(self.rows, np.int64)
         grid, slice_of = self._grid
         counts = row_counts(self.mask, grid, self.scope(), self._spread)
+        # counts of a slice, as often as it is read
         every = np.bincount(slice_of.reshape(-1), minlength=len(grid.b)) @ counts
         return np.add.reduceat(every, np.arange(0, self.q_len, self.block[0]))
 
@@ -221,7 +222,7 @@ class Tiling:
         index[slice_of.reshape(-1)] = self.spans.slice_of.reshape(-1)
         r = self._runs
         parts = [np.flatnonzero(r.slice == s) for s in index]
-        at = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        at = np.concatenate(parts) if parts else np.zeros(0, np.int64)  # concatenate wants an array
         owner = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
         return Runs(owner, r.row[at], r.start[at], r.stop[at], r.kind[at])
 
@@ -284,6 +285,7 @@ class Tiling:
             raise BudgetError(f"{text}{_TILE:,}\n  lay the mask out in smaller tiles, or explain a position")
         out, cut = [], False
         for at, size, start, n in zip(tile, self.block, self.origin[2:], (self.q_len, self.kv_len), strict=True):
+            # one start for all batch entries, or one for each
             first = int(np.broadcast_to(start, (self.batch,))[b - self.origin[0]])
             stop = min((at + 1) * size, n)
             cut |= stop < (at + 1) * size

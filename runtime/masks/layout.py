@@ -179,6 +179,7 @@ def make_layout(
     check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)
     q_len, kv_len, batch, heads = int(q_len), int(kv_len), int(batch), int(heads)  # numpy's would wrap
     mask.require_bound()
+    # the analysis would clamp a lookup past the end of its table
     check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
     tables = {n: Table(t) for n, t in mask.tables.items()}
     simple, _ = prepare(decided(bind_in_part(mask.expr, mask.tables), mask.scalars), None)

@@ -410,8 +410,8 @@ def program(text: str, /, name: str = "program", **params: Any) -> Program:
 def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Program:
     check_names(params)
     values = {n: parameters.as_value(n, v) for n, v in params.items()}
-    parsed = read(text, kind=kind, params=values, name=name)
-    values = {**parsed.defaults, **values}
+    parsed = read(text, kind=kind, params=values, name=name)  # values type the names of the text
+    values = {**parsed.defaults, **values}  # a value replaces a default
     for text in parsed.changed:
         warn_once(text)
     lone = parsed.expr  # a program of one expression: its type says what it is

@@ -36,7 +36,7 @@ def rotary_tables(positions: Any, head_dim: int, base: float = 10000.0) -> tuple
     if head_dim % 2:
         raise ShapeError(f"head_dim is {head_dim}; rotary positions turn pairs, so it is even")
     if framework_of(positions) == "torch":
-        import torch as xp
+        import torch as xp  # a program of JAX needs no torch
 
         steps: Any = xp.arange(0, head_dim, 2, dtype=xp.float32, device=positions.device)
         # in float32: 16 bits do not tell far positions apart
@@ -44,6 +44,7 @@ def rotary_tables(positions: Any, head_dim: int, base: float = 10000.0) -> tuple
         angles = xp.cat((angles, angles), -1)
         return xp.sin(angles), xp.cos(angles)
     steps = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
+    # of one rank, as JAX may be set to refuse others
     turns = (base ** (-steps / head_dim)).reshape((1,) * jnp.ndim(positions) + (-1,))
     angles = jnp.asarray(positions, jnp.float32)[..., None] * turns
     angles = jnp.concatenate((angles, angles), -1)
@@ -102,6 +103,7 @@ def _fitted(name: str, table: Any, tensor: Any, layout: str) -> Any:
     at, heads = LENGTH_OF[layout], -5 - LENGTH_OF[layout]  # heads and length are the axes -3 and -2, in either order
     shape, length = list(table.shape), tensor.shape[at]
     if len(shape) in (2, 3):
+        # the axis of heads, which such a table lacks
         table = table[..., None, :, :] if layout == "bhsd" else table[..., None, :]
     if len(table.shape) == 3:
         table = table[None]

@@ -37,7 +37,7 @@ def create_mesh(
     if any(d == 0 or d < -1 for d in dims) or dims.count(-1) > 1:
         raise ParameterError(f"axis_dims are {dims}; they are 1 or more, and at most one is -1, for what is left")
     known = math.prod(d for d in dims if d != -1)
-    shape = [len(devices) // known if d == -1 else d for d in dims]
+    shape = [len(devices) // known if d == -1 else d for d in dims]  # a remainder is an error below
     if math.prod(shape) != len(devices):
         text = f"axis_dims {dims} make {known}{' × n' if -1 in dims else ''} devices, and there are {len(devices)}"
         raise ParameterError(text)
@@ -67,7 +67,7 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
 
 
 def _names(specs: Any) -> Iterable[str]:
-    if isinstance(specs, str):
+    if isinstance(specs, str):  # first, as a text is iterable
         yield specs
     elif isinstance(specs, NamedSharding):
         yield from _names(specs.spec)

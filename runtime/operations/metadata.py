@@ -33,7 +33,7 @@ def array_to_json(x: Any) -> dict[str, Any]:
 
 
 def array_from_json(x: Mapping[str, Any]) -> Any:
-    flat = np.frombuffer(base64.b64decode(x["base64"]), jnp.dtype(x["dtype"]))
+    flat = np.frombuffer(base64.b64decode(x["base64"]), jnp.dtype(x["dtype"]))  # numpy alone knows no bfloat16
     return jnp.asarray(flat.reshape(x["shape"]))
 
 

@@ -75,11 +75,13 @@ def problem(
     if name := next((n for n in values if n in TABLES), None):
         raise ParameterError(f"`{name}` is the name of what an operator is given as an array; call the table otherwise")
     tables: dict[str, Any] = {}
+    # a lookup is written by the shape, which a list has not
     bias = jnp.asarray(bias) if isinstance(bias, list | tuple) else bias
     array = mask if isinstance(mask, np.ndarray) or traced(mask) or framework_of(mask) == "jax" else None
     refuse_additive(array, bias)
+    # texts are checked with stand-ins: traced arrays have no values
     parts = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()}, called)
-    parts = parts.without(values)
+    parts = parts.without(values)  # values come with a call, and are no part of what is compiled
     masks, flags = [m for m in (parts.mask,) if m is not None], _flags(causal, window)
     scores = [s for s in (parts.score,) if s is not None]
     if align not in (None, "end", "start") or (align and (positions is not None or has_origin)):
@@ -111,6 +113,7 @@ def problem(
             raise ParameterError(f"{text}  integers are taken: those other than 0 are what is seen")
         masks.append(as_mask(_table(tables, "attention_mask", array, lengths, has_origin)))
     if not isinstance(scale, float | None):
+        # before the score mods, as a kernel scales
         scores, values["softmax_scale"] = [as_score("score * softmax_scale"), *scores], scale
     if soft_cap is not None:
         scores.append(as_score("softcap(logits_soft_cap)"))
@@ -190,7 +193,7 @@ def sinks_of_heads(x: Any, lengths: CallSizes) -> Any:
     if getattr(x, "ndim", 0) == 0 or x.shape == (heads,):
         return x
     if x.ndim == 1:
-        x = x[:, None] if len(x) == kv_heads else x[None]
+        x = x[:, None] if len(x) == kv_heads else x[None]  # one sink for each key head, or several for all heads
     if x.ndim != 2 or x.shape[0] not in (1, kv_heads, heads):
         text = f"softmax_aux is {list(x.shape)}; it is [{heads}] or [{kv_heads}], of heads or key heads, either with a "
         raise ShapeError(f"{text}second axis of sinks, or [sinks], of all heads")
@@ -282,6 +285,7 @@ class FrisketAttention(AttentionImpl):
             raise ShapeError(f"query, key and value are {shapes}; they are [batch, length, heads, head_dim]")
         if softmax == jnp.float64 and converted[0].dtype != jnp.float64:
             raise ParameterError("a softmax in float64 takes queries, keys and values in float64: runtime_dtype=")
+        # the other specs are for bias, mask and result
         return [self.placed(x, spec) for x, spec in zip(converted, self.specs(converted[0]), strict=False)]
 
     def chosen(self) -> str | None:
@@ -291,7 +295,7 @@ class FrisketAttention(AttentionImpl):
         backends = [b for b in backends_of("jax") if b.language == self.metadata.platform]
         if len(backends) == 1:
             return backends[0].name
-        where = self.current_backend().replace("gpu", "cuda")
+        where = self.current_backend().replace("gpu", "cuda")  # backends have torch's names of platforms
         there = [b.name for b in backends if where in b.platforms]
         if not there:
             interpreted = backends[0].operators[0]
@@ -374,6 +378,7 @@ class _Dealt(FrisketAttention):
             raise ShapeError(f"arrays have {places} places, the deal {len(deal.order)}: deal.permute(x, axis=1)")
 
     def lengths(self, query: Any, key: Any) -> CallSizes:
+        # without padding: masks and tables have the length of the sequence
         length = query.shape[1] if self.deal is None else self.deal.length
         return CallSizes(query.shape[0], query.shape[2], length, length, key.shape[2])
 
@@ -403,13 +408,15 @@ class _Dealt(FrisketAttention):
         heads = fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *axes_of(batch)})
         variant: Any = "ring" if self.metadata.scan_ring_attention else "all-gather"
         how: dict[str, Any] = {"axis": self.axis, "batch_axis": batch, "head_axis": heads, "mesh": mesh, "seed": seed}
-        return attend(att, *arrays, deal=deal, variant=variant, sinks=op_call.sinks, **how, **op_call.params)
+        q, k, v = arrays
+        return attend(att, q, k, v, deal=deal, variant=variant, sinks=op_call.sinks, **how, **op_call.params)
 
 
 def _known(op_call: OpCall) -> tuple[Mask, dict[str, Any]]:
     """(the clauses of a mask whose values are known, which show all that the mask shows; those values)."""
     if op_call.mask is None:
         return Mask(ir.TRUE), {}
+    # a deal is computed on the host
     values = {n: np.asarray(x) if hasattr(x, "ndim") else x for n, x in op_call.params.items() if not traced(x)}
     unknown = {n for n, x in op_call.params.items() if traced(x)}
     expr = ir.conj(*(e for e in ir.clauses(op_call.mask.expr) if not names_of(e).keys() & unknown))

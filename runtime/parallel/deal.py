@@ -231,7 +231,7 @@ def deal(
 
 
 def _work(layout: Layout, ranks: int) -> TileCosts:
-    tiles = ranks * -(-layout.rows // ranks)
+    tiles = ranks * -(-layout.rows // ranks)  # ranks have as many tiles each: those past the length cost nothing
     runs = layout.runs
     row = np.repeat(np.arange(len(runs.row_ptr) - 1) % layout.rows, np.diff(runs.row_ptr))
     cost = np.zeros(tiles, np.int64)

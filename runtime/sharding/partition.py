@@ -149,6 +149,7 @@ class PartitionAxis:
     decode_attention_kv_dim_axis: MeshAxes = None
 
     def __post_init__(self) -> None:
+        # in this order: what other fields follow from comes first
         for f in fields(self):
             value = getattr(self, f.name)
             if value is EMPTY_VAL:
