@@ -106,7 +106,7 @@ def sdpa(
         out = _masked(q, k, v, attn_mask, mask, text, rate, scale, gqa)
     if len(lead) == 1:
         return out
-    # an array of 2 axes has got an axis of heads
+    # an axis of heads was added to arrays of 2 axes
     out = out.reshape(*lead, *out.shape[1:])
     return out if max(query.ndim, key.ndim, value.ndim) > 2 else out[0]
 

@@ -325,7 +325,7 @@ def chosen(mask: SymbolicMask, indices: Tensor, size: int, heads: int) -> Symbol
     key = "k - k_start" if size == 1 else f"(k - k_start) // {size}"
     _, _, q_start, k_start = mask.origin
     more = {"chosen": table, "q_start": q_start, "k_start": k_start}
-    # plans are of the mask without these keys
+    # plans belong to the mask without these keys
     return replace(mask, chosen=f"chosen[b, {group}, q - q_start, {key}]", tables={**mask.tables, **more}, cached={})
 
 

@@ -545,7 +545,7 @@ def check_lengths(
     if len(block) != 2 or not all(map(_positive, block)):
         raise ShapeError(f"block is {block}\n  tile sizes are two positive integers (queries, keys), in tokens")
     for length, tile in ((q_len, block[0]), (kv_len, block[1])):
-        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:  # runs of tiles are int32
+        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:  # tile ranges are int32
             raise ShapeError(f"{length:,} tokens in tiles of {tile} are {tiles:,} tiles\n  take larger tiles")
     if not np.iterable(origin) or len(origin) != 4 or not all(map(placed, origin)):
         raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
