@@ -109,8 +109,8 @@ def code(source: str, language: str, console: Console) -> Text:
     """Source text, in colours where there are some."""
     if not coloured(console):
         return Text(source)
-    from rich.style import Style  # imports Pygments, which few commands need
-    from rich.syntax import ANSISyntaxTheme, Syntax
+    from rich.style import Style
+    from rich.syntax import ANSISyntaxTheme, Syntax  # imports Pygments, which few commands need
 
     theme = ANSISyntaxTheme({token: Style.parse(style) for token, style in CODE.items()})
     text = Syntax("", language, theme=theme, background_color="default").highlight(source)
