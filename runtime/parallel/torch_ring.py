@@ -253,9 +253,9 @@ def attend(
         sinks = None if sinks is None else next(shared)
         learned = dict(zip(learned, shared, strict=True))
     real_tokens = int(deal.held[wire.rank])
-    fixed = {n: x for n, x in params.items() if n not in learned}  # padding is no query and no key
+    fixed = {n: x for n, x in params.items() if n not in learned}
     job = RingJob(att, wire, deal, variant, steps(deal, wire.rank, variant), seed, origin, sizes, fixed, tuple(learned))
-    qkv = [x[:, :, :real_tokens] for x in (q, k, v)]
+    qkv = [x[:, :, :real_tokens] for x in (q, k, v)]  # padding is no query and no key
     out, lse = _RingFunction.apply(job, *qkv, sinks, *learned.values())  # type: ignore[no-untyped-call]
     if real_tokens < deal.shard:
         out = pad(out, (0, 0, 0, deal.shard - real_tokens))
