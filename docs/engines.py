@@ -24,7 +24,7 @@ from frisket.lowering.plan import Geometry  # noqa: E402
 from frisket.runtime.backends.engines.proof import EngineCall, square  # noqa: E402
 from frisket.runtime.backends.splash import jax as splash  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
-from frisket.runtime.plans.compiled import compiled_program, work  # noqa: E402
+from frisket.runtime.plans.compiled import simplified_program, work  # noqa: E402
 
 PAGE = HERE / "engines.md"
 BEGIN, END = "<!-- written by docs/engines.py -->", "<!-- end -->"
@@ -52,7 +52,7 @@ def rows() -> list[EngineRow]:
 def row(name: str, case: Any, mask: Any, score: Any) -> EngineRow:
     program = program_of(mask, score, {})
     g = Geometry(case.batch, case.heads, case.heads, case.q_len, case.kv_len, 64, 64, 0.125)
-    form = form_of(*compiled_program(program).simplified)
+    form = form_of(*simplified_program(program).simplified)
     flags = "" if isinstance(form, NoForm) else flags_of(form, g, program.scalars, program.tables)
     if isinstance(form, NoForm) or not isinstance(flags, Flags):
         return EngineRow(name, code(program, case), "–", "–", "–")

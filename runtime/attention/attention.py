@@ -29,14 +29,14 @@ from frisket.runtime.calls.arrays import Array, Arrays, Stored
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, remap_positions
-from frisket.runtime.calls.request import Request, register, stacked_values
+from frisket.runtime.calls.request import CallArgs, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.device import Call, CallPlan, FlatPlan, device_plan, results, split_host_device
+from frisket.runtime.plans.device import CallPlan, CheckedCall, FlatPlan, device_plan, results, split_host_device
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
 from frisket.runtime.torch.jagged import attend as jagged_attend
@@ -88,8 +88,10 @@ class Attention:
     def __init__(self, program: CallProgram, options: Options | None = None) -> None:
         self.program, self.options = program, options or Options()
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
-        self.ready: dict[Any, Any] = {}  # key of a call -> its `Ready`
-        self.by_tables: tuple[Any, ...] = ()  # (key, tables of the host, `Ready`) of the latest calls with such tables
+        self.ready: dict[Any, Any] = {}  # key of a call -> its `PreparedCall`
+        self.by_tables: tuple[
+            Any, ...
+        ] = ()  # (key, tables of the host, `PreparedCall`) of the latest calls with such tables
         self.repeats: dict[Any, Any] = {}  # what a call is, but for entries of its arrays -> its runner
         self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
         self.history: dict[Any, Any] = {}  # of calls that were prepared, for `records`
@@ -311,7 +313,7 @@ class Attention:
             out = _operators("torch").repeated(self, q, k, v, plan, sinks, origin, sizes, layout, params, return_lse)
             if out is not None:
                 return out
-        request = Request(q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params)
+        request = CallArgs(q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params)
         if watched or call_arrays.in_graph(q, k, v, sinks, self.options.sinks, *params.values()):
             if is_jagged(q):
                 return results(jagged_attend(self, request), return_lse, return_max)
@@ -326,7 +328,7 @@ class Attention:
         outputs = (_operators("torch").attend if framework == "torch" else attend_jax)(self, request)
         return results(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
 
-    def check_if_asked(self, call: Call, results: tuple[Any, Any, Any]) -> None:
+    def check_if_asked(self, call: CheckedCall, results: tuple[Any, Any, Any]) -> None:
         """Compare a call's results with the interpreter's, where FRISKET_CHECK=1."""
         if call.geometry.vacant or not Settings.read().check:
             return
@@ -335,12 +337,12 @@ class Attention:
         else:
             report(self._as_run(call), *results[:2]).require()
 
-    def _as_run(self, call: Call) -> Call:
+    def _as_run(self, call: CheckedCall) -> CheckedCall:
         """`call`, by the engine that runs it: dense attention beside it rounds what that engine rounds."""
         proof = _operators("torch").engine_call(call, self.options) if call.arrays.framework == "torch" else None
         return call if proof is None else replace(call, backend=proof.backend)
 
-    def call(self, request: Request) -> Call:
+    def call(self, request: CallArgs) -> CheckedCall:
         """A call, checked; `run` runs it."""
         q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
         kv_inputs, params = call_arrays.split_kv_args(params) if params else ({}, {})
@@ -366,9 +368,11 @@ class Attention:
             check_bound(self.program, {**self.constants, **self.traced, **params})
         else:
             plan = plan or self._plan_for(geometry, params, arrays.framework, how)
-        return Call(arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs)  # no plan of a vacant call
+        return CheckedCall(
+            arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs
+        )  # no plan of a vacant call
 
-    def run(self, call: Call) -> tuple[Any, Any, Any]:
+    def run(self, call: CheckedCall) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call; top may be None where it is not asked for."""
         if call.geometry.vacant:
             return nothing(call)
@@ -377,7 +381,7 @@ class Attention:
         result: tuple[Any, Any, Any] = _operators(call.arrays.framework).execute(call, self)
         return result
 
-    def _frameworks(self, request: Request) -> Iterator[str | None]:
+    def _frameworks(self, request: CallArgs) -> Iterator[str | None]:
         """The frameworks of a call's arrays other than q, k and v, and that of a backend that takes one alone."""
         record = RECORDS.get(self.options.backend or "")
         if record is not None and len(record.frameworks) == 1:
@@ -405,7 +409,7 @@ class Attention:
                 )
         return g
 
-    def check_planned(self, request: Request) -> None:
+    def check_planned(self, request: CallArgs) -> None:
         """Raise where a plan is for another call, or a parameter is given that the plan holds."""
         kv_inputs, params = call_arrays.split_kv_args(request.params)
         arrays = call_arrays.arrays(*request[:3], request.layout, pages=kv_inputs.get(PAGES))
@@ -647,7 +651,7 @@ class Attention:
         params = dict(zip(params, values, strict=True))
         gradients &= not kv_inputs and k.dtype == q.dtype
         params |= learned_values(self.program, q, params) if gradients and plan is None else {}
-        call = self.call(Request(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **kv_inputs}))
+        call = self.call(CallArgs(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **kv_inputs}))
         if gradients and RECORDS[call.backend].has_gradients(call.arrays.framework):
             how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}
             outcome = report_gradients(partial(self, return_lse=True, **how), self._as_run(call), params)

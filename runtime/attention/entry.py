@@ -15,7 +15,7 @@ from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, kv_
 from frisket.runtime.calls.empty import results_of
 from frisket.runtime.calls.options import Options, engines_named, flag, rate_of, seed_of, sinks_of
 from frisket.runtime.calls.program import check_order, program_of
-from frisket.runtime.calls.request import Request, register
+from frisket.runtime.calls.request import CallArgs, register
 from frisket.runtime.machine.parameters import as_value, call_value, is_tensor, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
 from frisket.runtime.plans.compiled import check_tile
@@ -129,7 +129,7 @@ def attention(
 
         settings = scale, enable_gqa, backend, None, rate, None, deterministic, True
         params |= kv_inputs_of(k_scale, v_scale, pages)
-        request = Request(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
+        request = CallArgs(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
         outputs = written_call(mask, score, settings, request, return_lse or return_max)
         return results(outputs, return_lse, return_max)
     options = Options(None, enable_gqa, backend, None, rate, deterministic=deterministic)

@@ -24,14 +24,14 @@ from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, in_graph
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram, remap_positions
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.layouts.tiling import Tiling
 from frisket.runtime.machine.cpp_cpu import best
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import as_value, digest, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.masks.mask import Mask
-from frisket.runtime.plans.device import Call
+from frisket.runtime.plans.device import CheckedCall
 from frisket.runtime.torch.jagged import is_jagged
 
 from .attention import KEPT, Attention
@@ -168,12 +168,12 @@ class OrderedAttention(Attention):
             )
         return {n: x for n, x in options.items() if self._fixed is not None or n not in self.mask.unbound}
 
-    def call(self, request: Request) -> Call:
+    def call(self, request: CallArgs) -> CheckedCall:
         """A call, checked; `run` runs it."""
         refuse_parts(request.q, {**request._asdict(), **request.params})
         return super().call(request)
 
-    def run(self, call: Call) -> tuple[Any, Any, Any]:
+    def run(self, call: CheckedCall) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call, by its order."""
         if call.geometry.vacant:
             return super().run(call)

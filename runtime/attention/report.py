@@ -27,7 +27,7 @@ from frisket.runtime.calls.arrays import (
 )
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.parameters import traced
-from frisket.runtime.plans.device import Call, checked_program, dropout_terms
+from frisket.runtime.plans.device import CheckedCall, checked_program, dropout_terms
 
 Array = NDArray[Any]
 FLOOR = 1e-6
@@ -249,7 +249,7 @@ def oracle(
     return out, lse, dense.top(q, k, mask, score, params=terms["params"], **place)
 
 
-def interpreted(call: Call) -> tuple[Any, Any, Any]:
+def interpreted(call: CheckedCall) -> tuple[Any, Any, Any]:
     """The backend "dense": the interpreter on the arrays of a framework."""
     if any(map(traced, call.arrays.qkv)):
         raise BackendError(
@@ -263,7 +263,11 @@ def interpreted(call: Call) -> tuple[Any, Any, Any]:
 
 
 def report(
-    call: Call, out: Any, lse: Any, cotangents: CheckedGradients | None = None, program: CallProgram | None = None
+    call: CheckedCall,
+    out: Any,
+    lse: Any,
+    cotangents: CheckedGradients | None = None,
+    program: CallProgram | None = None,
 ) -> Report:
     """The result of a call compared with the interpreter's, of the call's program unless another is given."""
     program = program or call.plan.program
@@ -276,7 +280,7 @@ def report(
     )  # fmt: skip
 
 
-def _check_pages(call: Call, program: CallProgram) -> None:
+def _check_pages(call: CheckedCall, program: CallProgram) -> None:
     """Refuse page numbers outside of the pool, and pages that a sequence has twice, where a query sees their keys."""
     if PAGES not in call.kv_inputs:
         return
@@ -291,7 +295,7 @@ def _check_pages(call: Call, program: CallProgram) -> None:
             raise ParameterError(f"`pages` entry [{b}, {i}] is {x}, {why}; queries see keys of that page")
 
 
-def report_gradients(attend: Callable[..., Any], call: Call, params: Mapping[str, Any]) -> Report:
+def report_gradients(attend: Callable[..., Any], call: CheckedCall, params: Mapping[str, Any]) -> Report:
     """The result of a call and its gradients beside the interpreter's. `attend` gives (out, lse)."""
     learned = {n: x for n, x in params.items() if n in call.plan.program.learnable and framework_of(x)}
     fixed = {n: x for n, x in params.items() if n not in learned}
@@ -314,7 +318,7 @@ def learned_values(program: CallProgram, like: Any, params: Mapping[str, Any]) -
     }
 
 
-def report_later(call: Call, out: Any, lse: Any) -> None:
+def report_later(call: CheckedCall, out: Any, lse: Any) -> None:
     """A check under `jax.jit`: the callback compares once the values are there, and raises from there."""
     import jax
 

@@ -14,7 +14,7 @@ from frisket.dsl.errors import BackendError, FrisketError, ParameterError
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import automatic, reason
 from frisket.runtime.backends.stages import compiled
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.cpp_build import build_ahead
 from frisket.runtime.machine.cpp_build import source as threads
 from frisket.runtime.machine.integers import as_int
@@ -161,7 +161,7 @@ def _torch_call(att: Attention, s: dict[str, Any]) -> tuple[Any, Any]:
     torch, engine = import_module("torch"), import_module("frisket.runtime.torch.ready")
     at = [(s["heads"], s["q_len"], s["head_dim"]), *((s["kv_heads"], s["kv_len"], s[n]) for n in ("head_dim", "v_dim"))]
     qkv = (torch.empty((s["batch"], *x), dtype=getattr(torch, s["dtype"])) for x in at)
-    call = att.call(Request(*qkv)._replace(seed=0))
+    call = att.call(CallArgs(*qkv)._replace(seed=0))
     proof = engine.engine_call(call, att.options)
     named = proof is not None and call.backend == proof.backend
     return replace(call, backend=automatic("torch", "cpu")) if named else call, proof
@@ -171,5 +171,5 @@ def _jax_call(att: Attention, s: dict[str, Any]) -> tuple[Any, None]:
     jax, calls = import_module("jax"), []
     at = [(s["q_len"], s["heads"], s["head_dim"]), *((s["kv_len"], s["kv_heads"], s[n]) for n in ("head_dim", "v_dim"))]
     arrays = [jax.ShapeDtypeStruct((s["batch"], *x), jax.numpy.dtype(s["dtype"])) for x in at]
-    jax.eval_shape(lambda *qkv: calls.append(att.call(Request(*qkv)._replace(seed=0))), *arrays)
+    jax.eval_shape(lambda *qkv: calls.append(att.call(CallArgs(*qkv)._replace(seed=0))), *arrays)
     return calls[0] if att.options.backend else replace(calls[0], backend=automatic("jax", "cpu")), None

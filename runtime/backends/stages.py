@@ -17,7 +17,7 @@ from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import kernel_step, there
 from frisket.runtime.machine.parameters import is_tensor
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.device import Call, CallPlan
+from frisket.runtime.plans.device import CallPlan, CheckedCall
 
 from .base import RECORDS
 from .registry import library, target_of
@@ -81,7 +81,7 @@ class PlanCompilation:
         return self if there(text) else replace(self, backend=library("torch"), awaits=self.backend)
 
 
-def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilation:
+def compiled(call: CheckedCall, options: Options, device: Any = None) -> PlanCompilation:
     """The compilation of a checked call. Stages that FRISKET_SHOW names go to stderr, once for a target of a plan."""
     compilation = PlanCompilation(
         call.plan, call.backend, call.geometry, call.arrays.dtype, options, device, framework=call.arrays.framework,
@@ -114,7 +114,7 @@ class CompileRecord(NamedTuple):
         return f"{clock} {self.what} {backend} in {self.seconds:.2g} s: {why}"
 
 
-def record(att: Any, call: Call, began: float, backend: str) -> None:
+def record(att: Any, call: CheckedCall, began: float, backend: str) -> None:
     """Record a call that was prepared since `began`, of `time.perf_counter`, unless its key and kernel are known. Every
     step of decoding with a growing cache comes here: texts and comparisons with other keys are made by `records`."""
     values = {

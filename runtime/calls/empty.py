@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from frisket.lowering.plan import Geometry
-from frisket.runtime.plans.device import Call
+from frisket.runtime.plans.device import CheckedCall
 
 from .arrays import Arrays
 from .program import CallProgram
@@ -25,7 +25,7 @@ def check_bound(program: CallProgram, params: Mapping[str, Any]) -> None:
             part.require_bound()
 
 
-def nothing(call: Call, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
+def nothing(call: CheckedCall, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
     """(out, lse, top) of a call; `learned` are further arrays that gradients flow to."""
     return results_of(call.arrays, call.geometry, call.sinks, learned)
 

@@ -14,7 +14,7 @@ from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime.machine.parameters import stacked
 
 
-class Request(NamedTuple):
+class CallArgs(NamedTuple):
     """The arguments of `Attention.__call__`, before anything is checked: every module that runs calls takes one.
     `params` hold the scales and pages of stored keys and values too."""
 

@@ -22,7 +22,7 @@ from frisket.dsl.from_python.symbol import Symbol
 from frisket.dsl.from_python.trace import Kind, trace
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.masks.mask import Mask, ScoreMod, only, program
 from frisket.runtime.torch import graph as torch_library
 from frisket.runtime.torch.jagged import Ragged
@@ -184,4 +184,4 @@ def operator(
     )
     free = {n: x for n, x in values.items() if n not in numbers}
     spec = spec_of(program, options, free)
-    return torch_library.written(spec, 0.0, Request(query, key, value, top=top), None, free, rows)
+    return torch_library.written(spec, 0.0, CallArgs(query, key, value, top=top), None, free, rows)

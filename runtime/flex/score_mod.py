@@ -33,7 +33,7 @@ from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import joined
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.parameters import as_value, names_of
 from frisket.runtime.masks.mask import Mask, ScoreMod, only
 from frisket.runtime.masks.mask import score as written
@@ -407,7 +407,7 @@ class FlexPair:
         elif self.placed:
             params |= self.placed
         results: tuple[Tensor, Tensor, Tensor | None] = torch_op.attend(
-            self.att, Request(query, key, value, plan, top=top, layout="bhsd", params=params)
+            self.att, CallArgs(query, key, value, plan, top=top, layout="bhsd", params=params)
         )
         return results
 

@@ -18,7 +18,7 @@ from frisket.runtime.backends.base import RECORDS, Backend, backends_of, ranked
 from frisket.runtime.backends.registry import library, lowerable, warn_slow
 from frisket.runtime.calls.arrays import named
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.once import warn_once
 from frisket.runtime.machine.parameters import stacked, traced
 from frisket.runtime.machine.settings import Settings
@@ -26,7 +26,7 @@ from frisket.runtime.plans.host import Plan
 
 
 @usual_promotion()
-def attend(att: Any, request: Request) -> tuple[Any, ...]:
+def attend(att: Any, request: CallArgs) -> tuple[Any, ...]:
     """(out, lse, top) of `att(q, k, v, ...)`."""
     try:
         if any(named(n) for x in request[:3] for n in getattr(x, "shape", ())):
@@ -44,7 +44,7 @@ def attend(att: Any, request: Request) -> tuple[Any, ...]:
     return results
 
 
-def _at_traced_origin(att: Any, request: Request) -> tuple[Any, Request]:
+def _at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
     """The attention and the call, where the origin is known. A traced one is an operand: the attention at positions
     that are those of the arrays plus parameters, and the call with the values of these."""
     origin: Any = request.origin
@@ -69,7 +69,7 @@ def _at_traced_origin(att: Any, request: Request) -> tuple[Any, Request]:
     return att.at(**texts), request._replace(origin=None, params={**request.params, **values})
 
 
-def _asked(att: Any, request: Request) -> str:
+def _asked(att: Any, request: CallArgs) -> str:
     """The call in words, beside an error far from where it was written, as under `jax.jit`."""
     arrays = ((n, x) for n, x in zip("qkv", request[:3], strict=True) if hasattr(x, "dtype"))
     shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in arrays)

@@ -41,7 +41,7 @@ from frisket.runtime.backends.registry import library, target_on
 from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
-from frisket.runtime.plans.device import FlatPlan, PlanKey
+from frisket.runtime.plans.device import DevicePlanSpec, FlatPlan
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.sharding.partition import fitting
 
@@ -59,7 +59,7 @@ class JaxCall:
     """A call without its arrays: `op` makes it, `Task` runs `forward` or `backward`. Equal calls are lowered once."""
 
     plan: LoopPlan
-    source: Plan | PlanKey  # the plan of the host, or the key of a flat one
+    source: Plan | DevicePlanSpec  # the plan of the host, or the key of a flat one
     geometry: Geometry  # without its origin
     backend: str  # empty where the platform chooses
     tile: tuple[int, int] | None
@@ -219,7 +219,7 @@ class JaxCall:
     def _key(self) -> tuple[Any, ...]:
         """The parts by which calls are equal. Arrays of the host are equal where they are the same."""
         leaves = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
-        source = self.source if isinstance(self.source, PlanKey) else id(self.source)
+        source = self.source if isinstance(self.source, DevicePlanSpec) else id(self.source)
         kind = self.plan, source, self.geometry, self.backend, self.tile
         return *kind, leaves, self.tree, self.times, self.shards, self.rows
 
@@ -283,7 +283,7 @@ def _from_zero(plan: LoopPlan, split_axes: tuple[str, ...]) -> LoopPlan:
     return replace(plan, score=shifted(plan.score), weight=shifted(plan.weight), slots=(*plan.slots, *slots))
 
 
-def _content(source: Plan | PlanKey) -> tuple[Any, ...]:
+def _content(source: Plan | DevicePlanSpec) -> tuple[Any, ...]:
     program, planned = source.program, () if isinstance(source, Plan) else source.device_specs
     lengths = source.q_len, source.kv_len, source.batch, source.heads, source.sizes
     values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
@@ -303,7 +303,7 @@ class _BackendRun:
         self.geometry = replace(call.geometry, origin=_origin(call, numbers["origin"], at), sizes=numbers["sizes"])
         self.plan, slots, tables = call.plan, numbers["slots"], numbers["tables"]
         source: Any = plan or call.source
-        if isinstance(source, PlanKey):
+        if isinstance(source, DevicePlanSpec):
             source = FlatPlan(source, numbers["given"], numbers["spans"])
         narrow = bool(getattr(source, "narrow", False))
         self.target = target_on(backend, call.plan, self.geometry, str(arrays["q"].dtype), call.tile, narrow)
@@ -316,7 +316,7 @@ class _BackendRun:
             n: i * size for n, i, size in zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
         }
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
-        if RECORDS[backend].int64 and isinstance(call.source, PlanKey):  # without x64
+        if RECORDS[backend].int64 and isinstance(call.source, DevicePlanSpec):  # without x64
             ints = {x.name: x.source for xs in (self.plan.every_table, self.plan.slots) for x in xs if x.type is INT}
             kinds = {n: x.dtype for n, x in {**slots, **tables}.items() if n in ints and hasattr(x, "aval")}
             # -w of the least int32 is let pass: windows that are traced numbers stay in 32 bits

@@ -34,7 +34,7 @@ from frisket.runtime.calls.arrays import TokenPermutation, refuse_gradients, tur
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import kernel_step
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.device import Call
+from frisket.runtime.plans.device import CheckedCall
 
 from .attend import quickest
 from .call import JaxCall, narrowed, placed, reverse_only
@@ -45,7 +45,7 @@ ANY = (128, 128)  # a tile, where only what all have in common is asked for
 OUT, LSE = "frisket out", "frisket lse"  # for jax.checkpoint_policies.save_only_these_names
 
 
-def execute(call: Call, att: Any) -> tuple[Any, Any, Any]:
+def execute(call: CheckedCall, att: Any) -> tuple[Any, Any, Any]:
     """(out, lse, top) of a checked call."""
     began, _, options = perf_counter(), kernel_step.set(""), att.options
     if Settings.read().show:
@@ -70,18 +70,18 @@ def execute(call: Call, att: Any) -> tuple[Any, Any, Any]:
     return turn(out, "bshd", call.arrays.layout), lse, top
 
 
-def _named(call: Call, options: Options) -> str:
+def _named(call: CheckedCall, options: Options) -> str:
     """The backend that is asked for, empty where the platform chooses."""
     return call.backend if options.backend or Settings.read().backend else ""
 
 
-def prepared(call: Call, options: Options) -> tuple[JaxCall, Arrays, Arrays]:
+def prepared(call: CheckedCall, options: Options) -> tuple[JaxCall, Arrays, Arrays]:
     """A call without its arrays, and its arrays beside q, k, v and sinks, with gradients and without: `bound` of
     `primitives` takes all three."""
     return _divided_plan(call, options, _named(call, options))
 
 
-def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Arrays, Arrays]:
+def _divided_plan(call: CheckedCall, options: Options, named: str) -> tuple[JaxCall, Arrays, Arrays]:
     plan: Any = call.plan
     numbers: dict[str, Any] = {"drawn": {SEED: call.seed, RATE: call.rate} if call.rate else {}}
     if not plan.on_device:
@@ -107,7 +107,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
     return _divided(kernel, plan.key, call.geometry, numbers, shapes, named, options.tile, options.rows)
 
 
-def _shapes(plan: LoopPlan, call: Call) -> dict[str, tuple[int, ...]]:
+def _shapes(plan: LoopPlan, call: CheckedCall) -> dict[str, tuple[int, ...]]:
     return {t.name: tuple(call.kv_inputs[t.source].shape) for t in plan.tables if t.source in call.kv_inputs}
 
 

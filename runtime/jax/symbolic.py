@@ -28,7 +28,7 @@ from frisket.runtime.backends.registry import library
 from frisket.runtime.calls.arrays import arrays, named, split_kv_args, turn
 from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import UNDRAWN, limits_of
 from frisket.runtime.plans.device import split_host_device
@@ -37,7 +37,7 @@ MAX_SIZE = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested
 EACH = "\n  export one module for each length, instead of jax.export.symbolic_shape"
 
 
-def attend(att: Any, request: Request) -> tuple[Any, ...]:
+def attend(att: Any, request: CallArgs) -> tuple[Any, ...]:
     """(out, lse, top) of a call of symbolic lengths."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     kv_inputs, params = split_kv_args(params)

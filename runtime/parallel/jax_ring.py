@@ -33,7 +33,7 @@ from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merged
 from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.calls.options import from_key
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.jax.call import narrowed, reverse_only
 from frisket.runtime.jax.op import LSE, OUT, of_sinks, prepared, varying_alike
 from frisket.runtime.jax.primitives import Task, bound
@@ -458,7 +458,7 @@ class Shard:
         att = self.local.attention
         at = {AT["q"]: self.positions(), AT["k"]: k_at, AT["b"]: self.first(0), AT["h"]: self.first(1)}
         params = tables | {n: x for n, x in at.items() if n in att.program.names}
-        call = att.call(Request(q, keys["k"], keys["v"], seed=seed, layout="bshd", params=params))
+        call = att.call(CallArgs(q, keys["k"], keys["v"], seed=seed, layout="bshd", params=params))
         # without sinks, which are counted once, where parts are merged
         inner, learned, fixed = prepared(replace(call, sinks=None), att.options)
         return inner, *varying_alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)

@@ -28,11 +28,11 @@ from frisket.dsl.errors import ParameterError, PeerError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import recorded, version_of
 from frisket.runtime.calls.options import seed_of, sinks_of
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.parameters import check_plain, digest
 from frisket.runtime.torch.autograd import dsinks, written_out
 from frisket.runtime.torch.op import cast, kept_ready
-from frisket.runtime.torch.ready import Ready
+from frisket.runtime.torch.ready import PreparedCall
 
 from .deal import Deal, Variant, check_variant
 from .shards import check_covered, check_names
@@ -278,7 +278,7 @@ class RingJob:
     params: Mapping[str, Any]  # that no gradient flows to
     learned: tuple[str, ...]  # names of the parameters that gradients flow to
 
-    def ready(self, i: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Tensor]) -> Ready:
+    def ready(self, i: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Tensor]) -> PreparedCall:
         """The prepared call of step i: the crop of its queries and keys, positions as numbers where they follow one
         another and as tables where they do not."""
         at = self.deal.positions(self.wire.rank)[: q.shape[2]]
@@ -296,7 +296,7 @@ class RingJob:
                 shards.pop(next(n for n in shards if isinstance(n, tuple)))
         origin = (*self.origin, *first) if plain else (*self.origin, 0, 0)
         sizes = (*self.sizes, self.deal.length, self.deal.length)
-        request = Request(q, k, v, seed=self.seed, origin=origin, sizes=sizes, params={**self.params, **values})
+        request = CallArgs(q, k, v, seed=self.seed, origin=origin, sizes=sizes, params={**self.params, **values})
         return kept_ready(shards[where], request).generated  # engines do not return what parts of the keys need
 
     def keys(self, k: Tensor, v: Tensor) -> Generator[Any, None, None]:

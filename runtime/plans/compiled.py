@@ -38,7 +38,7 @@ UNDRAWN = {SEED: 0, RATE: 0.0}  # each call has other values
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledProgram:
+class SimplifiedProgram:
     """A program whose values the host knows, simplified: the part of a `Plan` that is the same at every length."""
 
     program: CallProgram
@@ -112,7 +112,7 @@ class CompiledProgram:
 
 @dataclass(frozen=True, eq=False)
 class KernelInputs:
-    """A `LoopPlan` with values for its slots and tables: the part of a `Work` that is the same for every tile size."""
+    """A `LoopPlan` with values for its slots and tables: the part of a `TiledPlan` that is the same for every tile size."""
 
     plan: LoopPlan
     slots: Mapping[str, Any]
@@ -120,10 +120,10 @@ class KernelInputs:
 
 
 @dataclass(frozen=True)
-class Work:
+class TiledPlan:
     """The inputs of the kernels of a `Plan` at one tile size: `KernelInputs`, and the spans of its tiles."""
 
-    compiled: CompiledProgram
+    compiled: SimplifiedProgram
     inputs: KernelInputs
     place: Place
     decode_spans: Spans | None = None  # the spans of few queries, where no layout is needed for them
@@ -170,16 +170,16 @@ _works = Memo("runtime.plans.compiled.work", CACHED, weigh=lambda key, *_: 4000 
 def work(
     program: CallProgram, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
     origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, *, proofs: bool = False, dropout: bool = False,
-) -> Work:  # fmt: skip
-    """The `Work` of a program, remembered by value: mask, contents of its tables, lengths, tiles, origin. `proofs`
+) -> TiledPlan:  # fmt: skip
+    """The `TiledPlan` of a program, remembered by value: mask, contents of its tables, lengths, tiles, origin. `proofs`
     counts rows to drop the checks for empty ones, which pays in kernels of many queries only."""
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     key = (program, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
-    cached: Work | None = _works.get(key)
+    cached: TiledPlan | None = _works.get(key)
     if cached is not None:
         return cached
     check_lengths(q_len, kv_len, batch, heads, block, origin, sizes)
-    base = compiled_program(program)
+    base = simplified_program(program)
     lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
     base.check_reach(lengths, origin, sizes)
     rest = base, lengths, block, origin, sizes, dropout
@@ -188,9 +188,9 @@ def work(
 
 
 def _work(
-    base: CompiledProgram, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool,
+    base: SimplifiedProgram, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool,
     proofs: bool,
-) -> Work:  # fmt: skip
+) -> TiledPlan:  # fmt: skip
     batch, heads, q_len, kv_len = lengths
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
     layout = base.layout(place)
@@ -199,12 +199,12 @@ def _work(
         inputs = _inputs(base, layout.bounds, nonempty, layout.sizes, dropout)
     except LoweringError:  # the closed form may leave 64 bits where the mask does not
         inputs = _inputs(base, layout.analysis.bounds, nonempty, layout.sizes, dropout)
-    return Work(base, inputs, place, analysed=layout)
+    return TiledPlan(base, inputs, place, analysed=layout)
 
 
 def _decode_work(
-    base: CompiledProgram, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool
-) -> Work:  # fmt: skip
+    base: SimplifiedProgram, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool
+) -> TiledPlan:  # fmt: skip
     """The work of a call with few queries. Integers have room to grow: later steps of decoding take the same kernel."""
     batch, heads, q_len, kv_len = lengths
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
@@ -218,17 +218,17 @@ def _decode_work(
         inputs = _inputs(base, bounds, nonempty, room, dropout)
     except LoweringError:  # too much room: 64 bits are not enough for it
         inputs = _inputs(base, bounds, nonempty, full, dropout)
-    return Work(base, inputs, place, spans, layout)
+    return TiledPlan(base, inputs, place, spans, layout)
 
 
 @memo(group="plans")
-def _inputs(base: CompiledProgram, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool) -> KernelInputs:
+def _inputs(base: SimplifiedProgram, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool) -> KernelInputs:
     return base.inputs(bounds, nonempty, limits_of(full, base.scalars, base.arrays), dropout)
 
 
 @memo(group="plans")
-def compiled_program(program: CallProgram) -> CompiledProgram:
-    """The `CompiledProgram` of a program, remembered by value."""
+def simplified_program(program: CallProgram) -> SimplifiedProgram:
+    """The `SimplifiedProgram` of a program, remembered by value."""
     program.require_bound()
     arrays = program.tables
     sane = {n: bool(np.isfinite(t).all()) for n, t in arrays.items() if t.dtype.kind == "f"}
@@ -238,7 +238,7 @@ def compiled_program(program: CallProgram) -> CompiledProgram:
     mod = mod if program.stored is None else program.stored.scored(mod)
     seen, mod, analysed, rules = _simplified(seen, mod, tuple(sane.items()))
     tables = {n: Table(x) for n, x in arrays.items() if seen is not None and n in names_of(seen)}
-    return CompiledProgram(program, (seen, mod), analysed, rules, sane, scalars, arrays, tables)
+    return SimplifiedProgram(program, (seen, mod), analysed, rules, sane, scalars, arrays, tables)
 
 
 PLAIN = frozenset({"add", "sub", "neg", "abs", "min", "max"}) | COMPARISONS  # operators whose numbers become slots

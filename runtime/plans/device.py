@@ -57,7 +57,7 @@ from frisket.runtime.machine.parameters import check_plain, is_tensor, names_of,
 from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask
 
-from .compiled import UNDRAWN, compiled_program, holds, limits_of
+from .compiled import UNDRAWN, holds, limits_of, simplified_program
 from .host import FEW_TILES, Plan
 from .run import SpanRequest, check_sorted, kernel_tables, on_host, source, spans
 
@@ -85,8 +85,8 @@ def _stays(x: Any, flat: bool | None, learnable: bool, framework: str | None) ->
 
 
 @dataclass(frozen=True)
-class DeviceWork:
-    """The inputs of the kernels of a `FlatPlan` at one tile size, as a `Work` has them for a `Plan`."""
+class DeviceTiledPlan:
+    """The inputs of the kernels of a `FlatPlan` at one tile size, as a `TiledPlan` has them for a `Plan`."""
 
     plan: LoopPlan
     spans: Spans | DeviceSpans
@@ -127,12 +127,14 @@ class FlatPlan:
     on_device = True
     captured: Mapping[str, Any] = MappingProxyType({})  # arrays that the attention's functions captured, as they were
 
-    def __init__(self, key: PlanKey, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]) -> None:
+    def __init__(
+        self, key: DevicePlanSpec, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]
+    ) -> None:
         self.key, self.device_values = key, values
         self._spans_by_tile: dict[tuple[tuple[int, int], bool], Any] = works  # by tile, and whether transposed
         self._read: dict[str, Any] = {}  # the tables that spans were made of, as they were
         self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
-        self.static = static_plan(key)
+        self.static = device_plan_template(key)
         self.shown: set[Any] = set()
         self.ready: dict[Any, Any] = {}
         self._others: dict[Stored | None, FlatPlan] = {}
@@ -222,7 +224,7 @@ class FlatPlan:
         return *(f"{word} `{n}`" for n, word in words.items() if word), *(f"`{text}`" for text in needs)
 
     @property
-    def common(self) -> StaticPlan | None:
+    def common(self) -> DevicePlanTemplate | None:
         """The part shared with the plans of other steps, where there are others."""
         return self.static if self.by_table else None
 
@@ -289,11 +291,11 @@ class FlatPlan:
         """A value for every slot of the kernel, but for those of dropout."""
         return self.static.plan.slot_values({**self.values, **UNDRAWN})
 
-    def work(self, block: tuple[int, int], proofs: bool = False) -> DeviceWork:
+    def work(self, block: tuple[int, int], proofs: bool = False) -> DeviceTiledPlan:
         """The kernel's inputs in tiles of `block`, (queries, keys)."""
         static = self.static
         kernel = static.plan, self.spans(block), self.slots(), self.tables()
-        return DeviceWork(*kernel, static.parts, static.rules, self.unchecked)
+        return DeviceTiledPlan(*kernel, static.parts, static.rules, self.unchecked)
 
     @property
     def spans_by_tile(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
@@ -309,7 +311,7 @@ def checked_program(plan: Any, values: Values) -> CallProgram:
     """The program of a plan with values for its tables, which are in order and as long as they are read."""
     program: CallProgram = plan.host_program.bind(values)
     lengths = plan.batch, plan.heads, plan.q_len, plan.kv_len
-    compiled_program(program).check_reach(lengths, plan.origin, plan.sizes)
+    simplified_program(program).check_reach(lengths, plan.origin, plan.sizes)
     return program
 
 
@@ -346,14 +348,14 @@ def device_plan(
     check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
     known = {n: d.most for p in program.parts for n, d in p.origin.declared.items() if d.most and n in values}
     most = tuple(sorted((known | {n: m for n, x in values.items() if (m := _more(x))}).items()))
-    key = PlanKey(program, shapes, facts, kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
+    key = DevicePlanSpec(program, shapes, facts, kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
         tested = {n: x for n, x in values.items() if n in facts or n in program.offsets}
         check_sorted(key.framework, tested, program.offsets)
     if key.framework == "jax":
         _register()
     plan = FlatPlan(key, values, {})
-    if block is not None and static_plan(key).planner is not None:
+    if block is not None and device_plan_template(key).planner is not None:
         device_spans = plan.spans(block)
         assert isinstance(device_spans, DeviceSpans)
         plan._spans_by_tile[block, False] = (
@@ -428,7 +430,7 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class PlanKey:
+class DevicePlanSpec:
     """The key of a `FlatPlan`: everything that decides it but the contents of the device's tables."""
 
     program: CallProgram  # with the host's values
@@ -446,7 +448,7 @@ class PlanKey:
 
 
 @dataclass(frozen=True)
-class StaticPlan:
+class DevicePlanTemplate:
     """The part of a `FlatPlan` that is the same for all contents of the device's tables: the `LoopPlan`, and the
     planner that makes the spans from the tables. `planner` is None where no table of the device decides the spans."""
 
@@ -460,17 +462,19 @@ class StaticPlan:
     slice_of: NDArray[Any]  # the slice of each batch entry and head
     full: Sizes  # of the whole problem
     copies: dict[Any, Any] = field(default_factory=dict, compare=False)  # the host's arrays, copied to devices
-    ready: dict[Any, Any] = field(default_factory=dict, compare=False)  # key of a call -> its `Ready`, for any step
+    ready: dict[Any, Any] = field(
+        default_factory=dict, compare=False
+    )  # key of a call -> its `PreparedCall`, for any step
 
 
-def origin_of(key: PlanKey) -> Origin:
+def origin_of(key: DevicePlanSpec) -> Origin:
     b, h, q, k = (np.asarray(x) if isinstance(x, tuple) else x for x in key.origin)
     return b, h, q, k
 
 
 @memo(16)  # the keys hold tables of the host
-def static_plan(key: PlanKey) -> StaticPlan:
-    """The `StaticPlan` of a key, from shapes and the host's values."""
+def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
+    """The `DevicePlanTemplate` of a key, from shapes and the host's values."""
     program, rules = key.program, Counter[str]()
     shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.device_specs}
     known = {**program.tables, **shapes}
@@ -511,12 +515,12 @@ def static_plan(key: PlanKey) -> StaticPlan:
     row_planner = planned(host.expr) if free else None
     columns = memo(1)(lambda: planned(simplify(swap(host.expr))))
     at = (grid.b, grid.h, grid.q, grid.k)
-    return StaticPlan(
+    return DevicePlanTemplate(
         (seen, mod), rules, plan, row_planner, columns, host.bind(**mine), at, slice_of.astype(np.int32), full
     )
 
 
-def _check_lengths_of_tables(key: PlanKey, parts: list[Expr | None], known: Values, origin: Origin) -> None:
+def _check_lengths_of_tables(key: DevicePlanSpec, parts: list[Expr | None], known: Values, origin: Origin) -> None:
     """Check table lengths like `check_reach` on the host, where that can be known: a mask that reads a device's tables
     may show anything, but for the diagonal where it does whatever they hold."""
     mask = TRUE if parts[0] is None else parts[0]
@@ -529,9 +533,9 @@ def _check_lengths_of_tables(key: PlanKey, parts: list[Expr | None], known: Valu
 
 
 @memo(16)
-def host_layout(key: PlanKey, block: tuple[int, int]) -> Layout:
+def host_layout(key: DevicePlanSpec, block: tuple[int, int]) -> Layout:
     """The layout that no table of a device decides."""
-    host = static_plan(key).host
+    host = device_plan_template(key).host
     return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, origin_of(key), key.sizes)
 
 
@@ -550,7 +554,7 @@ CallPlan: TypeAlias = Plan | FlatPlan
 
 
 @dataclass(frozen=True)
-class Call:
+class CheckedCall:
     """Arrays that fit together and a plan that fits them. `sinks`: [heads] or None; `seed`: None without dropout."""
 
     arrays: Arrays

@@ -15,7 +15,7 @@ from frisket.runtime.calls.arrays import Stored
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 
-from .compiled import Work, compiled_program, work
+from .compiled import TiledPlan, simplified_program, work
 
 FEW_TILES = 4  # of 128 x 128 that a row of a narrow mask reads at most
 
@@ -50,9 +50,9 @@ class Plan:
         self.program, self.q_len, self.kv_len = program, q_len, kv_len
         self.batch, self.heads, self.origin, self.sizes = batch, heads, origin, sizes
         self.dropout = dropout
-        self.ready: dict[Any, Any] = {}  # key of a call -> its `Ready`
+        self.ready: dict[Any, Any] = {}  # key of a call -> its `PreparedCall`
         self.device_values: dict[str, Any] = {}  # values that are no part of it: none
-        self._works: dict[tuple[Any, ...], Work] = {}
+        self._works: dict[tuple[Any, ...], TiledPlan] = {}
         self._others: dict[Stored | None, Plan] = {}
         self.shown: set[Target] = set()  # what FRISKET_SHOW has printed
         self.narrow = self._narrow()
@@ -62,7 +62,7 @@ class Plan:
         place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
         return Plan, (self.program, *place), {"options": self.options}
 
-    def work(self, block: tuple[int, int], proofs: bool = False) -> Work:
+    def work(self, block: tuple[int, int], proofs: bool = False) -> TiledPlan:
         """The compilation for tiles of `block`."""
         if (block, proofs) not in self._works:
             self._works[block, proofs] = work(
@@ -82,7 +82,7 @@ class Plan:
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
         """Mask and score mod after the rules."""
-        return compiled_program(self.program).simplified
+        return simplified_program(self.program).simplified
 
     @property
     def host_program(self) -> CallProgram:

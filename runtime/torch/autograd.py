@@ -21,7 +21,7 @@ from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge, lse_of
 from frisket.runtime.calls.arrays import TokenPermutation, in_graph, recorded
 
 if TYPE_CHECKING:
-    from .ready import Ready
+    from .ready import PreparedCall
 
 
 def transformed(*cotangents: Any) -> bool:
@@ -72,7 +72,15 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ready: Ready, seed: Any, largest: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor
+        ctx: Any,
+        ready: PreparedCall,
+        seed: Any,
+        largest: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Any,
+        *values: Tensor,
     ) -> Any:
         out, lse, top, softmax_stats = ready.saving(seed, largest, q, k, v, sinks, *values)
         ctx.ready, ctx.seed, ctx.versions = ready, seed, _versions(ready)
@@ -103,7 +111,7 @@ class AttendAgain(torch.autograd.Function):
     saves, in that order: with torch.utils.checkpoint either may run what the other one ran."""
 
     @staticmethod
-    def forward(ctx: Any, repeat: Any, ready: Ready, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(ctx: Any, repeat: Any, ready: PreparedCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
         out, lse, softmax_stats = repeat.forward(q, k, v, True)
         ctx.again, ctx.versions = (repeat, ready), _versions(ready)
         ctx.save_for_backward(q, k, v, None, out, lse, softmax_stats)
@@ -173,12 +181,12 @@ def _refuse_changed(ctx: Any) -> None:
         )
 
 
-def _versions(ready: Ready) -> list[int]:
+def _versions(ready: PreparedCall) -> list[int]:
     """torch's counts of writes to a plan's tables, which are the user's own on a device; torch checks live ones."""
     return [x._version for x in ready.tables.values() if not x.is_inference()]
 
 
-def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
+def gradients(ready: PreparedCall, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
     """Gradients of q, k, v, sinks and values, in this order, None where not `needed`."""
     q, k, v, sinks, out, lse, softmax_stats, *values = saved
     names, grad_names = _gradient_names(ready.kv_inputs, needed)
@@ -195,7 +203,9 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
     return [grads[n].to(x) if need else None for n, need, x in zip(names, needed, inputs, strict=True)]
 
 
-def gradients_again(repeat: Any, ready: Ready, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
+def gradients_again(
+    repeat: Any, ready: PreparedCall, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any
+) -> list[Any]:
     """`gradients` of a call of q, k and v alone that a `repeat` ran."""
     q, k, v, _, out, lse, softmax_stats = saved
     plain = dout is not None and dlse is None and forward_ad._current_level < 0
@@ -216,7 +226,7 @@ def _gradient_names(
     return names, frozenset(n for n, need in zip(names, needed, strict=True) if need and n != "sinks")
 
 
-def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, softmax_stats: Any) -> Tensor:
+def share_of_sinks(ready: PreparedCall, sinks: Tensor, lse: Tensor, softmax_stats: Any) -> Tensor:
     """The weight of the sink in each row, [batch, heads, q_len]: exp(sink - lse), with what `softmax_stats` knows of
     the row where it does, since a float32 lse of 1e5 is off by 0.004."""
     sinks, lse = (x.clamp(max=torch.finfo(torch.float32).max) for x in (sinks, lse))  # inf - inf is 0 here

@@ -17,7 +17,7 @@ from torch.fx import Proxy
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.plan import K_SCALE, PAGES, V_SCALE
 from frisket.runtime.calls.arrays import scale_of
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
 from .autograd import refuse_tangents
@@ -31,7 +31,7 @@ from .spec import HEAD, attention_of
 Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, top: None where nobody asks for them
 
 
-def attend(att: Any, request: Request, rows: bool = True) -> Results:
+def attend(att: Any, request: CallArgs, rows: bool = True) -> Results:
     """(out, lse, top) of a call in a graph; without `rows`, lse and top may be None."""
     dynamo = torch.compiler.is_dynamo_compiling()
     if request.plan is not None:
@@ -43,7 +43,7 @@ def attend(att: Any, request: Request, rows: bool = True) -> Results:
     return written(att.spec, att.options.dropout, request, sinks, {**values, **params}, rows)
 
 
-def by_plan(att: Any, request: Request, rows: bool) -> Results:
+def by_plan(att: Any, request: CallArgs, rows: bool) -> Results:
     """(out, lse, top) of a call with a plan, by the values and the place that the plan holds."""
     att.check_planned(request)
     plan: Any = request.plan
@@ -52,7 +52,7 @@ def by_plan(att: Any, request: Request, rows: bool) -> Results:
     return attend(same, request._replace(plan=None, origin=plan.origin, sizes=plan.sizes, params=values), rows)
 
 
-def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: Request, rows: bool) -> Results:
+def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: CallArgs, rows: bool) -> Results:
     """(out, lse, top) of `frisket.attention(q, k, v, mask, score, ...)` in a graph; `options` as a spec begins."""
     if not isinstance(mask, (str, type(None))) or not isinstance(score, (str, type(None))):
         raise ParameterError(
@@ -74,7 +74,7 @@ def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: Reque
 
 
 def written(
-    spec: str, rate: float, request: Request, sinks: Any, params: Mapping[str, Any], rows: bool = True
+    spec: str, rate: float, request: CallArgs, sinks: Any, params: Mapping[str, Any], rows: bool = True
 ) -> Results:
     """One call of an operator; `sinks` and `params` are those of the attention where the call brings none."""
     q, k, v = cast(request.q, request.k, request.v)
@@ -132,7 +132,7 @@ def written_tiles(spec: str, like: Tensor, sizes: Any, block: Any, params: dict[
 _NAMES = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}
 
 
-def record(att: Any, request: Request, lse: bool) -> Any:
+def record(att: Any, request: CallArgs, lse: bool) -> Any:
     """The Proxy of `att(q, k, v, ...)`: its node holds the attention as a text and tables as constants of the graph."""
     q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
     if plan is not None:

@@ -18,7 +18,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, lookup, segment, var
 from frisket.dsl.program import entries_of
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.layouts.tiling import check_reach
 from frisket.runtime.machine.parameters import BoundExpr, as_value, is_tensor, short_tables
 from frisket.runtime.masks.mask import Mask
@@ -252,7 +252,7 @@ def _check_tables(program: CallProgram, ragged: Ragged, heads: int, params: Mapp
     check_reach(mask, readers, {n: x for n, x in known.items() if n not in tables}, {**tables, **lengths}, ends)
 
 
-def attend(att: Attention, request: Request) -> tuple[Tensor, Tensor, Any]:
+def attend(att: Attention, request: CallArgs) -> tuple[Tensor, Tensor, Any]:
     """(out, lse, max) of `att(q, k, v, ...)`, nested. In a graph this is traced by Dynamo, so plain Python."""
     import torch
 
@@ -277,7 +277,7 @@ def attend(att: Attention, request: Request) -> tuple[Tensor, Tensor, Any]:
 
         rest = {n: x for n, x in att.constants.items() if n not in params}
         sinks = att.options.sinks if request.sinks is None else request.sinks
-        packed_request = Request(*packed, seed=request.seed, top=request.top)
+        packed_request = CallArgs(*packed, seed=request.seed, top=request.top)
         results = written(spec, att.options.dropout, packed_request, sinks, {**rest, **values, **params})
     else:
         _check_tables(att.program, ragged, packed[0].shape[1], {**att.constants, **params})

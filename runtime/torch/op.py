@@ -4,16 +4,16 @@
    pages alone. A runner, in `att.repeats` or with `plan=` in `plan.ready`, takes addresses and strides. Checked at each
    call: types, shapes, dtypes and devices of these arrays, the plan, positions, numbers, settings of the environment,
    and modes of torch (autocast, forward mode, function modes).
-2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). The `Ready`
+2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). The `PreparedCall`
    of that call holds all but its tensors. `_remembered` finds it in `att.ready`; in `plan.ready` with `plan=`; in
    `att.by_tables` with tables of the host, whose entries are compared. Tables on a device are no part of the key: a
-   copy of the `Ready` gets the plan of this call's tables. Checked at each call: the key, sinks, the seed, gradients.
-3. `attend`, the first call of a key. `Attention.call` checks all arguments, names a backend and plans: a `Call`.
-   `_prepare_and_keep` makes its `Ready` by `prepare`, which asks for an engine (`EngineReady`), uploads tables
+   copy of the `PreparedCall` gets the plan of this call's tables. Checked at each call: the key, sinks, the seed, gradients.
+3. `attend`, the first call of a key. `Attention.call` checks all arguments, names a backend and plans: a `CheckedCall`.
+   `_prepare_and_keep` makes its `PreparedCall` by `prepare`, which asks for an engine (`VendorCall`), uploads tables
    (`_prepared`) and builds the kernel (`_built`). The next call takes way 2, and leaves the runner for way 1.
 
 Graphs of torch.compile hold operators (`running`), which take the same ways when they run. A KV cache on a CPU keeps a
-`Ready` for its steps (`DecodeCall`).
+`PreparedCall` for its steps (`DecodeCall`).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from frisket.runtime.calls.arrays import COPIED, NATURAL, TokenPermutation, arra
 from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back, kernel_step
 from frisket.runtime.machine.parameters import kind_of, names_of
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.compiled import Work
-from frisket.runtime.plans.device import Call, DeviceWork, refuse_written
+from frisket.runtime.plans.compiled import TiledPlan
+from frisket.runtime.plans.device import CheckedCall, DeviceTiledPlan, refuse_written
 from frisket.runtime.plans.host import Plan
 
 from .autograd import AttendAgain, gradients_with_permutation, refuse_tangents, with_permutation, written_out
-from .ready import ChangingTables, EngineReady, Ready, engine_call, readable
+from .ready import ChangingTables, PreparedCall, VendorCall, engine_call, readable
 
 Tensor = Any
 NUMBERS = (bool, int, float)
@@ -61,9 +61,9 @@ KEPT_TABLES = 4  # calls with tables of the host, each with copies of them
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
+def attend(att: Any, request: CallArgs, saving: bool = False) -> tuple[Any, ...]:
     """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, softmax_stats too: see
-    `Ready.saving`."""
+    `PreparedCall.saving`."""
     if any(getattr(x, "is_nested", False) for x in request[:3]):  # an array of another framework has no such field
         arrays(*request[:3])  # raises: a nested tensor that is not jagged has no shape to make a key of
     q, k, v = request.q, request.k, request.v
@@ -158,7 +158,7 @@ def repeated(
 def earlier_call(
     att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, extra: tuple[Any, ...] = ()
 ) -> Any:  # fmt: skip
-    """(settings, what runs it, its `Ready`) of an earlier call with other entries in its arrays, or None.
+    """(settings, what runs it, its `PreparedCall`) of an earlier call with other entries in its arrays, or None.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
     repeats = att.repeats if plan is None else getattr(plan, "ready", att.repeats)
@@ -213,7 +213,7 @@ def _readable(x: Any) -> bool:
     return addressable and not (x.requires_grad and torch.is_grad_enabled())
 
 
-def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, kind: str) -> None:
+def _keep_repeat(att: Any, ready: PreparedCall, request: CallArgs, settings: Settings, kind: str) -> None:
     """Remember for `earlier_call` how such calls are run, if they differ in the entries of their arrays alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
@@ -239,21 +239,23 @@ def _keep_repeat(att: Any, ready: Ready, request: Request, settings: Settings, k
         remember(repeats, kinds, (settings, repeat(*arguments, ready.target), ready), 3 * KEPT)
 
 
-def kept_ready(att: Any, request: Request, defers: bool = False) -> Ready:
+def kept_ready(att: Any, request: CallArgs, defers: bool = False) -> PreparedCall:
     """The prepared call that `att(q, k, v, ...)` runs; see `prepare`."""
     key, tables = key_of(att, request[:3], request, Settings.read())
     ready = _remembered(att, key, tables, request, att.ready)
     return ready or _prepare_and_keep(att.call(request), att, request, key, att.ready, tables, defers)
 
 
-def _remembered(att: Any, key: Any, tables: list[Any], request: Request, ready_calls: dict[Any, Any]) -> Ready | None:
-    """The `Ready` of an earlier call of this key and these entries of tables of the host.
+def _remembered(
+    att: Any, key: Any, tables: list[Any], request: CallArgs, ready_calls: dict[Any, Any]
+) -> PreparedCall | None:
+    """The `PreparedCall` of an earlier call of this key and these entries of tables of the host.
 
     Such a table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
     count some of these only: entries are compared, bit for bit."""
     if not tables:
         return _remembered_by_key(att, key, request.plan, request.params, ready_calls)
-    ready: Ready | None
+    ready: PreparedCall | None
     entries = [x.tobytes() for x in tables]  # bytes, whose comparison ends at the first difference
     for at, have, ready in att.by_tables:
         if have == entries and at == key:
@@ -263,7 +265,7 @@ def _remembered(att: Any, key: Any, tables: list[Any], request: Request, ready_c
     return None if (ready := changing(entries)) is None else _keep_by_tables(att, key, entries, ready)
 
 
-def _keep_by_tables(att: Any, key: Any, have: list[bytes], ready: Ready) -> Ready:
+def _keep_by_tables(att: Any, key: Any, have: list[bytes], ready: PreparedCall) -> PreparedCall:
     att.by_tables = ((key, have, ready), *att.by_tables)[:KEPT_TABLES]  # assigned once: other threads read it
     return ready
 
@@ -280,9 +282,9 @@ def _bits(x: Any) -> Any:
 
 def _remembered_by_key(
     att: Any, key: Any, plan: Any, params: Mapping[str, Any], ready_calls: dict[Any, Any]
-) -> Ready | None:
-    """The `Ready` of an earlier call of a key, with the plan of this call if the mask reads tables of a device."""
-    ready: Ready | None = ready_calls.get(key)
+) -> PreparedCall | None:
+    """The `PreparedCall` of an earlier call of a key, with the plan of this call if the mask reads tables of a device."""
+    ready: PreparedCall | None = ready_calls.get(key)
     if plan is None:
         if ready is None or ready.template is None:
             return ready
@@ -297,14 +299,14 @@ def _remembered_by_key(
 
 
 def _prepare_and_keep(
-    call: Call,
+    call: CheckedCall,
     att: Any,
-    request: Request,
+    request: CallArgs,
     key: Any,
     ready_calls: dict[Any, Any],
     tables: list[Any],
     defers: bool = True,
-) -> Ready:
+) -> PreparedCall:
     plan = request.plan
     ready = prepare(call, att.options, defers)
     if ready.awaits:
@@ -328,19 +330,19 @@ def _prepare_and_keep(
     return ready
 
 
-def execute(call: Call, att: Any) -> tuple[Any, ...]:
+def execute(call: CheckedCall, att: Any) -> tuple[Any, ...]:
     """(out, lse, top) of a checked call."""
     return run(call, prepare(call, att.options))
 
 
-def run(call: Call, ready: Ready, saving: bool = False) -> tuple[Any, ...]:
+def run(call: CheckedCall, ready: PreparedCall, saving: bool = False) -> tuple[Any, ...]:
     sources = {**call.plan.device_values, **call.kv_inputs}
     values, arrays = tuple(sources[n] for _, n in ready.kv_inputs), call.arrays
     return ready(arrays.q, arrays.k, arrays.v, values, call.seed, call.sinks, call.top, saving)
 
 
-def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settings) -> tuple[Any, list[Any]]:
-    """(key of a call's `Ready`, or None where every call is prepared again; the entries of its tables)."""
+def key_of(att: Any, qkv: tuple[Tensor, ...], request: CallArgs, settings: Settings) -> tuple[Any, list[Any]]:
+    """(key of a call's `PreparedCall`, or None where every call is prepared again; the entries of its tables)."""
     if settings.check or att.ambiguous:
         return None, []
     tables: list[Any] = []
@@ -386,7 +388,7 @@ def _on_accelerator(x: Any, device: Any) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.ndim > 0 and x.device == device and not x.is_cpu
 
 
-def prepare(call: Call, options: Options, defers: bool = True) -> Ready:
+def prepare(call: CheckedCall, options: Options, defers: bool = True) -> PreparedCall:
     """The prepared executor of calls of these shapes.
 
     An engine runs it where a proof and the costs say so. Library calls replace a native kernel that cannot be built,
@@ -395,13 +397,13 @@ def prepare(call: Call, options: Options, defers: bool = True) -> Ready:
     if proof is not None:
         named = call.backend == proof.backend
         other = replace(call, backend=automatic("torch", call.arrays.device)) if named else call
-        return EngineReady.of_call(other, options, proof, named, _built)
+        return VendorCall.of_call(other, options, proof, named, _built)
     if call.arrays.device != "cpu":
         call = replace(call, backend=quickest(call.backend, call.plan, call.geometry, call.arrays.dtype, options))
     return _built(call, options, defers)
 
 
-def _built(call: Call, options: Options, defers: bool = False) -> Ready:
+def _built(call: CheckedCall, options: Options, defers: bool = False) -> PreparedCall:
     """The prepared executor of generated kernels, or of library calls."""
     ready, run = _prepared(call, options), RECORDS[call.backend].executors["torch"]
     if run.build is None or options.backend or Settings.read().backend:
@@ -431,7 +433,7 @@ def _or_library(
     return grads
 
 
-def _prepared(call: Call, options: Options) -> Ready:
+def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
     """The prepared call of a backend; `kv_inputs` are the Float tables and scalars that were given to a flat plan."""
     inputs, geometry, plan = call.arrays, call.geometry, call.plan
     backend = RECORDS[call.backend]
@@ -453,7 +455,7 @@ def _prepared(call: Call, options: Options) -> Ready:
     if RATE in source:
         slots[source[RATE]] = call.rate
     spans = plan if backend.loads else work.spans if isinstance(work.spans, Spans) else on_host(work.spans)
-    return Ready(
+    return PreparedCall(
         work.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
         tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
         inputs.layout != NATURAL["torch"], real, *_executor(backend, options), backend.stats_kind,
@@ -508,7 +510,7 @@ def on_host(spans: Spans | DeviceSpans) -> Spans:
     return Spans(spans.bounds.numpy(), spans.count.numpy(), spans.slice_of)
 
 
-def _on_device(work: Work | DeviceWork, device: Any, real: Any) -> Mapping[str, Tensor]:
+def _on_device(work: TiledPlan | DeviceTiledPlan, device: Any, real: Any) -> Mapping[str, Tensor]:
     """The tables as tensors, those of the host made once for each plan, device and dtype of Floats."""
 
     if work.inputs is None:

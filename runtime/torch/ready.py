@@ -27,7 +27,7 @@ from frisket.runtime.calls.arrays import NATURAL
 from frisket.runtime.calls.arrays import refuse_gradients as refuse_stored
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
-from frisket.runtime.plans.device import Call, CallPlan, FlatPlan
+from frisket.runtime.plans.device import CallPlan, CheckedCall, FlatPlan
 from frisket.runtime.plans.run import DTYPES, Prepared, SpanRequest, function, kernel_tables
 
 from .autograd import Attend
@@ -45,7 +45,7 @@ RUNS = 64  # of tiles in a row, at most, that a planner in C++ tells apart
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
+class PreparedCall:
     """A call without its tensors, prepared by `op.prepare`. `op.attend` runs it, and so do operators in graphs
     (`running`), steps over a KV cache (`DecodeCall`), and ranks of context parallelism (`torch_ring`).
 
@@ -179,25 +179,25 @@ class Ready:
         return bool(self.geometry.kv_dtype or plan.pages or any(t.source in KV_INPUTS for t in plan.tables))
 
     @property
-    def generated(self) -> Ready:
+    def generated(self) -> PreparedCall:
         """The prepared call of generated kernels: an engine's has one beside it."""
         return self
 
-    def taking(self, sinks: Tensor | None, top: bool) -> Ready:
+    def taking(self, sinks: Tensor | None, top: bool) -> PreparedCall:
         """The prepared call for such sinks and `top`: generated kernels where an engine lacks them, else itself."""
         return self
 
-    def for_step(self, plan: FlatPlan) -> Ready:
+    def for_step(self, plan: FlatPlan) -> PreparedCall:
         """A prepared call for the plan of another step: other tables of a device, of the same shapes and dtypes."""
         tables = {n: t for n, t in plan.tables().items() if n in self.tables}
         there = MappingProxyType(readable(tables, plan.device, self.real))
         return replace(self, spans=plan, tables=there, template=None)
 
-    def for_any_step(self, plan: Any) -> Ready:
+    def for_any_step(self, plan: Any) -> PreparedCall:
         """A prepared call without the values of one step: `for_step` adds them."""
         return replace(self, spans=None, tables=dict.fromkeys(self.tables), template=plan.with_tables({}))
 
-    def with_plan(self, plan: Any) -> Ready:
+    def with_plan(self, plan: Any) -> PreparedCall:
         """A prepared call with another plan. Plans hold it with None: a cycle would keep the tables of a step."""
         return replace(self, spans=plan, template=None)
 
@@ -225,7 +225,7 @@ class ChangingTables:
         self.seen: Counter[frozenset[str]] = Counter()  # plans of the host, by order
         self.planners: dict[frozenset[str], TablePlanner] = {}  # assigned, never changed: other threads read it
 
-    def __call__(self, entries: list[bytes]) -> Ready | None:
+    def __call__(self, entries: list[bytes]) -> PreparedCall | None:
         """The prepared call for tables of these entries; None where the host is to plan them."""
         if not self.planners:
             return None
@@ -244,7 +244,7 @@ class ChangingTables:
         return bool(table[0] <= first and table[-1] >= last and (table[1:] >= table[:-1]).all())
 
     def host_planned(
-        self, att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready],
+        self, att: Any, call: CheckedCall, params: Mapping[str, Any], host: PreparedCall, prepare: Callable[..., PreparedCall],
         entries: list[bytes],
     ) -> None:  # fmt: skip
         """Take note of a plan of the host: try a planner for such tables, or compare the one there is. Raises
@@ -278,7 +278,7 @@ class ChangingTables:
 class TablePlanner:
     """A call prepared for any entries of its tables, of which those in `order` ascend."""
 
-    def __init__(self, run: Any, ready: Ready, plan: FlatPlan, order: frozenset[str]) -> None:
+    def __init__(self, run: Any, ready: PreparedCall, plan: FlatPlan, order: frozenset[str]) -> None:
         static, self.ready, self.order, self.thread, self.uses = plan.static, ready, order, local(), 0
         self.values, self.longest, self.slices = plan.values, max(static.full[2:]), static.slice_of
         self.kernel = replace(ready.plan, run_tables=())  # native kernels read none
@@ -289,7 +289,7 @@ class TablePlanner:
         place = SpanRequest(static.at, plan.q_len, plan.kv_len, block, static.full, records=runs)
         self.prepared = partial(Prepared, run, static.planner, place, self.values)
 
-    def __call__(self, tables: Mapping[str, Array]) -> Ready | None:
+    def __call__(self, tables: Mapping[str, Array]) -> PreparedCall | None:
         """The prepared call for these tables; None where kernels of 32 bits might not hold their entries."""
         for n, x in tables.items():
             low, high = (x[..., 0], x[..., -1]) if n in self.order else (x, x)
@@ -307,7 +307,7 @@ class TablePlanner:
 
 
 def _planner_for(
-    att: Any, call: Call, params: Mapping[str, Any], host: Ready, prepare: Callable[..., Ready],
+    att: Any, call: CheckedCall, params: Mapping[str, Any], host: PreparedCall, prepare: Callable[..., PreparedCall],
     tables: Mapping[str, Array], order: frozenset[str],
 ) -> TablePlanner | None:  # fmt: skip
     """The planner for tables like these; None where there is none for kernels as `host` has."""
@@ -343,7 +343,7 @@ def _planner_for(
     return TablePlanner(run, ready, plan, order) if ready.target == host.target else None
 
 
-def _pays(planner: TablePlanner, tables: Mapping[str, Array], host: Ready) -> bool:
+def _pays(planner: TablePlanner, tables: Mapping[str, Array], host: PreparedCall) -> bool:
     """Whether a planner reads few more tiles than the host's plan, or tiles that take less time than such a plan."""
     if (ready := planner(tables)) is None:
         return True  # the host plans for such entries
@@ -360,18 +360,23 @@ def _tiles_read(spans: Spans) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class EngineReady(Ready):
+class VendorCall(PreparedCall):
     """A prepared call of an engine. The largest score of a row, sinks where the engine takes no plans, and gradients
     that are not the engine's are the generated kernels', which are prepared when the first call asks for them."""
 
     proof: Any = None
     named: bool = False  # an engine that is named raises an error where it cannot run a call
-    prepare: Callable[[], Ready] | None = None
+    prepare: Callable[[], PreparedCall] | None = None
 
     @classmethod
     def of_call(
-        cls, call: Call, options: Options, proof: proofs.Proof, named: bool, prepare: Callable[[Call, Options], Ready]
-    ) -> EngineReady:
+        cls,
+        call: CheckedCall,
+        options: Options,
+        proof: proofs.Proof,
+        named: bool,
+        prepare: Callable[[CheckedCall, Options], PreparedCall],
+    ) -> VendorCall:
         """The engine that a proof names, and `call` by a backend that takes every call beside it."""
         arrays, record = call.arrays, RECORDS[proof.backend]
         bare = replace(
@@ -386,11 +391,11 @@ class EngineReady(Ready):
         )  # fmt: skip
 
     @cached_property
-    def generated(self) -> Ready:
+    def generated(self) -> PreparedCall:
         assert self.prepare is not None
         return self.prepare()
 
-    def taking(self, sinks: Tensor | None, top: bool) -> Ready:
+    def taking(self, sinks: Tensor | None, top: bool) -> PreparedCall:
         by_plan = RECORDS[self.proof.backend].engine is None
         return self.generated if top or (sinks is not None and not by_plan) else self
 
@@ -433,7 +438,7 @@ def _by_arguments(record: Backend) -> tuple[Callable[..., Any], Callable[..., An
     return run.forward.function, _refused if run.backward is None else run.backward.function
 
 
-def _by_plan(ready: Ready) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _by_plan(ready: PreparedCall) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The forward and the backward of an engine that takes plans."""
 
     def forward(_: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -450,7 +455,7 @@ def _refused(*arguments: Any) -> Any:
     raise AssertionError("an engine without gradients says so in its arguments")
 
 
-def engine_call(call: Call, options: Options) -> proofs.Proof | None:
+def engine_call(call: CheckedCall, options: Options) -> proofs.Proof | None:
     """The proof of the engine that runs a call; None where generated kernels do. Raises where a named one cannot."""
     named = RECORDS[call.backend]
     if named.engine is not None:
@@ -465,13 +470,13 @@ def engine_call(call: Call, options: Options) -> proofs.Proof | None:
     return proofs.choose_engine(facts_of(call, options), explain=False).proof
 
 
-def platform_of(call: Call) -> str:
+def platform_of(call: CheckedCall) -> str:
     """ "cpu", "cuda" or "rocm": where tensors are."""
     device = call.arrays.device
     return "rocm" if device == "cuda" and torch.version.hip else device
 
 
-def facts_of(call: Call, options: Options) -> proofs.EngineCall:
+def facts_of(call: CheckedCall, options: Options) -> proofs.EngineCall:
     plan = call.plan
     return proofs.EngineCall(
         plan.host_program, call.geometry, call.arrays.dtype, "torch", platform_of(call),

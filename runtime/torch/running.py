@@ -28,7 +28,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import check_devices, refuse_gradients
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.settings import Settings
 
 from .autograd import each, gradients, gradients_again, mapped, no_forward_mode, no_second
@@ -41,7 +41,7 @@ BARE = "", ":"  # the names of a call of q, k and v alone
 
 def call_of(
     values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str, *qkv: Tensor, sinks: Any = None
-) -> tuple[Any, Request]:
+) -> tuple[Any, CallArgs]:
     """The attention and the keywords of a call of it."""
     top, entries = names_of(names)
     tensors, ints = iter(values), iter(numbers)
@@ -60,7 +60,7 @@ def call_of(
     q, k, v = qkv or (None, None, None)
     origin, sizes = (tuple(x) or None for x in place.values())
     seed = None if seed is None else int(seed)
-    return att, Request(q, k, v, None, seed, sinks, top, origin, sizes, "bhsd", params)
+    return att, CallArgs(q, k, v, None, seed, sinks, top, origin, sizes, "bhsd", params)
 
 
 def _known(x: Any) -> Any:

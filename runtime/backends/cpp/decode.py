@@ -21,7 +21,7 @@ from frisket.lowering.plan import KV_INPUTS, PAGES, Geometry, LoopPlan, Sizes, S
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.cpp_build import Threads, of_torch
 from frisket.runtime.machine.parameters import check_offsets, kind_of, segments_of_coordinates, short_tables
@@ -60,7 +60,7 @@ class DecodeCall:
         self.short |= any(first > 0 or stops[c] > last for c, _, first, last in ends)
         if self.short:  # only the lengths of a call say whether visible positions read past the end
             return
-        call = att.call(Request(q, k, v, plan, params=kv_inputs))
+        call = att.call(CallArgs(q, k, v, plan, params=kv_inputs))
         self.options, self.ready = att.options, prepare(call, att.options)
         self.native = self.ready.target.backend == "cpp"
         self.param_values = {n: x for n, x in plan.device_values.items() if n not in tables}

@@ -23,7 +23,7 @@ from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, Backend, engines_of
 from frisket.runtime.calls.options import AS_CHOSEN, Options
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.compiled import compiled_program
+from frisket.runtime.plans.compiled import simplified_program
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def prove(engine: Backend, call: EngineCall) -> Proof | str:
         return facts if isinstance(facts, str) else Proof(engine.name, *facts)
     assert engine.engine is not None
     program = call.program
-    form = form_of(*compiled_program(program).simplified)
+    form = form_of(*simplified_program(program).simplified)
     if isinstance(form, NoForm):
         return str(form)
     flags = flags_of(form, call.geometry, program.scalars, program.tables)

@@ -14,7 +14,7 @@ from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.plan import Geometry
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.plans.compiled import compiled_program
+from frisket.runtime.plans.compiled import simplified_program
 
 CASES = {n: c for s in (48, 70) for n, c in ((f"{n}, {s}", c) for n, c in cases.masks(s).items())}
 SMALLEST = 22  # masks of the library that are flags for whole sequences
@@ -26,7 +26,7 @@ def place(q_len: int, kv_len: int, batch: int = 1, heads: int = 1, **more: objec
 
 def flags(mask: fk.Mask | None, geometry: Geometry, score: fk.ScoreMod | None = None) -> Flags | str:
     program = program_of(mask, score, {})
-    fixed = compiled_program(program)
+    fixed = simplified_program(program)
     form = form_of(*fixed.simplified)
     return flags_of(form, geometry, program.scalars, program.tables) if isinstance(form, EngineForm) else str(form)
 

@@ -15,7 +15,7 @@ from frisket.lowering.dense import coordinates
 from frisket.lowering.engines.forms import CLAUSES, Clause, EngineForm, NoForm, SolvedTerm, form_of
 from frisket.lowering.simplify import simplify
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.plans.compiled import compiled_program
+from frisket.runtime.plans.compiled import simplified_program
 
 LENGTHS = [(1, 1), (5, 5), (4, 7), (7, 4)]
 RECOGNISED = 36  # of 85 masks; a clause more may raise it
@@ -53,7 +53,7 @@ def test_a_clause_says_what_its_term_says(clause: Clause) -> None:
 def test_a_form_of_the_library_is_the_mask(name: str) -> None:
     case = cases.masks(64)[name]
     mask = case.mask
-    simplified, _ = compiled_program(program_of(mask, None, {})).simplified
+    simplified, _ = simplified_program(program_of(mask, None, {})).simplified
     found = form_of(simplified)
     if isinstance(found, NoForm):
         return
@@ -65,7 +65,7 @@ def test_a_form_of_the_library_is_the_mask(name: str) -> None:
 
 
 def test_how_many_entries_are_forms() -> None:
-    simplified = (compiled_program(program_of(c.mask, None, {})).simplified[0] for c in cases.masks(64).values())
+    simplified = (simplified_program(program_of(c.mask, None, {})).simplified[0] for c in cases.masks(64).values())
     assert sum(isinstance(form_of(e), EngineForm) for e in simplified) == RECOGNISED
 
 

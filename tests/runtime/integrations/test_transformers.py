@@ -143,10 +143,10 @@ def test_a_step_of_decoding_analyses_nothing(left):
         ours(ids[:, :10], past_key_values=cache, **({"attention_mask": seen[:, :10]} if left else {}))
         for i in (10, 11):
             step(i)
-        before = bind.compiled_program.memo.info().misses
+        before = bind.simplified_program.memo.info().misses
         with effort.at_most(9000):  # of which transformers' own are most
             step(12)
-        assert bind.compiled_program.memo.info().misses == before  # all plans share a table
+        assert bind.simplified_program.memo.info().misses == before  # all plans share a table
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

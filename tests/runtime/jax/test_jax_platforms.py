@@ -12,7 +12,7 @@ from support.native.compiler import needs_compiler
 import frisket as fk
 from frisket.runtime.backends import pallas_gpu, triton
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.jax import attend as jax_attend
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.once import SAID
@@ -124,7 +124,7 @@ def test_missing_backends_are_warned_about_once(called, monkeypatch):
 
 def test_a_gpu_that_is_no_hopper_has_triton(monkeypatch):
     plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
-    geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
+    geometry = fk.compile("causal").call(CallArgs(Q, K, V)).geometry
     monkeypatch.setattr(jax_attend, "lowerable", lambda backend: "")
     for kind, backend in (("9.0", "pallas-mosaic-gpu"), ("8.0", "triton"), ("10.3", "triton")):
         monkeypatch.setattr(pallas_gpu, "capabilities", lambda kind=kind: iter([kind]))
@@ -220,7 +220,7 @@ def test_a_broken_jax_triton_is_passed_over(monkeypatch, tmp_path):
     triton._importing.cache_clear()
     assert triton.missing().startswith("jax_triton cannot be imported: of another JAX; install versions of jax")
     plan = fk.compile("causal & window(128)").plan(1024, 1024)
-    geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
+    geometry = fk.compile("causal").call(CallArgs(Q, K, V)).geometry
     chosen = jax_attend.quickest_of("pallas-mosaic-gpu", plan, geometry, "bfloat16", Options())
     assert chosen == "pallas-mosaic-gpu"
     triton._importing.cache_clear()
@@ -257,7 +257,7 @@ def test_traced_documents_are_planned_once_for_all_layers(stand_ins, monkeypatch
 
 def test_unknown_platform_takes_xla(called):
     plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
-    geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
+    geometry = fk.compile("causal").call(CallArgs(Q, K, V)).geometry
     assert jax_attend.backend_on("", "metal", plan, geometry, "float32", {}, False, frozenset()) == "xla"
 
 

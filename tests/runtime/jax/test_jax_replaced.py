@@ -10,7 +10,7 @@ jax = pytest.importorskip("jax")
 
 import frisket as fk  # noqa: E402
 from frisket.dsl.errors import ParameterError  # noqa: E402
-from frisket.runtime.calls.request import Request  # noqa: E402
+from frisket.runtime.calls.request import CallArgs  # noqa: E402
 
 jnp = jax.numpy
 S = 8
@@ -125,7 +125,7 @@ def test_copies_of_a_flax_module_do_not_read_the_first_one(model, way):
     copied.att = pickle.loads(pickle.dumps(model.att)) if way == "pickle" else copied.att
     with pytest.raises(ParameterError, match=COPIED):
         copied()
-    assert copied.att.call(Request(X, X, X, params={"bias": copied.bias[...], "doc": copied.doc[...]}))
+    assert copied.att.call(CallArgs(X, X, X, params={"bias": copied.bias[...], "doc": copied.doc[...]}))
 
 
 def test_masks_of_a_flax_module_are_copied_with_it():

@@ -310,8 +310,8 @@ def test_a_mapped_axis_is_one_call_where_nothing_hangs_on_b(monkeypatch, mask, l
         return out.square().sum() + lse.sum()
 
     calls = []
-    real = torch_ready.Ready.run
-    monkeypatch.setattr(torch_ready.Ready, "run", lambda self, *given: calls.append(1) or real(self, *given))
+    real = torch_ready.PreparedCall.run
+    monkeypatch.setattr(torch_ready.PreparedCall, "run", lambda self, *given: calls.append(1) or real(self, *given))
     by = (0, 1, 2) if learned else (0, 1)
     for over in (keys, k):
         calls.clear()

@@ -20,7 +20,7 @@ from frisket.runtime.backends import triton as backend
 from frisket.runtime.backends.triton import arguments as triton_bind
 from frisket.runtime.backends.triton import decode, tiles
 from frisket.runtime.calls import arrays as frameworks
-from frisket.runtime.calls.request import Request
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.torch import op as torch_op
 
 triton_null.install(watch=True)
@@ -427,7 +427,7 @@ def test_a_warm_backward_copies_no_origins(monkeypatch):
     att, bias = fk.compile("causal", score, backend="triton"), torch.zeros(256, requires_grad=True)
     place = {"origin": (0, 0, np.array([3, 40]), 0), "sizes": (2, 4, 256, 256)}
     given = arrays(64, b=2)
-    call = att.call(Request(*given, **place, params={"bias": bias}))
+    call = att.call(CallArgs(*given, **place, params={"bias": bias}))
     ready = torch_op.prepare(call, att.options)
     torch_op.run(call, ready)[0].sum().backward()
     want = bias.grad

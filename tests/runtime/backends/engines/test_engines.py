@@ -19,8 +19,8 @@ from frisket.runtime.backends.engines import proof  # noqa: E402
 from frisket.runtime.backends.engines.proof import EngineCall, SquareMask, choose_engine, square  # noqa: E402
 from frisket.runtime.backends.sdpa import torch as sdpa  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
-from frisket.runtime.calls.request import Request  # noqa: E402
-from frisket.runtime.plans.compiled import compiled_program  # noqa: E402
+from frisket.runtime.calls.request import CallArgs  # noqa: E402
+from frisket.runtime.plans.compiled import simplified_program  # noqa: E402
 from frisket.runtime.torch.ready import engine_call  # noqa: E402
 
 KNOWN = [("full", None), ("causal", None), ("k < 33", None), ("causal & k < 33", None), ("k >= 5 & k < 40", None),
@@ -33,7 +33,7 @@ def facts(mask: fk.Mask | None, g: Geometry, score: fk.ScoreMod | None = None, *
 
 
 def flags(call: EngineCall) -> Flags:
-    form = form_of(*compiled_program(call.program).simplified)
+    form = form_of(*simplified_program(call.program).simplified)
     assert isinstance(form, EngineForm), form
     found = flags_of(form, call.geometry, call.program.scalars, call.program.tables)
     assert isinstance(found, Flags), found
@@ -172,7 +172,7 @@ def test_a_call_proves_no_engine_that_loses(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("frisket.runtime.backends.engines.proof.prove", lambda *given: pytest.fail("proved"))
     q, k, v = torch.randn(3, 1, 2, 30, 16)
     att = fk.compile("causal")
-    call = replace(att.call(Request(q, k, v, None, None, None, False, None, None, None, {})), backend="cpp")
+    call = replace(att.call(CallArgs(q, k, v, None, None, None, False, None, None, None, {})), backend="cpp")
     assert engine_call(call, att.options) is None
 
 

@@ -15,7 +15,7 @@ from frisket.runtime.backends.engines import proof
 from frisket.runtime.backends.engines.proof import square
 from frisket.runtime.backends.flash import executors, tiles
 from frisket.runtime.backends.sdpa import torch as sdpa
-from frisket.runtime.torch.ready import EngineReady
+from frisket.runtime.torch.ready import VendorCall
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +56,13 @@ def _on_the_cpu(flags, call):
 @pytest.fixture
 def called(monkeypatch):
     """The engines whose forwards have run, in their order."""
-    found, was = [], EngineReady.saving
+    found, was = [], VendorCall.saving
 
     def saving(self, *given):
         found.append(self.proof.backend)
         return was(self, *given)
 
-    monkeypatch.setattr(EngineReady, "saving", saving)
+    monkeypatch.setattr(VendorCall, "saving", saving)
     return found
 
 

@@ -14,7 +14,7 @@ from frisket.lowering.plan import Geometry  # noqa: E402
 from frisket.runtime.backends.engines.proof import EngineCall  # noqa: E402
 from frisket.runtime.backends.splash.jax import SplashArguments, arguments  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
-from frisket.runtime.plans.compiled import compiled_program  # noqa: E402
+from frisket.runtime.plans.compiled import simplified_program  # noqa: E402
 
 DOC = np.repeat([0, 1, 2], [100, 70, 86])
 pytestmark = pytest.mark.filterwarnings("ignore:backend 'splash' runs in Pallas' interpreter")
@@ -50,7 +50,7 @@ def test_splash_is_the_oracle(mask: str, score: str | None, lengths: tuple, give
 def found(text: str, g: Geometry, score: str | None = None, dtype: str = "float32", **given: object) -> object:
     mask = fk.mask(text, **given)
     program = program_of(mask, None if score is None else fk.score(score), {})
-    form = form_of(*compiled_program(program).simplified)
+    form = form_of(*simplified_program(program).simplified)
     assert isinstance(form, EngineForm)
     flags = flags_of(form, g, program.scalars, program.tables)
     assert isinstance(flags, Flags), flags
