@@ -23,10 +23,9 @@ from typing import Any
 from . import contestants
 from .race import Call, Contest, Stage, failure_text
 
-CACHES = {  # where what is compiled is kept, by the variable that says so
-    "FRISKET_CACHE_DIR": "frisket", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "JAX_COMPILATION_CACHE_DIR": "jax",
-}  # fmt: skip
+# where what is compiled is kept, by the variable that says so
+CACHES = {"FRISKET_CACHE_DIR": "frisket", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+CACHES |= {"JAX_COMPILATION_CACHE_DIR": "jax"}
 
 
 def stage_of(name: str, device: str) -> Stage:
@@ -37,6 +36,7 @@ def stage_of(name: str, device: str) -> Stage:
 
 def main(path: str) -> None:
     who, stage_name, device, contests = pickle.loads(Path(path).read_bytes())
+    # a stage does not pickle, so that a job names its contestant
     contestant = next(c for c in stage_of(stage_name, device).contestants if c.name == who)
     compilations = counter(stage_name)
     warm_up(stage_name, device)
@@ -80,13 +80,14 @@ def counter(stage_name: str) -> Callable[[], int]:
     if stage_name == "torch":
 
         def graphs() -> int:
-            counters = sys.modules.get("torch._dynamo.utils")
+            counters = sys.modules.get("torch._dynamo.utils")  # nothing is compiled where it is not imported
             return counters.counters["stats"]["unique_graphs"] if counters else 0
 
         return lambda: ours() + graphs()
     import jax
 
     def heard(event: str, duration_secs: float, **_: str | int) -> None:
+        # one event for each program that XLA compiles
         if event == "/jax/core/compile/backend_compile_duration":
             seen.append(duration_secs)
 
@@ -119,13 +120,10 @@ class Firsts:
         if self.cold:
             peers = [n for n in self.cold if n not in self.ours]
             pairs = {f"{p} / {o}": [self.cold[p] / self.cold[o]] for o in self.ours if o in self.cold for p in peers}
-            entry = {
-                "figures": {
-                    "s, cold": dict(self.cold), "s, from disk": dict(self.disk), "s, another length": dict(self.other),
-                    f"compilations for {len(self.lengths) - 1} other lengths": dict(self.compilations),
-                },
-                "ratios": pairs,
-            }  # fmt: skip
+            seconds = {"s, cold": self.cold, "s, from disk": self.disk, "s, another length": self.other}
+            figures: dict[str, Any] = {name: dict(of) for name, of in seconds.items()}
+            figures[f"compilations for {len(self.lengths) - 1} other lengths"] = dict(self.compilations)
+            entry = {"figures": figures, "ratios": pairs}
         return entry | ({"notes": dict(self.out)} if self.out else {})
 
 
@@ -148,7 +146,9 @@ def run(
             firsts.out[c.name] = failure_text(error)
             continue
         with tempfile.TemporaryDirectory() as folder:
+            # the second process starts with what the first has compiled
             cold = _child(folder, (c.name, stage.name, device, contests))
+            # its first call alone is timed
             disk = cold if isinstance(cold, str) else _child(folder, (c.name, stage.name, device, contests[:1]))
         if isinstance(cold, str) or isinstance(disk, str):
             firsts.out[c.name] = str(cold if isinstance(cold, str) else disk)
@@ -167,7 +167,8 @@ def _child(folder: str, job: Any) -> dict[str, Any] | str:
     path = Path(folder, "job.pickle")
     path.write_bytes(pickle.dumps(job))
     env = os.environ | {name: str(Path(folder, at)) for name, at in CACHES.items()}
-    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # JAX stores nothing that took less than a second
+    # -P: no module of the caller's folder is imported
     command = [sys.executable, "-P", "-m", "frisket.runtime.bench.compiles", str(path)]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
@@ -175,7 +176,7 @@ def _child(folder: str, job: Any) -> dict[str, Any] | str:
         return f"failed: not done after {LIMIT} s"
     if done.returncode:
         return "failed: " + (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
-    return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]  # libraries print, too
 
 
 if __name__ == "__main__":

@@ -54,11 +54,10 @@ def torch_stage(device: str, lengths: bool = False) -> Stage:
         missing = "" if importlib.util.find_spec("flash_attn") else "flash_attn is not installed"
         contestants.append(Contestant("FlashAttention", partial(_flash, device), missing=missing, family="flash"))
     properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
-    return Stage(
-        "torch", tuple(contestants), lambda x: x.detach().float().cpu().numpy(),
-        seconds if device == "cpu" else on_device,
-        machine={} if properties is None else {"gpu": properties.name, "cuda": torch.version.cuda},
-    )  # fmt: skip
+    machine = {} if properties is None else {"gpu": properties.name, "cuda": torch.version.cuda}
+    clock = seconds if device == "cpu" else on_device
+    # numpy has no bfloat16
+    return Stage("torch", tuple(contestants), lambda x: x.detach().float().cpu().numpy(), clock, machine=machine)
 
 
 def on_device(call: Call) -> float:
@@ -68,7 +67,7 @@ def on_device(call: Call) -> float:
     many = 5
     cuda: Any = torch.cuda
     start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-    cuda.synchronize()
+    cuda.synchronize()  # earlier work is not counted
     cuda._sleep(5_000_000)  # cycles, some milliseconds
     start.record()
     for _ in range(many):
@@ -85,13 +84,14 @@ def _call(contest: Contest, device: str, attend: Callable[..., Any], swap: bool 
     s = contest.sizes
     *arrays, cotangent = (torch.from_numpy(x).to(device, getattr(torch, s.dtype)) for x in s.drawn())
     if swap:
+        # copied beforehand, which is no part of a call
         arrays, cotangent = [x.transpose(1, 2).contiguous() for x in arrays], cotangent.transpose(1, 2).contiguous()
 
     def turned(xs: Any) -> Any:
         return tuple(x.transpose(1, 2) for x in xs) if swap else xs
 
     def forward() -> Any:
-        with torch.no_grad():
+        with torch.no_grad():  # nothing is stored for a backward
             out = attend(*arrays)
         return turned((out,))[0]
 
@@ -156,11 +156,13 @@ def bias_of(contest: Contest, who: str) -> Array:
     """The bias that equals the score mod, float32 [1 or batch, 1 or heads, q_len, kv_len]."""
     s = contest.sizes
     e, tables = _bound(contest)
+    # the score may be on either side of the sum
     added = next((x for x, y in (e.args, e.args[::-1]) if y is SCORE), None) if e.op == "add" else None
     if added is None or "score" in uses(added):
         raise NoWordsError(f"{who} adds a bias to the score: it has no word for other score mods")
+    # a bias that reads neither b nor h is broadcast, in less memory
     batch, heads = (n if name in uses(added) else 1 for name, n in (("b", s.batch), ("h", s.heads)))
-    if 8 * batch * heads * s.q_len * s.kv_len > BIASES:
+    if 8 * batch * heads * s.q_len * s.kv_len > BIASES:  # 8 bytes of a pair, as it is evaluated in float64
         raise NoWordsError(f"a bias for every pair of {heads} heads is more than {BIASES >> 30} GiB")
     env = dense.coordinates(batch, heads, s.q_len, s.kv_len, sizes=s.problem)
     bias = np.asarray(evaluate(added, env, tables), np.float32)
@@ -188,12 +190,10 @@ def _flex(device: str, lengths: bool, contest: Contest) -> Call:
     if not lengths:
         torch._dynamo.reset()  # it gives up after eight masks otherwise
     layout = None if contest.mask is None else contest.mask.layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
-    attend = partial(
-        torch.compile(torchs(flex_attention), dynamic=None if lengths else False),
-        score_mod=flex_score_mod(contest, device), enable_gqa=s.heads != s.kv_heads,
-        block_mask=None if layout is None else layout.to_block_mask(device),
-    )  # fmt: skip
-    return _call(contest, device, attend)
+    compiled = torch.compile(torchs(flex_attention), dynamic=None if lengths else False)
+    how = {"score_mod": flex_score_mod(contest, device), "enable_gqa": s.heads != s.kv_heads}
+    how["block_mask"] = None if layout is None else layout.to_block_mask(device)
+    return _call(contest, device, partial(compiled, **how))
 
 
 def flex_score_mod(contest: Contest, device: str) -> Any:
@@ -208,10 +208,8 @@ def flex_score_mod(contest: Contest, device: str) -> Any:
     arrays = {n: x.astype(np.float32) if x.dtype.kind == "f" else x for n, x in arrays.items()}
     largest = {n: float(np.abs(x).max()) for n, x in arrays.items() if x.dtype.kind == "i"}
     try:
-        source = score_mod(
-            e, {n: x.shape for n, x in arrays.items()}, reach=reach, int64=needs_int64([e], {**reach, **largest}),
-            title=str(contest.score),
-        )  # fmt: skip
+        wide, of = needs_int64([e], {**reach, **largest}), {n: x.shape for n, x in arrays.items()}
+        source = score_mod(e, of, reach=reach, int64=wide, title=str(contest.score))
     except (FrisketError, KeyError) as error:
         raise NoWordsError(f"torch has no word for it: {error}") from None
     tensors = (torch.from_numpy(x.copy()).to(device) for x in arrays.values())
@@ -240,7 +238,7 @@ def _flash(device: str, contest: Contest) -> Call:
     window = contest.window()
     if window is None and not contest.everything:
         raise NoWordsError("flash_attn_func has words for causal masks and causal windows")
-    inside = {"window_size": (window - 1, 0)} if window else {}
+    inside = {"window_size": (window - 1, 0)} if window else {}  # window_size does not count the key of the query
     return _call(contest, device, partial(flash_attn_func, causal=not contest.everything, **inside), swap=True)
 
 
@@ -261,6 +259,7 @@ def jax_stage(device: str) -> Stage:
     """`device` is "cpu", "gpu" or "tpu"."""
     import jax
 
+    # backends have torch's names of platforms
     ours = [b.name for b in ranked("jax", "cuda" if device == "gpu" else device)]
     ours += [library("jax")] if device == "cpu" else []
     contestants = [Contestant(f"frisket {b}", partial(_jax_ours, b, device), True, reason(b, "jax")) for b in ours]
@@ -270,16 +269,14 @@ def jax_stage(device: str) -> Stage:
     if device == "tpu":
         contestants.append(Contestant("splash attention", partial(splash, device, False), family="splash"))
     kind = jax.devices(device)[0].device_kind
-    return Stage(
-        "jax", tuple(contestants), lambda x: np.asarray(x, np.float32), seconds if device == "cpu" else in_a_row,
-        rest=REST if device == "cpu" else 0.0, machine={} if device == "cpu" else {device: kind},
-    )  # fmt: skip
+    clock, rest, machine = (seconds, REST, {}) if device == "cpu" else (in_a_row, 0.0, {device: kind})
+    return Stage("jax", tuple(contestants), lambda x: np.asarray(x, np.float32), clock, rest=rest, machine=machine)
 
 
 def in_a_row(call: Call) -> float:
     """Seconds of a call on a device: some of them enqueued, the host ahead of all but the first."""
     many = 5
-    _ready(call())
+    _ready(call())  # nothing of an earlier call is in the queue
 
     def run() -> None:
         for _ in range(many):
@@ -352,6 +349,7 @@ def splash_mask(contest: Contest) -> Any:
     dense = contest.dense()
     if dense.shape[0] > 1:
         raise NoWordsError("splash attention has one mask for all batch entries")
+    # one mask for all heads, or one for each
     return masks.MultiHeadMask([masks.NumpyMask(dense[0, min(h, dense.shape[1] - 1)]) for h in range(s.heads)])
 
 
@@ -370,7 +368,7 @@ def splash(device: str, interpret: bool, contest: Contest) -> Call:
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (x.swapaxes(1, 2) for x in (q * scale, k, v))  # it scales nothing
-        if s.kv_heads == 1 != s.heads:
+        if s.kv_heads == 1 != s.heads:  # make_splash_mqa takes keys without an axis of heads
             k, v = k[:, 0], v[:, 0]
         return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
 
@@ -380,7 +378,7 @@ def splash(device: str, interpret: bool, contest: Contest) -> Call:
 # -- layouts ---------------------------------------------------------------------------------------------
 
 TILE = 128
-PAIRS = 1 << 26
+PAIRS = 1 << 26  # looked at to know which tiles are read
 MOST = {"create_block_mask": 8192, "process_mask": 16384}  # tokens: both look at every pair, and take minutes beyond
 
 
@@ -404,6 +402,7 @@ def _tiles_read(contest: Contest) -> Iterator[tuple[slice, Array]]:
     tiles = np.zeros((*seen.shape[:2], -(-s.q_len // TILE), -(-s.kv_len // TILE)), bool)
     for i in range(tiles.shape[2]):
         rows = seen[:, :, i * TILE : (i + 1) * TILE].any(2)
+        # reduceat: the last tile may be cut
         tiles[:, :, i] = np.logical_or.reduceat(rows, np.arange(0, s.kv_len, TILE), axis=2)
     yield slice(None), np.broadcast_to(tiles, (s.batch, s.heads, *tiles.shape[2:]))
 
@@ -427,6 +426,7 @@ def _our_layout(contest: Contest) -> Call:
     def run() -> Callable[[], Array]:
         layout = Mask(m.expr, m.params).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads, block=(TILE, TILE))
         layout.spans  # noqa: B018 - what it is for
+        # the kinds are written out after the time is taken
         return lambda: np.broadcast_to(layout.kinds() != EMPTY, (s.batch, s.heads, layout.rows, layout.columns))
 
     return run
@@ -439,10 +439,7 @@ def _create_block_mask(contest: Contest) -> Call:
     s = contest.sizes
     _refuse_long(contest, "create_block_mask")
     layout = _mask_of(contest).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
-    create = partial(
-        torchs(create_block_mask), mask_mod_of(layout), s.batch, s.heads, s.q_len, s.kv_len, device="cpu",
-        BLOCK_SIZE=TILE,
-    )  # fmt: skip
+    create = partial(torchs(create_block_mask), mask_mod_of(layout), *s.problem, device="cpu", BLOCK_SIZE=TILE)
 
     def run() -> Callable[[], Array]:
         block_mask = create()

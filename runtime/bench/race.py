@@ -44,10 +44,8 @@ def described() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {
-        "date": str(date.today()), "cpu": cpu_name(), "cores": os.cpu_count(),
-        "python": platform.python_version(), **versions,
-    }  # fmt: skip
+    data: dict[str, Any] = {"date": str(date.today()), "cpu": cpu_name(), "cores": os.cpu_count()}
+    return data | {"python": platform.python_version(), **versions}
 
 
 def cpu_name() -> str:
@@ -55,11 +53,13 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
+    # on ARM there is no model name
     return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
 
 
 def cpus() -> int:
     """The number of CPUs that this process may use."""
+    # macOS and Windows have no affinity
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -100,7 +100,7 @@ def turns(
     """After every round, the seconds of every call in the rounds so far. Each is warmed up before; the order is
     another one in every round, for the second finds warm caches. `rest` is the pause before each call, in seconds,
     where one gives memory back after it has answered; `clock` is what takes the time of a call."""
-    order, draw = list(calls), random.Random(0)
+    order, draw = list(calls), random.Random(0)  # the same orders in every run
     times: dict[str, list[float]] = {n: [] for n in calls}
     for call in calls.values():
         clock(call)
@@ -179,11 +179,9 @@ class Sizes:
     backward: bool = False
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "q_len": self.q_len, "kv_len": self.kv_len, "batch": self.batch, "heads": self.heads,
-            "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype,
-            "direction": "forward and backward" if self.backward else "forward",
-        }  # fmt: skip
+        data: dict[str, Any] = {"q_len": self.q_len, "kv_len": self.kv_len, "batch": self.batch, "heads": self.heads}
+        data |= {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype}
+        return data | {"direction": "forward and backward" if self.backward else "forward"}
 
     @property
     def problem(self) -> tuple[int, int, int, int]:
@@ -247,12 +245,11 @@ class Contest:
             return
         q, k, v, _ = self.sizes.drawn()
         n = min(SAMPLED, self.sizes.q_len)
+        # a set: of short lengths the three places are one
         for start in sorted({0, (self.sizes.q_len - n) // 2, self.sizes.q_len - n}):
             at = slice(start, start + n)
-            yield at, reference(
-                q[:, :, at], k, v, self.mask, self.score, layout="bhsd", origin=(0, 0, start, 0),
-                sizes=self.sizes.problem,
-            )  # fmt: skip
+            origin, sizes = (0, 0, start, 0), self.sizes.problem
+            yield at, reference(q[:, :, at], k, v, self.mask, self.score, layout="bhsd", origin=origin, sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -282,7 +279,7 @@ class Stage:
 def standard(sizes: Sizes) -> list[Contest]:
     """The masks that are raced where nobody names one: causal, a window, packed documents, score mods, an image."""
     n = sizes.kv_len
-    doc = np.sort(np.random.default_rng(0).integers(0, 16, n)).astype(np.int32)
+    doc = np.sort(np.random.default_rng(0).integers(0, 16, n)).astype(np.int32)  # sorted: one document behind another
     slope = np.exp2(-8 * np.arange(1, sizes.heads + 1) / sizes.heads).astype(np.float32)
     contests = [
         Contest("causal", mask("causal"), None, sizes),
@@ -293,7 +290,7 @@ def standard(sizes: Sizes) -> list[Contest]:
     ]
     side = math.isqrt(n)
     if side * side == n == sizes.q_len and side >= 8:
-        kernel = min(13, side // 2 * 2 - 1)
+        kernel = min(13, side // 2 * 2 - 1)  # a kernel of natten is odd, and no larger than the image
         text = f"natten2d({side}, {side}, {kernel}, {kernel})"
         contests.append(Contest(text, mask(text), None, sizes))
     return contests
@@ -365,7 +362,7 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
     for name, why in disagreeing(contest, results, race.ours, stage).items():
         race.out[name] = why
         del calls[name]
-    results.clear()
+    results.clear()  # arrays of all contestants would fill the memory while times are taken
     for n, race.times in enumerate(turns(calls, rounds, stage.rest, stage.clock), 1):
         race.doing = f"round {n} of {rounds}" if n < rounds else ""
         yield race
@@ -385,7 +382,7 @@ def disagreeing(contest: Contest, results: dict[str, Any], ours: Collection[str]
     bad: dict[str, str] = {}
     sizes = contest.sizes
     for at, want in stage.truth(contest):
-        for name, (out,) in results.items():
+        for name, (out,) in results.items():  # without gradients a result is one array
             if why := difference(out[:, :, at], want, sizes.dtype):
                 bad.setdefault(name, f"wrong, not timed: {why} from the interpreter")
     base = next((n for n in ours if n in results and n not in bad), None)
@@ -415,7 +412,7 @@ def difference(got: Any, want: Any, dtype: str) -> str:
     """How two results differ, where it is more than their numbers allow."""
     if got.shape != want.shape:
         return f"its shape {got.shape} differs"
-    nan = int(np.isnan(got).sum() - np.isnan(want).sum())
+    nan = int(np.isnan(got).sum() - np.isnan(want).sum())  # NaN where the right result has it is no mistake
     if nan > 0:
         return f"{nan:,} of {got.size:,} numbers are NaN, apart"
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
@@ -464,11 +461,12 @@ def _line(race: Race, name: str, seconds: float, wide: int, bar: str) -> Text:
         ratio, colour = f"{'1.00' if name == race.default() else '':>14}  {'':16}", GOOD
     else:
         middle, low, high = estimate
-        colour = LOSS if high < 1 and not ours else ""
+        colour = LOSS if high < 1 and not ours else ""  # the whole interval is below 1: slower beyond doubt
         interval = f"{low:.2f} to {high:.2f}" if race.rounds > 1 else ""
         ratio = f"{middle:14.2f}  {interval:16}"
-    text = Text.assemble((f"  {name:{wide}}", "bold" if ours else ""), f"  {spoken(seconds):>8}  ", (ratio, colour),
-                         "  ", (bar, "cyan" if ours else "dim"))  # fmt: skip
+    styles = ("bold", "cyan") if ours else ("", "dim")
+    parts = (f"  {name:{wide}}", styles[0]), f"  {spoken(seconds):>8}  ", (ratio, colour), "  ", (bar, styles[1])
+    text = Text.assemble(*parts)
     text.rstrip()
     return text
 

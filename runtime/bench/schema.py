@@ -135,7 +135,7 @@ def _ratio(pair: str, ratio: Any, where: str) -> None:
 
 
 def _number(x: Any, where: str) -> None:
-    if not isinstance(x, Real) or isinstance(x, bool) or x != x:
+    if not isinstance(x, Real) or isinstance(x, bool) or x != x:  # NaN, too
         raise ParameterError(f"{where}: {x!r} is no number")
 
 
@@ -191,9 +191,9 @@ def draw(
         from matplotlib.figure import Figure
     with mpl.rc_context():
         mpl.rcdefaults()
-        mpl.rcParams["svg.hashsalt"] = "frisket"
+        mpl.rcParams["svg.hashsalt"] = "frisket"  # ids in an SVG are random otherwise
         figure = Figure((8, 1.2 + 0.42 * len(rows)), dpi=150)
-        FigureCanvasAgg(figure)
+        FigureCanvasAgg(figure)  # which pyplot would make
         _marks(figure.add_subplot(), rows, DARK if dark else LIGHT, title, axis)
         figure.set_facecolor((DARK if dark else LIGHT).paper)
         content = file_of(figure, path, bbox_inches="tight", pad_inches=0.15)
@@ -209,10 +209,8 @@ def _marks(axes: Any, rows: Mapping[str, Mapping[str, Sequence[float]]], p: Pale
         values = [of[peer] for of in rows.values() if peer in of]
         middle = [x[0] for x in values]
         low, high = ([x[0] - x[1] if len(x) > 1 else 0 for x in values], [x[-1] - x[0] for x in values])
-        axes.errorbar(
-            middle, at, xerr=[low, high], fmt=MARKS[n % len(MARKS)], markersize=5, linewidth=1.2,
-            color=COLOURS[n % len(COLOURS)], label=peer,
-        )  # fmt: skip
+        look = {"markersize": 5, "linewidth": 1.2, "color": COLOURS[n % len(COLOURS)], "label": peer}
+        axes.errorbar(middle, at, xerr=[low, high], fmt=MARKS[n % len(MARKS)], **look)
     axes.set_xscale("log")
     _ticks(axes, [x for of in rows.values() for each in of.values() for x in each])
     axes.set_yticks(range(len(rows)), list(rows), color=p.ink, size=8.5)
@@ -223,15 +221,16 @@ def _marks(axes: Any, rows: Mapping[str, Mapping[str, Sequence[float]]], p: Pale
     axes.grid(True, axis="x", which="major", color=p.dim, alpha=0.25, linewidth=0.6)
     for spine in axes.spines.values():
         spine.set_visible(False)
+    # a `$` in a title begins no formula
     axes.set_title(title, color=p.ink, size=10, loc="left", pad=22, parse_math=False)
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, frameon=False, labelcolor=p.ink, borderpad=0,
-        handletextpad=0.3, columnspacing=1.2,
-    )  # fmt: skip
+    look = {"fontsize": 8, "frameon": False, "labelcolor": p.ink, "borderpad": 0}
+    look |= {"handletextpad": 0.3, "columnspacing": 1.2}
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, **look)
 
 
 def _beside(peers: Sequence[str], peer: str) -> float:
     """How far below the middle of its row a mark stands."""
+    # marks of many peers stay inside their row
     return (peers.index(peer) - (len(peers) - 1) / 2) * min(0.16, 0.6 / len(peers))
 
 
@@ -243,10 +242,12 @@ def _ticks(axes: Any, values: Sequence[float]) -> None:
     axes.set_xlim(low, high)
     steps = [m * 10.0**e for e in range(-4, 7) for m in (1, 2, 5)]
     inside = [x for x in steps if low <= x <= high]
+    # too many to read: powers of ten alone
     if len(inside) > 9:
         inside = [10.0**e for e in range(-4, 7) if low <= 10.0**e <= high]
+    # a narrow range: tenths
     if len(inside) < 3:
         inside = [x / 10 for x in range(5, 30) if low <= x / 10 <= high]
     axes.xaxis.set_major_locator(FixedLocator(inside))
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_locator(NullLocator())  # a logarithmic axis would label more
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))

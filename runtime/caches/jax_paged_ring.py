@@ -72,14 +72,12 @@ class PagedKVCache(JaxCache):
         """An empty pool of `pages` pages of `page` tokens, a multiple of 16, for `batch` rows of at most `width` pages
         each; `dtype` as for `KVCache`."""
         if page % 16 or batch < 1 or width < 1:
-            raise ShapeError(
-                f"pages of {page} tokens for {batch} rows of {width} pages; a page is a multiple of 16 tokens, and "
-                "there is at least one row of one page"
-            )
+            text = f"pages of {page} tokens for {batch} rows of {width} pages; a page is a multiple of 16 tokens, and "
+            raise ShapeError(f"{text}there is at least one row of one page")
         arrays = empty((pages, page, kv_heads), head_dim, v_dim, dtype)
         room, lengths = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)  # two, or they could not be donated
-        return cls(**arrays, pages=jnp.zeros((batch, width), jnp.int32), room=room, lengths=lengths,
-                   overflowed=jnp.zeros(batch, bool), rows=jnp.asarray(empty_rows(batch)))  # fmt: skip
+        arrays |= {"pages": jnp.zeros((batch, width), jnp.int32), "overflowed": jnp.zeros(batch, bool)}
+        return cls(**arrays, room=room, lengths=lengths, rows=jnp.asarray(empty_rows(batch)))
 
     page = property(lambda self: self.k.shape[1], doc="Tokens of a page.")
     capacity = property(lambda self: self.pages.shape[1] * self.page, doc="The most tokens that a sequence may have.")
@@ -91,6 +89,7 @@ class PagedKVCache(JaxCache):
         gave back, done here, in place of the old cache's memory. Raises `ShapeError` where pool and rows count
         different numbers of tokens, as after a `keep` without `pool.truncate`. To compare, `seat` reads the lengths of
         the rows, and so waits for the step before."""
+        # a trace has no values to compare; one wait for both
         before = (None, None) if traced(self.rows) else jax.device_get((self.rows, self.lengths))
         table, room, lengths, rows = seated(pool, sequences, new, *self.k.shape[:2], *self.pages.shape, *before)
         cache = self if not (pairs := list(copies)) else _copied(self, *_padded(pairs, self.k.shape[0]))
@@ -130,9 +129,10 @@ class PagedKVCache(JaxCache):
         arrays = self._put(tokens, slots(start, real, path.shape[1], self.capacity))
         nodes = jnp.arange(path.shape[1])
         moves = ((path != nodes) & (nodes < counts[:, None])).any(1)
+        # nodes that are where they should be do not move, and only tokens behind them are dropped
         rows = self.rows.at[LOW].min(start + jnp.where(moves, 0, counts)).at[PEAK].min(start + counts)
-        return replace(self, **arrays, lengths=start + counts, rows=rows,
-                       overflowed=self.overflowed | (real < counts))  # fmt: skip
+        over = self.overflowed | (real < counts)
+        return replace(self, **arrays, lengths=start + counts, rows=rows, overflowed=over)
 
     @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
@@ -142,19 +142,21 @@ class PagedKVCache(JaxCache):
         shorter = cache.lengths < self.lengths
         rows = self.rows.at[LOW].min(jnp.where(shorter, cache.lengths, self.rows[LOW]))
         rows = rows.at[PEAK].max(jnp.where(shorter, self.lengths, 0))
+        # a page that another sequence reads is not written to
         room = jnp.where(cache.lengths < rows[OWN], jnp.minimum(self.room, cache.lengths), self.room)
         result: Self = replace(cache, rows=rows, room=room)
         return result
 
     def _page_and_place(self, at: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(page, place in it) of tokens [batch, n]."""
+        # past the table any page: `_put` drops such tokens by `room`
         return jnp.take_along_axis(self.pages, at // self.page, axis=1, mode="clip"), at % self.page
 
     def _put(self, new: dict[str, Any], at: jax.Array) -> dict[str, Any]:
         """The arrays with `new` at tokens `at` [batch, n]; those without a page are dropped."""
         page, place = self._page_and_place(at)
         pages, size = self.k.shape[:2]
-        beyond = pages * size + jnp.arange(at.size).reshape(at.shape)
+        beyond = pages * size + jnp.arange(at.size).reshape(at.shape)  # different places, as indices are unique
         flat = jnp.where(at < self.room[:, None], page * size + place, beyond)
         one = {n: None if x is None else x.reshape(1, -1, *x.shape[2:]) for n, x in self.arrays.items()}
         many = {n: None if x is None else x.reshape(1, -1, *x.shape[2:]) for n, x in new.items()}
@@ -228,6 +230,7 @@ class RingKVCache(JaxCache):
         `attention` reads these keys first."""
         self._check(att, q, tree, params)
         batch, new = q.shape[:2]
+        # a chunk may have overwritten keys that it sees
         positions.require_room(att, self.window, new, params)
         where = positions.ring(self.window) if counts is None else positions.ring_padded(self.window)
         tables = {positions.START: self.lengths - counted(counts, batch, new), positions.END: self.lengths}
@@ -251,9 +254,10 @@ class RingKVCache(JaxCache):
         sees. Then the old ring and the chunk are read separately, and the results are merged."""
         self._check(att, q, tree, params)
         new = check_new(self.arrays, self.batch, k, v)
+        # the chunk overwrites no key that it sees: one call does
         if not positions.no_room(att, self.window, new, params):
             return super().attention(att, q, k, v, counts, **params)
-        positions.require_room(att, self.window, 0, params)
+        positions.require_room(att, self.window, 0, params)  # the ring has to hold what the first new query sees
         check_beside(q, k, "bshd")
         added, real = stored(self.arrays, k, v), counted(counts, self.batch, new)
         out, lse = merge(*self._parts(att, q, added, real, dict(params)))
@@ -280,5 +284,6 @@ class RingKVCache(JaxCache):
         size = self.window
         i = jnp.arange(added["k"].shape[1], dtype=jnp.int32)
         survivors = (i < counts[:, None]) & (i >= counts[:, None] - size)  # of the real ones, those that stay
+        # the others are dropped, at different places, as indices are unique
         at = jnp.where(survivors, (self.lengths[:, None] + i) % size, size + i)
         return replace(self, **written(self.arrays, added, at), lengths=self.lengths + counts)

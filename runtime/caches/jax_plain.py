@@ -77,6 +77,7 @@ class JaxCache:
     def truncate(self: Any, lengths: Any) -> Any:
         """The first `lengths` int [batch] tokens of every sequence, or all where there are fewer; 0 empties a row."""
         lengths = jnp.minimum(self.lengths, numbers("lengths", lengths, self.batch))
+        # an empty row may take another sequence
         return replace(self, lengths=lengths, overflowed=self.overflowed & (lengths > 0))
 
 
@@ -94,9 +95,9 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     whole = jnp.issubdtype(dtype, jnp.integer)
     most = 127.0 if whole else float(finfo(dtype).max)
     scale = jnp.abs(x).max(-1) / most
-    values = x / jnp.where(scale == 0, 1, scale)[..., None]
-    values = jnp.round(values) if whole else values
-    return jnp.clip(values, -most, most).astype(dtype), scale
+    values = x / jnp.where(scale == 0, 1, scale)[..., None]  # a vector of zeros: no 0 / 0
+    values = jnp.round(values) if whole else values  # a cast to an integer truncates
+    return jnp.clip(values, -most, most).astype(dtype), scale  # x / scale may round past the largest number
 
 
 def stored(like: Mapping[str, Any], k: jax.Array, v: jax.Array) -> dict[str, Any]:
@@ -169,17 +170,15 @@ def grown(
     if not traced(over) and bool(over.any()):
         b = int(np.argmax(np.asarray(over)))
         most = int(np.broadcast_to(np.asarray(room), over.shape)[b])
-        raise CapacityError(
-            f"sequence {b} has {int(lengths[b])} tokens and {int(counts[b])} new ones, the cache has room for {most}\n"
-            f"  {larger}; nothing has changed"
-        )
+        text = f"sequence {b} has {int(lengths[b])} tokens and {int(counts[b])} new ones, the cache has room for "
+        raise CapacityError(f"{text}{most}\n  {larger}; nothing has changed")
     return jnp.minimum(total, room), over
 
 
 def slots(lengths: jax.Array, counts: jax.Array, new: int, end: int) -> jax.Array:
     """Places [batch, new] of new tokens that follow what is stored; padding goes to places past `end`."""
     i = jnp.arange(new, dtype=jnp.int32)
-    return jnp.where(i < counts[:, None], lengths[:, None] + i, end + i)
+    return jnp.where(i < counts[:, None], lengths[:, None] + i, end + i)  # different places, as indices are unique
 
 
 def ancestors(parents: Any) -> tuple[jax.Array, jax.Array]:
@@ -206,6 +205,7 @@ def read(
     if tree is not None:
         tables[positions.ANCESTORS], tables[positions.DEPTH] = ancestors(tree)
         where = positions.TREE if tables[positions.DEPTH].ndim == 1 else positions.TREES
+    # lengths of the cache, not of q: more new tokens are no other mask
     return call(att, where, q, arrays, tables, {"sizes": (batch, heads, capacity, capacity), **params})
 
 
@@ -343,9 +343,8 @@ class ShardedKVCache(JaxCache):
         axis, or several as in a partition spec: `("dp", "fsdp")`."""
         split = {"capacity": (axis, capacity), "batch": (batch_axis, batch), "kv_heads": (head_axis, kv_heads)}
         if not axis:
-            raise ShapeError(
-                "axis is None; positions are split over a mesh axis, and a KVCache holds them on one device"
-            )
+            text = "axis is None; positions are split over a mesh axis, and a KVCache holds them on one device"
+            raise ShapeError(text)
         for what, (axes, n) in split.items():
             over = prod(mesh.shape.get(name, 0) for name in names_of(axes))
             if not over or n % over:
@@ -362,7 +361,7 @@ class ShardedKVCache(JaxCache):
             rows = {"lengths": jnp.zeros(batch, jnp.int32), "overflowed": jnp.zeros(batch, bool)}
             return cls(**arrays, **rows, mesh=mesh, axis=axis, batch_axis=batch_axis, head_axis=head_axis)
 
-        shardings = jax.eval_shape(put)
+        shardings = jax.eval_shape(put)  # shapes alone, without memory
         specs = {n: NamedSharding(mesh, s) for n, s in shardings._specs.items() if s is not None}
         shardings = replace(shardings, **specs)
         cache: Self = jax.jit(put, out_shardings=shardings)()  # made where it stays: no device holds all of it
@@ -379,6 +378,7 @@ class ShardedKVCache(JaxCache):
         return specs | {"k": vectors, "v": vectors, "lengths": rows, "overflowed": rows}
 
     def _spec(self, *entries: Axes) -> Any:
+        # results of a step have specs without trailing None, but for explicit axes
         while AxisType.Auto in self.mesh.axis_types and entries and entries[-1] is None:
             entries = entries[:-1]
         return P(*entries)
@@ -395,12 +395,13 @@ class ShardedKVCache(JaxCache):
             mine, i = arrays["k"].shape[1], jnp.arange(new, dtype=jnp.int32)
             at = lengths[:, None] + i - self._first(self.axis, mine)
             owned = (i < counts[:, None]) & (at >= 0) & (at < mine)
+            # dropped past the part, at different places
             return written(arrays, stored(arrays, k, v), jnp.where(owned, at, mine + i))
 
         specs = {n: s for n, s in self._specs.items() if n in self.arrays}
         run = self._mapped(put, (specs, tokens, tokens, rows, rows), specs)
-        return replace(self, **run(self.arrays, k, v, self.lengths, counts), lengths=lengths,
-                       overflowed=self.overflowed | over)  # fmt: skip
+        stores = run(self.arrays, k, v, self.lengths, counts)
+        return replace(self, **stores, lengths=lengths, overflowed=self.overflowed | over)
 
     @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Any:
@@ -417,6 +418,7 @@ class ShardedKVCache(JaxCache):
         sinks = params.pop("sinks", None)
         sinks = att.options.sinks if sinks is None else sinks
         if sinks is not None:
+            # a value for every head: devices slice it
             params["sinks"] = jnp.broadcast_to(jnp.asarray(sinks, jnp.float32), heads)
         sizes = batch, heads, self.capacity, self.capacity
 
@@ -451,6 +453,7 @@ class ShardedKVCache(JaxCache):
 
 
 def _split(x: Any, spec: Any, mesh: Mesh) -> Any:
+    # a dict: arrays of the cache, which are split already
     return x if isinstance(spec, dict) else jax.tree.map(lambda y: split_as(y, mesh, spec, explicit=True), x)
 
 
@@ -463,7 +466,7 @@ def _axes(axes: Axes, mesh: Mesh) -> Axes:
 def _merged(out: jax.Array, lse: jax.Array, axis: Axes) -> tuple[jax.Array, jax.Array]:
     """`frisket.merge` of every device's (out, lse)."""
     top = lax.pmax(lse, axis)
-    share = jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top))
+    share = jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top))  # -inf - -inf is NaN: a query that no device shows a key
     weight = share.swapaxes(1, 2)[..., None]
     total = lax.psum(share, axis)
     mine = jnp.where(weight == 0, 0, out.astype(lse.dtype)) * weight  # what an empty part holds may be NaN

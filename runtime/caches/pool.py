@@ -68,10 +68,8 @@ class PagePool:
             its, tokens = [_whole("pages", i) for i in its], _whole("tokens", tokens)
             needed = max(-(-tokens // pool.page), 0)
             if tokens < 0 or not len({*its}) == len(its) == needed or not {*its} <= {*range(pool.pages)}:
-                raise ShapeError(
-                    f"{tokens} tokens of the sequence {sequence!r} on the pages {its}; they are on {needed} different "
-                    f"pages of 0 to {pool.pages - 1}, of {pool.page} tokens each"
-                )
+                text = f"{tokens} tokens of the sequence {sequence!r} on the pages {its}; they are on {needed} "
+                raise ShapeError(f"{text}different pages of 0 to {pool.pages - 1}, of {pool.page} tokens each")
             pool._pages[sequence], pool._lengths[sequence] = its, tokens
             pool.sequence_table.new(sequence)
             for i in its:
@@ -119,7 +117,7 @@ class PagePool:
         self.sequence_table.new(sequence)
         try:
             return self.append({sequence: tokens})
-        except Exception:
+        except Exception:  # an error leaves no empty sequence behind
             del self._pages[sequence], self._lengths[sequence]
             self.sequence_table.free(sequence)
             raise
@@ -128,13 +126,17 @@ class PagePool:
         """Add tokens to each of the sequences, or to none where pages are short. Returns pages to copy before the new
         tokens are written, (from, to) in any order: the last page of a sequence, where others share it."""
         tokens, needed = _of_each("tokens", tokens), {}
+        # all are checked before any is changed
         for s, n in tokens.items():
             self._there(s)
             if n < 0:
                 raise ShapeError(f"{n} more tokens for the sequence {s!r}; `truncate` takes tokens off")
             needed[s] = -(-(self._lengths[s] + n) // self.page) - len(self._pages[s])
         shared = self._shared(
-            (s, len(self._pages[s]) - 1) for s, n in tokens.items() if n and self._lengths[s] % self.page
+            # a full last page is not written to
+            (s, len(self._pages[s]) - 1)
+            for s, n in tokens.items()
+            if n and self._lengths[s] % self.page
         )
         self._require(sum(needed.values()) + len(shared))
         copies = self._copy_pages(shared)
@@ -187,6 +189,7 @@ class PagePool:
     def owned(self, sequence: Hashable) -> int:
         """The first token from which on all pages belong to this sequence alone."""
         pages = self.pages_of(sequence)
+        # without shared pages there is nothing to look for
         shared = self._extra and next((i + 1 for i in reversed(range(len(pages))) if self._users[pages[i]] > 1), 0)
         return shared * self.page
 
@@ -205,10 +208,8 @@ class PagePool:
 
     def _require(self, pages: int) -> None:
         if pages > len(self._free):
-            raise CapacityError(
-                f"{pages} pages of {self.page} tokens are needed, {len(self._free)} of {self.pages} are free\n"
-                "  free a sequence, or make the pool larger; nothing has changed"
-            )
+            text = f"{pages} pages of {self.page} tokens are needed, {len(self._free)} of {self.pages} are free\n"
+            raise CapacityError(f"{text}  free a sequence, or make the pool larger; nothing has changed")
 
     def _shared(self, written: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]]:
         """The pages to copy among pages to be written, as (sequence, which of its pages): where all who share a page
@@ -251,9 +252,8 @@ def _named(sequence: Any) -> None:
     try:
         hash(sequence)
     except TypeError:
-        raise ParameterError(
-            f"a sequence is called {sequence!r}, and names are hashable: a number, a text or a tuple of them"
-        ) from None
+        text = f"a sequence is called {sequence!r}, and names are hashable: a number, a text or a tuple of them"
+        raise ParameterError(text) from None
 
 
 def _whole(what: str, x: Any) -> int:
@@ -305,6 +305,7 @@ class SequenceTable:
         self.children: dict[int, dict[int, SequenceEntry]] = {}  # forks that wait for a row, by their parent's number
 
     def new(self, sequence: Hashable) -> SequenceEntry:
+        # int32, and not 0, the number of an empty row
         entry = self.entries[sequence] = SequenceEntry(1 + next(_NUMBERS) % (NEVER - 1))
         self.names[entry.number] = sequence
         return entry
@@ -374,13 +375,12 @@ def seated(
 
     Raises `ShapeError` where the pool disagrees with the `rows` before, which hold `stored` tokens each."""
     if (pool.pages, pool.page) != (pages, page) or len(sequences) != batch:
-        raise ShapeError(
-            f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
-            f"{batch} rows and {pages} pages of {page}"
-        )
+        text = f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
+        raise ShapeError(f"{text}{batch} rows and {pages} pages of {page}")
     counts = np.asarray(new)
     if counts.shape not in ((), (batch,)) or counts.dtype.kind not in "iu":
         raise ShapeError(f"new tokens are {new!r}; they are an integer, or one for each of {batch} rows")
+    # without rows nothing is stored that could be compared
     sat = {} if rows is None else _read(pool, np.asarray(rows).T.tolist(), np.asarray(stored).tolist())
     table, numbers = np.zeros((batch, width), np.int32), empty_rows(batch)
     room, lengths = np.zeros((2, batch), np.int32)
@@ -390,13 +390,11 @@ def seated(
             continue
         its, tokens = pool.pages_of(s), pool.length(s)
         if len(its) > width:
-            raise CapacityError(
-                f"the sequence {s!r} has {len(its)} pages, a row of this cache {width}; make one of a larger width"
-            )
+            text = f"the sequence {s!r} has {len(its)} pages, a row of this cache {width}; make one of a larger width"
+            raise CapacityError(text)
         if not 0 <= more <= tokens:
-            raise ShapeError(
-                f"{more} new tokens of the sequence {s!r}, which has {tokens}; append them to the pool first"
-            )
+            text = f"{more} new tokens of the sequence {s!r}, which has {tokens}; append them to the pool first"
+            raise ShapeError(text)
         _agree(pool, s, tokens - more, more, sat)
         for i in its[(tokens - more) // page :] if more else ():
             if i in written:
@@ -440,11 +438,9 @@ def _agree(pool: PagePool, s: Any, expected: int, more: int, sat: dict[Any, tupl
     else:
         return  # in no row of this cache yet: new, of `PagePool.of`, or in another cache; the pool's count is taken
     if tokens < expected:
-        raise ShapeError(
-            f"{where}, and the pool counts {expected + more}, {more} of them new\n"
-            f"  where drafts were not kept: pool.truncate({s!r}, {tokens}) after `keep`, before `fork` and `append`; "
-            "where tokens are still to be written: say how many by `new`"
-        )
+        text = f"{where}, and the pool counts {expected + more}, {more} of them new\n"
+        text += f"  where drafts were not kept: pool.truncate({s!r}, {tokens}) after `keep`, before `fork` and "
+        raise ShapeError(f"{text}`append`; where tokens are still to be written: say how many by `new`")
 
 
 def _ahead(s: Any, b: int, tokens: int, expected: int, more: int) -> ShapeError:
@@ -459,8 +455,6 @@ def refuse_shared(starts: Any, counts: Any, first_owned: Any) -> None:
     """Refuse to keep drafts from `starts` on that are on pages of several sequences, where these are known."""
     for b, (start, n, first) in enumerate(zip(starts, counts, first_owned, strict=True)):
         if n and start < first:
-            raise ShapeError(
-                f"the drafts of sequence {b} are on pages that another one shares, and keeping some moves them\n"
-                f"  copies = pool.own({{<its name>: {int(start)}}}), `seat` with these copies, then `keep`; nothing "
-                "has changed"
-            )
+            text = f"the drafts of sequence {b} are on pages that another one shares, and keeping some moves them\n"
+            text += f"  copies = pool.own({{<its name>: {int(start)}}}), `seat` with these copies, then `keep`; "
+            raise ShapeError(f"{text}nothing has changed")

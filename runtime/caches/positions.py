@@ -150,20 +150,16 @@ def not_served(att: Attention, params: Mapping[str, Any]) -> str:
 def _not_served(program: CallProgram) -> str:
     for part in program.parts:
         if names := sorted({"b", "B", "Q_LEN", "KV_LEN"} & uses(part.expr)):
-            return (
-                f"the {part.what} reads {names[0]}, which changes from step to step of a serving engine\n  {part}\n  "
-                "write it with positions q and k in a request, heads, and numbers"
-            )
+            text = f"the {part.what} reads {names[0]}, which changes from step to step of a serving "
+            return f"{text}engine\n  {part}\n  write it with positions q and k in a request, heads, and numbers"
     known = _of_numbers(program.mask)
     try:
         answer: Any = known is not None and known.implies("q >= k", HORIZON, HORIZON)
     except FrisketError as error:
         return f"whether the mask is causal is not known: {error}\n  add `causal & ` to it"
     if not answer:
-        return (
-            "a mask of a serving engine has to be causal: a prompt that is read in chunks has no later tokens to see"
-            f"\n  {'everything is seen' if program.mask is None else program.mask}\n  add `causal & ` to it"
-        )
+        text = "a mask of a serving engine has to be causal: a prompt that is read in chunks has no later tokens to see"
+        return f"{text}\n  {'everything is seen' if program.mask is None else program.mask}\n  add `causal & ` to it"
     return ""
 
 
@@ -208,16 +204,13 @@ def check_attention(att: Any, params: Collection[str]) -> None:
     if not isinstance(att, Attention):
         raise ParameterError(f"att is a {type(att).__name__}; give an attention: frisket.compile({att!r})")
     if att.options.dropout:
-        raise ParameterError(
-            "a cache is read with an attention without dropout: compile another one for inference, without dropout="
-        )
+        text = "a cache is read with an attention without dropout: compile another one for inference, without dropout="
+        raise ParameterError(text)
     if clashes := sorted(n for n in att.program.names if n.startswith("cache_")):
         raise ParameterError(f"`{clashes[0]}` is a name of the caches' own; rename it, for example `my_{clashes[0]}`")
     if reserved := [n for n in OF_CACHE if n in params and n not in att.program.names]:
-        raise ParameterError(
-            f"`{reserved[0]}` is given, and a cache knows it itself: where its tokens are, and how they are stored\n"
-            "  leave it out, or call the attention on arrays"
-        )
+        text = f"`{reserved[0]}` is given, and a cache knows it itself: where its tokens are, and how they are stored\n"
+        raise ParameterError(f"{text}  leave it out, or call the attention on arrays")
     check_used([n for n in params if n not in ASKED], att.program.names)
     captured = att.program.captured
     if missing := [n for p in att.program.parts for n in p.unbound if n not in params and n not in captured]:
@@ -237,17 +230,15 @@ def check_queries(
     if len(shape) != 4 or shape[0] != batch or shape[3] != dim or shape[heads] % kv_heads or 0 in shape:
         many = f"{kv_heads} n"
         axes, want = ("heads, new", f"{many}, new") if heads == 1 else ("new, heads", f"new, {many}")
-        raise ShapeError(
-            f"q {_said(q)}; queries of this cache are [batch, {axes}, head_dim] = [{batch}, {want}, {dim}]"
-        )
+        text = f"q {_said(q)}; queries of this cache are [batch, {axes}, head_dim] = [{batch}, {want}, {dim}]"
+        raise ShapeError(text)
     if shape[heads] != kv_heads and not att.options.enable_gqa:
         raise ShapeError(f"{shape[heads]} query heads share {kv_heads} key heads and enable_gqa is False")
     if q.dtype != like.dtype:
         have, cache_dtype = (str(x.dtype).removeprefix("torch.") for x in (q, like))
         if have not in FLOATS or cache_dtype not in BYTES:
-            raise ShapeError(
-                f"q is {have}, and this cache holds {cache_dtype}; convert q, or make a cache of its dtype"
-            )
+            text = f"q is {have}, and this cache holds {cache_dtype}; convert q, or make a cache of its dtype"
+            raise ShapeError(text)
     if tree is not None:
         check_tree(tree, batch, shape[3 - heads])
 
@@ -259,10 +250,8 @@ def check_tree(parents: Any, batch: int, new: int) -> None:
     known = parents if away else np.asarray(parents)
     kind = str(known.dtype).removeprefix("torch.")
     if tuple(known.shape) not in ((new,), (batch, new)) or "int" not in kind:
-        raise ShapeError(
-            f"a tree is parents, integers [new] or [batch, new], for {batch} x {new} queries; these are "
-            f"{kind}{list(known.shape)}"
-        )
+        text = f"a tree is parents, integers [new] or [batch, new], for {batch} x {new} queries; these are "
+        raise ShapeError(f"{text}{kind}{list(known.shape)}")
     if away:
         return
     if known.min() < -1 or known.max() >= new:
@@ -289,10 +278,8 @@ def check_path(path: Any, drafted: Any, counts: Any, lengths: Any) -> None:
     wrong = ((path < 0) | (path >= most) | (place >= most)) & (place < counts[:, None])
     if wrong.any():
         b, i = np.argwhere(wrong)[0]
-        raise ShapeError(
-            f"path[{b}, {i}] is node {path[b, i]}, and the tree of sequence {b} has {most[b, 0]} nodes, from 0; say "
-            "by `counts` how many entries of a path are meant"
-        )
+        text = f"path[{b}, {i}] is node {path[b, i]}, and the tree of sequence {b} has {most[b, 0]} nodes, from 0; say "
+        raise ShapeError(f"{text}by `counts` how many entries of a path are meant")
 
 
 def check_beside(q: Any, k: Any, layout: str) -> None:
@@ -318,9 +305,8 @@ def check_new(k: Any, v: Any, layout: str, batch: int, kv_heads: int, head_dim: 
         want = (batch, kv_heads, new, dim) if layout == "bhsd" else (batch, new, kv_heads, dim)
         if shape != want:
             axes = "batch, kv_heads, new" if layout == "bhsd" else "batch, new, kv_heads"
-            raise ShapeError(
-                f"{name} {_said(x)}; new tokens for this cache are [{axes}, dim] = [{', '.join(map(str, want))}]"
-            )
+            text = f"{name} {_said(x)}; new tokens for this cache are [{axes}, dim] = [{', '.join(map(str, want))}]"
+            raise ShapeError(text)
     return int(new)
 
 

@@ -66,15 +66,14 @@ class PagedKVCache(TorchCache):
         dtype: torch.dtype | str = torch.float32, device: Any = None,
     ) -> None:  # fmt: skip
         if page % 16 or width < 1:
-            raise ShapeError(
-                f"pages of {page} tokens for rows of {width} pages; a page is a multiple of 16 tokens, a row has at "
-                "least one page"
-            )
+            text = f"pages of {page} tokens for rows of {width} pages; a page is a multiple of 16 tokens, a row has at "
+            raise ShapeError(f"{text}least one page")
         super().__init__(batch, pages, page, kv_heads, head_dim, v_dim, dtype, device)
-        del self.room
+        del self.room  # register_buffer refuses the name of an attribute
         self.capacity, self.page, self._rooms = width * page, page, [0] * batch
         self.register_buffer("pages", torch.zeros(batch, width, dtype=torch.int32, device=device))
         self.register_buffer("room", torch.zeros(batch, dtype=torch.int32, device=device))
+        # a state does not say who shares pages
         self.register_buffer("first_owned", torch.zeros(batch, dtype=torch.int32, device=device), persistent=False)
         self._rows = empty_rows(batch)
 
@@ -122,6 +121,7 @@ class PagedKVCache(TorchCache):
         `keep`. A row whose last page is shared takes no tokens until `seat` has given it another page."""
         before = self.known()
         super().truncate(lengths)
+        # further tokens would go to a page that another sequence reads
         self.room.copy_(torch.where(self.lengths < self.first_owned, torch.minimum(self.room, self.lengths), self.room))
         known = self.known()
         if before is None or known is None:
@@ -142,6 +142,7 @@ class PagedKVCache(TorchCache):
         else:
             refuse_shared(begin, host_counts, self._rows[OWN])
             nodes, counts = np.arange(path.shape[1]), np.asarray(host_counts)
+            # on a device nothing waits for the path: all its nodes count as moved
             moves = ((path.numpy() != nodes) & (nodes < counts[:, None])).any(1) if path.is_cpu else True
             low[:] = np.minimum(low, begin + np.where(moves, 0, counts))
             peak[:] = np.minimum(peak, begin + counts)
@@ -150,7 +151,7 @@ class PagedKVCache(TorchCache):
         return real
 
     def _beside(self, known: list[int], new: int) -> int | None:
-        return None
+        return None  # pages are no one slice of the rows
 
     def _where(self, token: Tensor, real: WrittenTokens | None = None) -> Tensor:
         table = self.pages if real is None else self.pages[real.row[:, 0]]
@@ -159,6 +160,7 @@ class PagedKVCache(TorchCache):
 
     def _load_from_state_dict(self, *arguments: Any, **more: Any) -> None:
         super()._load_from_state_dict(*arguments, **more)
+        # a state says nothing of a pool: no sequence sits in a row
         self._rooms, self._rows = self.room.tolist(), empty_rows(self.batch)
         self.first_owned.zero_()
 
@@ -221,9 +223,10 @@ class RingKVCache(TorchCache):
         room = not positions.no_room(att, self.window, new, params)
         if counts is not None or not room:
             check_beside(q, k, "bhsd")
+        # the chunk overwrites no key that it sees: one call does
         if room:
             return self._store(k, v, new, counts)._attend(att, q, counts, None, params)
-        positions.require_room(att, self.window, 0, params)
+        positions.require_room(att, self.window, 0, params)  # the ring has to hold what the first new query sees
         number, _ = counts_of([new] * self.batch if counts is None else counts, self.batch, new, self.k.device)
         out, lse = merge(*self._parts(att, q, k, v, number, dict(params)))
         self._store(k, v, new, counts)
@@ -257,6 +260,7 @@ class RingKVCache(TorchCache):
         """Empty the sequences with 0 in `lengths`; others stay, as a ring has overwritten their old tokens."""
         host_lengths = numbers("lengths", lengths, self.batch)
         known = self.known()
+        # where only a device knows them, nothing shows that all are 0
         if not (host_lengths and known) or any(0 < n < have for n, have in zip(host_lengths, known, strict=True)):
             raise ParameterError("a ring has overwritten its oldest tokens, and can only be emptied: lengths are 0")
         return super().truncate(lengths)
@@ -271,17 +275,18 @@ class RingKVCache(TorchCache):
         return  # there is always room
 
     def _clipped(self, counts: Tensor) -> Tensor:
-        return counts
+        return counts  # a ring drops old tokens, never new ones
 
     def _where(self, token: Tensor, real: WrittenTokens | None = None) -> Tensor:
         return super()._where(token % self.window, real)
 
     def _beside(self, known: list[int], new: int) -> int | None:
         first = super()._beside(known, new)
+        # a slice may not reach around the end
         return None if first is None or first % self.window + new > self.window else first % self.window
 
     def _places(self, padded: bool) -> PositionMap:
         return positions.ring_padded(self.window) if padded else positions.ring(self.window)
 
     def _sizes(self, q: Tensor) -> Any:
-        return None
+        return None  # masks that read lengths are refused

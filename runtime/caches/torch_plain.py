@@ -49,6 +49,7 @@ def zeros(*size: int, dtype: torch.dtype, device: Any) -> Tensor:
     """New zeros; on a CPU in huge pages, since a step that reads pages of a pool looks many addresses up: with pages
     of 16 to 128 tokens it took 0.6 to 0.8 of the time in float32 and bfloat16, and as long as before in int8."""
     buffer = torch.empty(size, dtype=dtype, device=device)
+    # fake tensors and other subclasses have no memory to advise
     if type(buffer) is Tensor and buffer.is_cpu and buffer.nbytes >= LARGE and not torch.compiler.is_compiling():
         huge(buffer)
     return buffer.zero_()
@@ -71,7 +72,7 @@ def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     real = x if x.dtype == torch.float32 else x.float()
     scale = real.abs().amax(-1, keepdim=True).div_(_largest(dtype, x.device))
     stored = real / scale.clamp_min(LEAST)  # zeros have the scale 0
-    return stored.round_() if dtype == torch.int8 else stored, scale.squeeze(-1)
+    return stored.round_() if dtype == torch.int8 else stored, scale.squeeze(-1)  # a cast to an integer truncates
 
 
 @memo(64)
@@ -99,6 +100,7 @@ def written_tokens(counts: Tensor, new: int, most: int | None = None) -> Written
     real = counts[row].long()
     token = torch.minimum(torch.arange(new, device=counts.device), (real - 1).clamp_min(0))
     if most is not None and new > most:
+        # a slot gets one token: of two, index_copy_ writes either
         token = torch.maximum(token, (real - most).clamp_min(0))
     return WrittenTokens(row, token, (counts > 0).any())
 
@@ -113,6 +115,7 @@ def write(store: Tensor, at: Tensor, new: Tensor, real: WrittenTokens | None) ->
     if real is None:
         flat.index_copy_(0, at, new.reshape(-1, *width))
     else:
+        # without any real token the places get what they hold
         flat.index_copy_(0, at, torch.where(real.some, real.of(new).reshape(-1, *width), flat[at]))
 
 
@@ -181,11 +184,11 @@ def ancestors(parents: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     n = parents.shape[-1]
     above = (parents[..., None] == torch.arange(n, device=device)) | torch.eye(n, dtype=torch.bool, device=device)
     for _ in range(max(n - 1, 1).bit_length()):  # paths of 1, 2, 4, ... edges
-        above = (above.float() @ above.float()) > 0
+        above = (above.float() @ above.float()) > 0  # torch multiplies no Bools, nor ints on GPUs
     return above, above.sum(-1, dtype=torch.int32) - 1
 
 
-CALL = struct.Struct("27q")
+CALL = struct.Struct("27q")  # int64 each, in the order that torch_native.cpp reads
 FROM = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TO = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 MAX_NATIVE_TOKENS = 64  # new tokens: for more, operations of torch take no longer and use all threads
@@ -202,8 +205,10 @@ def native_append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | No
     known = plain or (dtype in FROM and keys.dtype in TO)
     if new > MAX_NATIVE_TOKENS or not keys.is_cpu or v.dtype != dtype or not known:
         return False
+    # a subclass may have no memory to write to
     if in_graph(k) or not type(k) is type(v) is type(keys) is Tensor or (run := _function()) is None:
         return False
+    # a lazy negation is not in the bytes that C++ reads
     k, v = (x if x.stride(3) == 1 and not x.is_neg() else x.contiguous().resolve_neg() for x in (k, v))
     values, pages, lengths = has["v"], has["pages"], has["lengths"]
     narrow = [] if plain else [has["k_scale"], has["v_scale"]]
@@ -274,10 +279,8 @@ class TorchCache(nn.Module):
         dtype = stored_dtype(dtype)
         v_dim = head_dim if v_dim is None else v_dim
         if min(batch, rows, tokens, kv_heads, head_dim, v_dim) < 1:
-            raise ShapeError(
-                f"a cache for {batch} sequences with {tokens} tokens, {kv_heads} heads of {head_dim} and {v_dim} "
-                "entries; each of them is at least 1"
-            )
+            text = f"a cache for {batch} sequences with {tokens} tokens, {kv_heads} heads of {head_dim} and {v_dim} "
+            raise ShapeError(f"{text}entries; each of them is at least 1")
         self.batch, self.kv_heads, self.head_dim, self.v_dim = batch, kv_heads, head_dim, v_dim
         shape = rows, kv_heads, tokens
         self.register_buffer("k", zeros(*shape, head_dim, dtype=dtype, device=device))
@@ -302,6 +305,7 @@ class TorchCache(nn.Module):
 
     def known(self) -> list[int] | None:
         """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
+        # a buffer on a CPU is read without waiting
         lengths: list[int] | None = x.tolist() if (x := self.lengths).is_cpu else self._host
         return lengths
 
@@ -311,10 +315,8 @@ class TorchCache(nn.Module):
         """Raise `CapacityError` where so many more tokens find no room."""
         for b, (have, new, room) in enumerate(zip(known, more, self._rooms or known, strict=True)):
             if have + new > room:
-                raise CapacityError(
-                    f"sequence {b} has {have} tokens and {new} new ones, the cache has room for {room}\n"
-                    f"  {self._larger}; nothing has changed"
-                )
+                text = f"sequence {b} has {have} tokens and {new} new ones, the cache has room for {room}\n"
+                raise CapacityError(f"{text}  {self._larger}; nothing has changed")
 
     _larger = "make a cache of a larger capacity"
 
@@ -336,7 +338,7 @@ class TorchCache(nn.Module):
 
     def _beside(self, known: list[int], new: int) -> int | None:
         """The place of new tokens in every row, where that is one place."""
-        return known[0] if known.count(known[0]) == self.batch else None
+        return known[0] if known.count(known[0]) == self.batch else None  # `narrow` takes one place for all rows
 
     def _places(self, padded: bool) -> PositionMap:
         return positions.PADDED if padded else positions.APPENDED
@@ -423,7 +425,7 @@ class TorchCache(nn.Module):
             known, host_lengths and known and [min(0, n - have) for n, have in zip(host_lengths, known, strict=True)]
         )
         self.lengths.copy_(new_lengths)
-        self.overflowed &= self.lengths > 0
+        self.overflowed &= self.lengths > 0  # an empty row may take another sequence
         return self
 
     # -- how ------------------------------------------------------------------------------------------------
@@ -439,6 +441,7 @@ class TorchCache(nn.Module):
         else:
             self._reserve(known, host_counts)
         self._tell(known, host_counts)
+        # of a chunk longer than the ring only the last tokens have a slot each
         if number is None and self.slots is not None and new > self.slots:
             number = torch.full_like(self.lengths, new)
         return new if number is None else number
@@ -460,11 +463,13 @@ class TorchCache(nn.Module):
 
     def _tell(self, known: list[int] | None, more: list[int] | None) -> None:
         if not self.lengths.is_cpu:
+            # the lengths on a CPU are read from the buffer
             self._host = known and more and [have + n for have, n in zip(known, more, strict=True)]
 
     def _ragged(self, new: int) -> Tensor:
         """The places of new tokens behind those of every sequence."""
         token = self.lengths.view(-1, 1)
+        # a step of one token needs no range
         return self._where(token if new == 1 else token + torch.arange(new, device=token.device))
 
     def _write(self, put: Callable[[Tensor, Tensor], object], k: Tensor, v: Tensor) -> None:
@@ -506,6 +511,7 @@ class TorchCache(nn.Module):
         program_params = {n: x for n, x in params.items() if n not in positions.ASKED} if params else params
         lse, top, sinks = map(params.get, positions.ASKED)
         logits = att.options.sinks if sinks is None else sinks
+        # a prepared step has no gradient, and no operators for a graph
         call = logits is not None and (in_graph(q, logits) or (torch.is_grad_enabled() and learns(logits)))
         step = None if call else step_of(self._steps, att, q, k, v, sizes, kv_inputs, tables, program_params)
         if step is None:
@@ -519,6 +525,7 @@ class TorchCache(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
         dtype = state.get(f"{prefix}k", self.k).dtype
+        # scales would be missing, or without a meaning
         if dtype != self.dtype and (dtype in NARROW or self.dtype in NARROW):
             more[-1].append(f"{prefix}k is {dtype}, and this cache holds {self.dtype}; make one of the state's dtype")
             return
@@ -539,7 +546,7 @@ class TorchCache(nn.Module):
         return super()._apply(convert, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_steps": {}}
+        return {**self.__dict__, "_steps": {}}  # prepared calls of native code are not pickled
 
     def extra_repr(self) -> str:
         """Sizes and dtype, as `print(module)` shows them."""

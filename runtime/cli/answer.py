@@ -22,11 +22,10 @@ WIDTH = 10  # of the names of rows
 NARROW = 100  # lines of words are folded at this many columns, where the terminal is not narrower still
 NARROWEST = 24  # columns that a value needs beside its name
 GOOD, BAD, SOME = "green", "bold red", "magenta"  # which can be read on white and on black
-CODE = {  # of a token of Pygments, for both, too
-    ("Comment",): "dim", ("Keyword",): "magenta", ("Keyword", "Type"): "cyan", ("Literal", "String"): "green",
-    ("Literal", "Number"): "cyan", ("Name", "Function"): "bold", ("Name", "Class"): "bold",
-    ("Operator", "Word"): "magenta",
-}  # fmt: skip
+# of a token of Pygments, for both, too
+CODE = {("Comment",): "dim", ("Keyword",): "magenta", ("Keyword", "Type"): "cyan", ("Literal", "String"): "green"}
+CODE |= {("Literal", "Number"): "cyan", ("Name", "Function"): "bold", ("Name", "Class"): "bold"}
+CODE |= {("Operator", "Word"): "magenta"}
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,7 @@ def rows(pairs: Iterable[tuple[str, str | Text]]) -> list[Piece]:
 
 def table(lines: Sequence[Sequence[str | Text]], right: Sequence[int] = ()) -> list[Piece]:
     """Columns as wide as their longest entry, the first line in bold; those of `right` hold numbers."""
+    # `align` changes a text in place
     cells = [[Text(x) if isinstance(x, str) else x.copy() for x in line] for line in lines]
     widths = [max(x.cell_len for x in column) for column in zip(*cells, strict=True)]
     out: list[Piece] = []
@@ -110,7 +110,7 @@ def code(source: str, language: str, console: Console) -> Text:
     if not coloured(console):
         return Text(source)
     from rich.style import Style
-    from rich.syntax import ANSISyntaxTheme, Syntax
+    from rich.syntax import ANSISyntaxTheme, Syntax  # imports Pygments, which few commands need
 
     theme = ANSISyntaxTheme({token: Style.parse(style) for token, style in CODE.items()})
     text = Syntax("", language, theme=theme, background_color="default").highlight(source)
@@ -217,6 +217,7 @@ def natural(text: str, least: int = 0) -> int:
     try:
         n = int(text)
     except ValueError:
+        # 1e6 is written by people: the advice has its digits
         digits = f"{float(text):.0f}" if re.fullmatch(r"\d+(\.\d*)?e\+?\d{1,2}", text) else "4096"
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in digits, such as {digits}") from None
     if n < least:

@@ -41,10 +41,8 @@ def add_bench(p: argparse.ArgumentParser) -> None:
     group.add_argument("--score", metavar="EXPR", help="a score mod, in addition to the mask")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="bind a scalar: --set w=256")
     group.add_argument("--table", action="append", default=[], metavar="NAME=FILE", help="bind a table: doc=doc.npy")
-    group.add_argument(
-        "--suite", choices=SUITES, default="cpu",
-        help="attention on the CPU, a GPU or a TPU; layouts; first calls and compilation; default: %(default)s",
-    )  # fmt: skip
+    suites = "attention on the CPU, a GPU or a TPU; layouts; first calls and compilation; default: %(default)s"
+    group.add_argument("--suite", choices=SUITES, default="cpu", help=suites)
     group.add_argument("--backward", action="store_true", help="the forward and the gradients of q, k and v together")
     group.add_argument("--framework", choices=["torch", "jax"], help="default: all that are installed")
     group.add_argument(
@@ -77,7 +75,7 @@ def bench(args: argparse.Namespace, console: Console) -> CommandResult:
     for name in UNREAD.get(args.suite, ()):
         if getattr(args, name):
             raise ParameterError(f"--suite {args.suite} does not read --{name.replace('_', '-')}; leave it out")
-    if args.suite != "layout":
+    if args.suite != "layout":  # layouts need no framework
         race.choose(args.framework)
     if args.suite in ("gpu", "tpu") and (why := absent(args.suite, args.framework)):
         raise BackendError(f"the {args.suite} suite does not run here: {why}")
@@ -95,7 +93,7 @@ def bench(args: argparse.Namespace, console: Console) -> CommandResult:
     result = results(args.suite, runs, sizes, 1 if args.suite == "compile" else rounds)
     bad = ("wrong", "failed")
     wrong = [f"{x.contest.name}: {n}" for x in runs for n in x.ours if x.out.get(n, "").startswith(bad)]
-    columns = console.width if sys.stdout.isatty() else None
+    columns = console.width if sys.stdout.isatty() else None  # only a terminal has a width to fit into
     text = [*lines_of(runs, columns), *closing(args, runs, result, wrong)]
     if files := written(args, result):
         text.append(row("written", ", ".join(files)))
@@ -125,10 +123,8 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     kv_heads = args.kv_heads or heads
     if heads % kv_heads:
         raise ShapeError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}; key heads are shared evenly")
-    return Sizes(
-        q_len, args.kv_len or q_len, args.batch, heads, kv_heads, args.head_dim or (128 if device else 64),
-        args.dtype or ("bfloat16" if device else "float32"), args.backward,
-    )  # fmt: skip
+    dim, dtype = args.head_dim or (128 if device else 64), args.dtype or ("bfloat16" if device else "float32")
+    return Sizes(q_len, args.kv_len or q_len, args.batch, heads, kv_heads, dim, dtype, args.backward)
 
 
 def families_of(args: argparse.Namespace) -> set[str] | None:
@@ -173,7 +169,7 @@ def visible(device: str, framework: str) -> bool:
 
     try:
         return bool(jax.devices(device))
-    except RuntimeError:
+    except RuntimeError:  # JAX has no such platform
         return False
 
 
@@ -192,7 +188,7 @@ def contests(args: argparse.Namespace, sizes: Sizes) -> list[Contest]:
 def races(args: argparse.Namespace, sizes: Sizes, rounds: int, families: set[str] | None) -> Iterator[Any]:
     raced = contests(args, sizes)
     if args.suite == "layout":
-        raced = [c for c in raced if args.expr or c.score is None]
+        raced = [c for c in raced if args.expr or c.score is None]  # a score mod has no tiles
         if args.expr is None and args.q_len is None and not args.quick:
             longest = replace(sizes, q_len=LONG, kv_len=LONG)
             more = [c for c in standard(longest) if c.score is None]
@@ -216,13 +212,13 @@ def firsts(args: argparse.Namespace, sizes: Sizes, families: set[str] | None) ->
 
 def followed(steps: Iterator[Any]) -> list[Any]:
     """The results of all races; on a terminal they are watched as they go, on stderr."""
-    err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    err = Console(stderr=True, highlight=False, markup=False, emoji=False)  # stdout is for the results
     watched = sys.stderr.isatty() and not err.is_dumb_terminal
     runs: list[Any] = []
     with ExitStack() as stack:
         screen = stack.enter_context(Live(console=err, transient=True, auto_refresh=False)) if watched else None
         for x in steps:
-            if not runs or runs[-1] is not x:
+            if not runs or runs[-1] is not x:  # a race comes again at each of its steps
                 runs.append(x)
             if screen is not None:
                 screen.update(Group(*lines_of([x], err.width)), refresh=True)
@@ -238,11 +234,10 @@ def lines_of(runs: list[Any], columns: int | None) -> list[Any]:
 def first_lines(record: Any, columns: int | None) -> list[Piece]:
     """A table of first calls."""
     head = ("", "cold", "from disk", "new length", f"compiled for {len(record.lengths) - 1} more")
-    body: list[list[str]] = [
-        [f"  {n}", spoken(record.cold[n]), spoken(max(record.disk[n], 0)), spoken(max(record.other.get(n, 0), 0)),
-         str(record.compilations.get(n, ""))]
-        for n in record.cold
-    ]  # fmt: skip
+    body: list[list[str]] = []
+    for n in record.cold:
+        times = record.cold[n], max(record.disk[n], 0), max(record.other.get(n, 0), 0)
+        body.append([f"  {n}", *map(spoken, times), str(record.compilations.get(n, ""))])
     at = ", ".join(f"{x:,}" for x in record.lengths)
     out: list[Piece] = [Text(f"{record.contest.name}, {record.stage}, {at} tokens", "bold")]
     out += table([head, *body], right=(1, 2, 3, 4)) if body else []
@@ -259,7 +254,7 @@ def results(suite: str, races: list[Any], sizes: Sizes, rounds: int) -> dict[str
         part = parts.setdefault(name, {"machine": {**described(), **x.machine}, "settings": settings, "rows": {}})
         part["rows"][x.contest.name] = x.row()
     result = {"schema": schema.VERSION, "parts": parts}
-    schema.check(result)
+    schema.check(result)  # a file that the schema refuses is not written
     return result
 
 

@@ -73,10 +73,9 @@ def explain_point(args: argparse.Namespace, console: Console) -> answers.Command
     spans = places(mask, finding.clauses)
     position = {"b": args.b, "h": args.h, "q": args.q, "k": args.k}
     data = {**position, "visible": finding.visible, "because": finding.because, "clauses": quoted(mask, spans)}
-    text = answers.rows([
-        ("position", at), ("answer", Text(answer, STYLE[answer])), ("because", finding.because.replace("; ", "\n")),
-        ("mask", marked(mask, spans, STYLE[answer], console)),
-    ])  # fmt: skip
+    because = finding.because.replace("; ", "\n")
+    text = answers.rows([("position", at), ("answer", Text(answer, STYLE[answer])), ("because", because)])
+    text += answers.rows([("mask", marked(mask, spans, STYLE[answer], console))])
     return answers.CommandResult(data, text)
 
 
@@ -86,22 +85,18 @@ def explain_tile(args: argparse.Namespace, console: Console) -> answers.CommandR
     args.q_len = args.q_len or max(LENGTH, (i + 1) * bq, (j + 1) * bk)
     layout = laid_out(args, mask)
     finding = layout.explain(tile=args.tile, b=args.b, h=args.h)
-    at = {n: None if x is None else dict(zip("bhqk", x, strict=True)) for n, x in (
-        ("visible_at", finding.visible_at), ("hidden_at", finding.hidden_at)
-    )}  # fmt: skip
+    witnesses = {"visible_at": finding.visible_at, "hidden_at": finding.hidden_at}
+    at = {n: None if x is None else dict(zip("bhqk", x, strict=True)) for n, x in witnesses.items()}
     spans, style = places(mask, finding.clauses), STYLE[finding.kind]
     if finding.hidden_at is not None and finding.kind == "partial":  # no clause decides it whole: what hides some of it
         b, h, q, k = finding.hidden_at
         spans, style = places(mask, layout.explain(q, k, b, h).clauses), answers.BAD
-    data = {
-        "tile": [i, j], "b": args.b, "h": args.h, "kind": finding.kind, "because": finding.because, **at,
-        "clauses": quoted(mask, spans),
-    }  # fmt: skip
+    data = {"tile": [i, j], "b": args.b, "h": args.h, "kind": finding.kind, "because": finding.because, **at}
+    data["clauses"] = quoted(mask, spans)
     where = f"queries {ends(i, bq, layout.q_len)}, keys {ends(j, bk, layout.kv_len)}{of_slice(args)}"
-    text = answers.rows([
-        ("tile", where), ("answer", Text(finding.kind, STYLE[finding.kind])), ("because", finding.because),
-        ("mask", marked(mask, spans, style, console)),
-    ])  # fmt: skip
+    kind = Text(finding.kind, STYLE[finding.kind])
+    text = answers.rows([("tile", where), ("answer", kind), ("because", finding.because)])
+    text += answers.rows([("mask", marked(mask, spans, style, console))])
     return answers.CommandResult(data, text)
 
 
@@ -137,10 +132,11 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
     source, lines = mask.source, []
     start = 0
     for line in source.split("\n"):
+        # a span may reach over several lines
         marks = [(max(s.start - start, 0), min(s.stop - start, len(line))) for s in spans]
         marks = [(a, z) for a, z in marks if a < z]
         if marks:
-            text = Text(line.replace("\t", " "))
+            text = Text(line.replace("\t", " "))  # one column, as the carets count
             for a, z in marks:
                 text.stylize(f"{style} underline", a, z)
             lines.append(text)
@@ -156,10 +152,8 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
 
 def explain_stages(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     q_len = args.q_len or LENGTH
-    stages = compiled(read_program(args)).stages(
-        q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads, head_dim=64, dtype="float32",
-        backend=args.backend,
-    )  # fmt: skip
+    sizes = {"q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads}
+    stages = compiled(read_program(args)).stages(**sizes, head_dim=64, dtype="float32", backend=args.backend)
     texts = {name: stages.text(name) for name in NAMES}
     text: list[answers.Piece] = []
     for name in NAMES:
@@ -167,6 +161,7 @@ def explain_stages(args: argparse.Namespace, console: Console) -> answers.Comman
     if stages.engines:
         text += ["", Text(f"-- engines {'-' * 69}", "bold"), Text(stages.engines)]
     rules = dict(stages.rules.most_common())
+    # every stage begins with an empty line
     return answers.CommandResult({**texts, "engines": stages.engines, "rules": rules}, text[1:])
 
 
@@ -176,6 +171,7 @@ def shown(name: str, stages: Any, console: Console) -> Text:
     if name == "source" and stages.source:
         return answers.code(text, RECORDS[stages.target.backend].highlight, console)
     if name == "layout" and isinstance(stages.layout, Layout):
+        # the first line is a heading: a picture replaces the rest
         return Text.assemble(text.partition("\n")[0], "\n", terminal.layout_picture(stages.layout))
     return Text(text)
 
@@ -211,9 +207,8 @@ def plot(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     if path.suffix.lower() not in PAGES:
         layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or titled(program))
     elif (args.b, args.h, args.title) != (None, None, None) or args.dark:
-        raise ParameterError(
-            "--b, --h, --dark and --title are for .png and .svg: a page shows every slice, and follows the browser"
-        )
+        text = "--b, --h, --dark and --title are for .png and .svg: a page shows every slice, and follows the browser"
+        raise ParameterError(text)
     else:
         layout.to_html(path)
     bytes_ = path.stat().st_size

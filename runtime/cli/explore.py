@@ -40,10 +40,8 @@ def explore(args: argparse.Namespace, console: Console) -> CommandResult:
     for name, x in values.items():
         slider(name, FLOAT, x, x)  # an error where the page has none
     q_len = args.q_len or LENGTH
-    state = {
-        "text": text.strip(), "values": values, "q_len": q_len, "kv_len": args.kv_len or q_len,
-        "batch": args.batch, "heads": args.heads, "block": list(args.block), "documents": 8,
-    }  # fmt: skip
+    state = {"text": text.strip(), "values": values, "q_len": q_len, "kv_len": args.kv_len or q_len}
+    state |= {"batch": args.batch, "heads": args.heads, "block": list(args.block), "documents": 8}
     if args.port > 65535:
         raise ParameterError(f"--port {args.port}: ports end at 65535")
     with Analyst(tables) as analyst:

@@ -123,10 +123,8 @@ def add_check(p: argparse.ArgumentParser) -> None:
     which = p.add_argument_group("which cases")
     level = which.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="one call of each backend, in float32, with gradients")
-    level.add_argument(
-        "--all", action="store_true",
-        help="every dtype, length, number of key heads, rows with and without keys, forward and gradients",
-    )  # fmt: skip
+    every = "every dtype, length, number of key heads, rows with and without keys, forward and gradients"
+    level.add_argument("--all", action="store_true", help=every)
     level.add_argument("--case", type=case_of, metavar="CASE", help="one of them, by the name that a mismatch prints")
     which.add_argument(
         "--backend", nargs="+", metavar="B", help="these; default: all that run here without an interpreter"
@@ -162,6 +160,7 @@ def check(args: argparse.Namespace, console: Console) -> CommandResult:
     text = [*rows([*lines, ("errors", limit)]), "", *table([CHECK_HEAD, *summary(outcomes)], right=(3, 4, 5, 6, 7)), ""]
     for o in wrong:
         text += [row("MISMATCH", f"{o.case}\n{o.wrong}"), f"{'repeat':{WIDTH}}{repeat(args, o.case)}", ""]
+    # sorted, as groupby joins neighbours alone
     for why, of in groupby(sorted((o for o in outcomes if o.refused), key=lambda o: o.refused), lambda o: o.refused):
         text.append(row("refused", Text(f"{', '.join(sorted({o.case.backend for o in of}))}: {why}", SOME)))
     if slow := [] if args.case or args.backend else left_out():
@@ -182,22 +181,23 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for name in args.backend or ():
         check_name(name)
     lengths = [(args.q_len, args.kv_len or args.q_len)] if args.q_len else list(LENGTHS)
-    heads = args.heads if args.heads > 1 else 4
+    heads = args.heads if args.heads > 1 else 4  # several, so that key heads can be shared
     shared = [n for n in (heads // 2, heads, 1) if heads % n == 0]
-    ragged = lengths[2 % len(lengths)]
+    ragged = lengths[2 % len(lengths)]  # of a single length, that one
     few = [(lengths[1 % len(lengths)], shared[0], False, False), (ragged, shared[0], False, True)]
     few.append((ragged, heads, True, True))
     every = list(product(lengths, dict.fromkeys(shared), (False, True), (False, True)))
     picked = every if args.all else few[1:2] if args.quick else few
     for framework in installed():
         for backend in backends_of(framework):
+            # the reference would be compared with itself
             if backend.oracle or not takes_part(backend, framework, args.backend):
                 continue
-            dtypes = [n for n in DTYPES if not backend.refused_dtype(n)]
+            dtypes = [n for n in DTYPES if not backend.refused_dtype(n)]  # a refused dtype is no case
             for dtype in args.dtype or (dtypes if args.all else dtypes[: 1 if args.quick else 2]):
                 if dtype in dtypes:
                     for (q, k), kv_heads, hidden, gradients in picked:
-                        gradients &= backend.has_gradients(framework)
+                        gradients &= backend.has_gradients(framework)  # without a backward the forward is checked
                         yield Case(framework, backend.name, dtype, q, k, heads, kv_heads, hidden, gradients)
 
 
@@ -213,6 +213,7 @@ def takes_part(backend: Backend, framework: str, named: Sequence[str] | None) ->
 def left_out() -> list[str]:
     """Backends that take part where they are named: an interpreter runs them here."""
     all_of = ((b, framework) for framework in installed() for b in backends_of(framework) if not b.oracle)
+    # a backend may run in both frameworks
     return list(dict.fromkeys(b.name for b, f in all_of if takes_part(b, f, [b.name]) and not takes_part(b, f, None)))
 
 
@@ -240,6 +241,7 @@ def arrays(case: Case, batch: int) -> tuple[Any, ...]:
         import torch
 
         backend = RECORDS[case.backend]
+        # arrays are on a GPU where the backend runs nowhere else
         device = "cuda" if backend.accelerated and "cpu" not in backend.platforms and not backend.interpreted else "cpu"
         return tuple(torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in draws)
     import jax.numpy as jnp
@@ -358,11 +360,12 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
     assert reports is not None  # checked above
     architectures = args.arch or ["sm_90"]
     for arch in architectures:
-        triton_kernels.check_compiles(arch)
+        triton_kernels.check_compiles(arch)  # before anything is compiled
     att, sizes = compiled(read_program(args), args.block), shapes(args)
     stages = {arch: att.stages(backend=args.backend, arch=arch, **sizes) for arch in architectures}
     kernels: list[triton_kernels.KernelReport] = []
     dims = Dims(args.head_dim, args.v_dim or args.head_dim, args.dtype, args.heads // sizes["kv_heads"])
+    # the bar wants the number of kernels before they are compiled
     with progress(sum(len(re.findall(r"^def attention_", s.source, re.M)) for s in stages.values())) as step:
         for arch, s in stages.items():
             for one in reports(s.source, s.plan, s.target, dims, arch):
@@ -370,9 +373,8 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
                 step("compiling")
     lengths = (sizes[n] for n in ("q_len", "kv_len", "batch", "heads"))
     engines = att.plan(*lengths).engines(args.head_dim, sizes["kv_heads"], args.dtype, device="cuda")
-    data = {
-        "head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in kernels], "engines": engines,
-    }  # fmt: skip
+    data = {"head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in kernels]}
+    data["engines"] = engines
     text = [*table([REPORT_HEAD, *map(line, kernels)], right=(3, 4, 5, 6, 7, 8)), "", *map(Text, engines.splitlines())]
     return CommandResult(data, text, 0 if all(r.fits for r in kernels) else 1)
 
@@ -416,10 +418,8 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
     settings = {v.name: os.environ[v.name] for v in VARIABLES if v.name in os.environ}
     where = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cpus": cpus()}
     built, folders, calls = native(), caches(), usual()
-    data = {
-        **where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready,
-        "engines": engines(), "calls": calls, "caches": folders, "settings": settings,
-    }  # fmt: skip
+    data = {**where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready, "engines": engines()}
+    data |= {"calls": calls, "caches": folders, "settings": settings}
     files = {folder: f"{counted(usage['files'], 'file')}, {size(usage['bytes'])}" for folder, usage in folders.items()}
     text: list[Piece] = [
         row("frisket", f"{versions['frisket']}, Python {where['python']}"),
@@ -473,6 +473,7 @@ def usual() -> dict[str, str]:
 
 def caches() -> dict[str, dict[str, int]]:
     """Folders of generated kernels, how many files and bytes they hold."""
+    # the first of them is in the cache folder
     folders = [*sorted(cache_folder().glob("*/")), *native_build.directories()[1:]]
     contents = {str(folder): [f.stat().st_size for f in folder.rglob("*") if f.is_file()] for folder in folders}
     return {folder: {"files": len(sizes), "bytes": sum(sizes)} for folder, sizes in contents.items() if sizes}
@@ -489,10 +490,8 @@ def native() -> dict[str, Any]:
     cache = "kernels are kept nowhere" if folder is None else f"{folder}, {len(list(folder.glob('*.so')))} kernels"
     if folder not in (None, preferred):
         cache += f"; {preferred} cannot be written to"
-    return off | {
-        "compiler": f"{' '.join(command)}: {native_build.compiler_version(command)}",
-        "cpu": native_cpu.best(), "cache": cache,
-    }  # fmt: skip
+    compiler = f"{' '.join(command)}: {native_build.compiler_version(command)}"
+    return off | {"compiler": compiler, "cpu": native_cpu.best(), "cache": cache}
 
 
 def version(name: str) -> str | None:

@@ -27,10 +27,8 @@ from frisket.dsl.errors import FrisketError, MismatchError
 
 from .answer import BAD, NARROW, AnswerRow, CommandResult, Parser, Piece, folded, meant
 
-PLAIN = str.maketrans({
-    "×": "x", "·": ".", "→": "->", "…": "...", "–": "-", "≤": "<=", "╲": "\\", "’": "'", "✓": "+", "✗": "-",
-    "█": "#", "▓": "%", "▒": "+", "░": "-",
-})  # fmt: skip
+PLAIN: dict[int, int | str] = {**str.maketrans("×·–╲’✓✗█▓▒░", "x.-\\'+-#%+-")}
+PLAIN |= {ord("→"): "->", ord("…"): "...", ord("≤"): "<="}
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed what is wrong, or the help
         return int(stop.code or 0)
     except BrokenPipeError:  # `frisket … | head` is not an error
+        # Python flushes stdout when it ends, which would fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except FrisketError as error:
@@ -96,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain("not enough memory", f"{error}\n  ask for smaller lengths, or larger tiles with --block")
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 130  # 128 + SIGINT, as shells say it
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:

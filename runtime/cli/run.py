@@ -39,10 +39,8 @@ def add_run(p: argparse.ArgumentParser) -> None:
     add_subject(p)
     p.set_defaults(b=0, h=0)
     job = p.add_argument_group("the job")
-    job.add_argument(
-        "--tokens", nargs="+", type=Path, required=True, metavar="FILE",
-        help="read as bytes and packed into one sequence; EXPR reads the number of the file as `doc`",
-    )  # fmt: skip
+    tokens = "read as bytes and packed into one sequence; EXPR reads the number of the file as `doc`"
+    job.add_argument("--tokens", nargs="+", type=Path, required=True, metavar="FILE", help=tokens)
     job.add_argument("--max-tokens", type=positive, default=4096, metavar="TOKENS", help="default: %(default)s")
     job.add_argument("--heads", type=positive, default=8, metavar="N", help="default: %(default)s")
     job.add_argument("--head-dim", type=even, default=64, metavar="N", help="default: %(default)s")
@@ -70,26 +68,24 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     layout = program.mask.layout(len(files), len(files), heads=args.heads, block=args.block)
     arrays = projections(files.tokens, args.heads, args.head_dim)
     job = Job(arrays, mask, score, scalars(program), tables(program))
-    by_head = mask is not None and "h" in uses(mask)
+    by_head = mask is not None and "h" in uses(mask)  # one mask for all heads takes less memory
     seen = visible(mask, job.scalars, job.tables, args.heads, len(files), by_head)
     bench = prepare_bench(framework, job, seen, compiled(program))
 
     rivals = [bench.dense, *([bench.builtin] if bench.builtin else [])]
     pieces = args.heads * -(-len(files) // SLAB)
-    with progress(args.repeats + 1 + pieces) as step:
+    with progress(args.repeats + 1 + pieces) as step:  # the first round is not counted
         seconds = timed(bench, rivals, args.repeats, step)
         errors = compared(job, bench, step)
 
     data, lines = described(program)
     layout_data, facts = laid(layout, program.mask)
     where = f"{platform.machine()}, {cpu_count()}"
-    data |= layout_data | {
-        "files": dict(zip(files.names, files.lengths, strict=True)), "tokens": len(files),
-        "available": files.available, "framework": bench.name, "machine": where, "heads": args.heads,
-        "head_dim": args.head_dim, "repeats": args.repeats,
-        "seconds": {"frisket": seconds[0]} | {r.name: s for r, s in zip(rivals, seconds[1:], strict=True)},
-        "ratio": seconds[1] / seconds[0], "error": errors[0], "error_dense": errors[1],
-    }  # fmt: skip
+    data |= {**layout_data, "files": dict(zip(files.names, files.lengths, strict=True)), "tokens": len(files)}
+    data |= {"available": files.available, "framework": bench.name, "machine": where, "heads": args.heads}
+    data |= {"head_dim": args.head_dim, "repeats": args.repeats}
+    data["seconds"] = {"frisket": seconds[0]} | {r.name: s for r, s in zip(rivals, seconds[1:], strict=True)}
+    data |= {"ratio": seconds[1] / seconds[0], "error": errors[0], "error_dense": errors[1]}
     good = errors[0] <= 2 * errors[1] + 1e-6
     times = [f"{spoken(s):>8}" for s in seconds]
     table = [f"{times[0]}  frisket"]
@@ -98,11 +94,10 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     error = f"{errors[0]:.1e} from the float64 reference at most; dense attention: {errors[1]:.1e}"
     text = rows([("tokens", packing(files, args.max_tokens)), *lines, *facts])
     text += ["", picture(layout, args, console), ""]
-    text += rows([
-        ("run", f"{bench.name}, float32, {args.heads} heads of {args.head_dim}, {where}"),
-        ("time", "\n".join(table) + f"\nmedians of {args.repeats} run{'s' * (args.repeats > 1)}, interleaved"),
-        ("error", error if good else f"{error}\nMISMATCH: more than 2 × that of dense attention + 1e-6"),
-    ])  # fmt: skip
+    how = f"{bench.name}, float32, {args.heads} heads of {args.head_dim}, {where}"
+    medians = "\n".join(table) + f"\nmedians of {args.repeats} run{'s' * (args.repeats > 1)}, interleaved"
+    error = error if good else f"{error}\nMISMATCH: more than 2 × that of dense attention + 1e-6"
+    text += rows([("run", how), ("time", medians), ("error", error)])
     return CommandResult(data, text, 0 if good else 1)
 
 
@@ -159,6 +154,7 @@ def pack(paths: Sequence[Path], limit: int) -> Packed:
     """Read files as bytes and put them one after the other. Where they have more than `limit` bytes, the
     longest are cut at their end until the sum fits: dense attention and the oracle grow with its square."""
     contents = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
+    # an empty file is no document
     named = [(path.name, data) for path, data in zip(paths, contents, strict=True) if len(data)]
     if not named:
         raise ShapeError("the files are empty; give --tokens at least one byte")
@@ -173,7 +169,7 @@ def pack(paths: Sequence[Path], limit: int) -> Packed:
 def shares(lengths: Sequence[int], limit: int) -> list[int]:
     """`shares([10, 200, 300], 110) == [10, 50, 50]`: the same cap for everyone, as high as the limit allows."""
     left, out = limit, list(lengths)
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])  # what the shortest leave is for the others
     for rank, i in enumerate(order):
         out[i] = min(lengths[i], left // (len(order) - rank))
         left -= out[i]
@@ -192,7 +188,7 @@ def projections(tokens: NDArray[np.uint8], heads: int, dim: int) -> tuple[Array,
         even, odd = x[..., 0::2], x[..., 1::2]
         return np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(x.shape)
 
-    return turn(q), turn(k), np.ascontiguousarray(v)
+    return turn(q), turn(k), np.ascontiguousarray(v)  # contiguous, as q and k are
 
 
 # -- frameworks -----------------------------------------------------------------------------------
@@ -254,14 +250,13 @@ def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
     def written() -> Any:
         s = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
         s = program({**env, "score": s}, tables) if program else s
+        # a query without keys divides 0 by 0
         return functional.softmax(s.masked_fill_(~mask, -torch.inf), dim=-1).nan_to_num_(0.0) @ v
 
     sdpa = Rival("scaled_dot_product_attention(attn_mask)", builtin)
     with_score = Rival("dense, mask and score mod written out", written)
-    return Bench(
-        f"torch {torch.__version__}", lambda: attention(q, k, v),
-        with_score if program else sdpa, sdpa if program else None, lambda x: np.asarray(x),
-    )  # fmt: skip
+    rivals: tuple[Rival, Rival | None] = (with_score, sdpa) if program else (sdpa, None)
+    return Bench(f"torch {torch.__version__}", lambda: attention(q, k, v), *rivals, lambda x: np.asarray(x))
 
 
 def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
@@ -284,18 +279,17 @@ def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
         if score is not None:
             s = evaluate(score, {**env, "score": s}, tables, int64=False, float64=False)
         p = jax.nn.softmax(jnp.where(mask, s, -jnp.inf), axis=-1, where=mask)
+        # the softmax of a query without keys is NaN
         return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(mask, p, 0), v)
 
     def ready(fn: Callable[..., Any], *arrays: Any) -> Callable[[], Any]:
-        return lambda: fn(*arrays).block_until_ready()
+        return lambda: fn(*arrays).block_until_ready()  # JAX returns before it has computed
 
     dot = Rival("jax.nn.dot_product_attention(mask)", ready(builtin, q, k, v, mask))
     with_score = Rival("dense, mask and score mod written out", ready(written, q, k, v, mask))
-    return Bench(
-        f"jax {jax.__version__}", ready(attention, q, k, v),
-        with_score if score is not None else dot, dot if score is not None else None,
-        lambda x: np.asarray(x).swapaxes(1, 2),
-    )  # fmt: skip
+    rivals: tuple[Rival, Rival | None] = (with_score, dot) if score is not None else (dot, None)
+    ours = ready(attention, q, k, v)
+    return Bench(f"jax {jax.__version__}", ours, *rivals, lambda x: np.asarray(x).swapaxes(1, 2))
 
 
 # -- measuring ------------------------------------------------------------------------------------
@@ -324,13 +318,12 @@ def oracle(
     q, k, v = arrays
     heads, length = q.shape[1:3]
     scale, sizes = q.shape[-1] ** -0.5, (1, heads, length, k.shape[2])
+    how: dict[str, Any] = {"scale": scale, "params": params, "tables": tables, "sizes": sizes, "rounded": rounded}
     for h in range(heads):
         for start in range(0, length, SLAB):
             at = (slice(h, h + 1), slice(start, min(start + SLAB, length)))
-            out, _ = dense.attention(
-                q[:, *at], k[:, at[0]], v[:, at[0]], mask, score, scale=scale, params=params,
-                tables=tables, origin=(0, h, start, 0), sizes=sizes, rounded=rounded,
-            )  # fmt: skip
+            origin = 0, h, start, 0
+            out, _ = dense.attention(q[:, *at], k[:, at[0]], v[:, at[0]], mask, score, origin=origin, **how)
             yield at, out
 
 

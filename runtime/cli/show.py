@@ -100,11 +100,9 @@ def described(program: Program) -> tuple[dict[str, Any], list[tuple[str, str | T
     simple_mask, simple_score = prepare(mask, score, counts=counts)
     bound = scalars(program)
     shapes = {n: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for n, x in tables(program).items()}
-    data = {
-        "mask": text(mask), "score": text(score),
-        "simplified": {"mask": text(simple_mask), "score": text(simple_score)},
-        "rules": dict(counts.most_common()), "params": bound, "tables": shapes,
-    }  # fmt: skip
+    data: dict[str, Any] = {"mask": text(mask), "score": text(score)}
+    data["simplified"] = {"mask": text(simple_mask), "score": text(simple_score)}
+    data |= {"rules": dict(counts.most_common()), "params": bound, "tables": shapes}
     where = ", ".join(f"{n} = {x}" for n, x in {**bound, **shapes}.items())
     lines: list[tuple[str, str | Text]] = []
     for part, simple, nothing in (
@@ -122,7 +120,7 @@ def written(part: BoundExpr) -> str:
     """The text of a mask or score mod in its program, on one line; as it prints, where there is no such text."""
     for span, e in part.sites:
         source = " ".join(part.source[span.start : span.stop].split())
-        if e is part.expr and "#" not in source:
+        if e is part.expr and "#" not in source:  # in one line a comment would hide what follows
             return source
     return str(part)
 
@@ -134,18 +132,20 @@ def text(e: Expr | None) -> str | None:
 def laid(layout: Layout, mask: Mask) -> tuple[dict[str, Any], list[tuple[str, str | Text]]]:
     """Counts and facts of a layout: as data, and for people who have never seen one."""
     c, f, (bq, bk) = layout.counts, layout.facts, layout.block
-    data = {
-        "q_len": layout.q_len, "kv_len": layout.kv_len, "batch": layout.batch, "heads": layout.heads,
-        "block": list(layout.block), "counts": asdict(c), "exact": layout.exact, "density": layout.density,
-        "facts": f.as_dict(), "visible_pairs": f.visible_pairs,
-    }  # fmt: skip
+    data: dict[str, Any] = {
+        "q_len": layout.q_len,
+        "kv_len": layout.kv_len,
+        "batch": layout.batch,
+        "heads": layout.heads,
+    }
+    data |= {"block": list(layout.block), "counts": asdict(c), "exact": layout.exact, "density": layout.density}
+    data |= {"facts": f.as_dict(), "visible_pairs": f.visible_pairs}
     shape = f"{counted(layout.q_len, 'query', 'queries')} × {counted(layout.kv_len, 'key')}, in tiles of {bq} × {bk}"
     if layout.batch * layout.heads > 1:
         shape += f"; batch {layout.batch:,}, {counted(layout.heads, 'head')}"
-    lines: list[tuple[str, str | Text]] = [
-        ("sizes", shape), ("visible", visible(layout)), ("tiles", tiles(layout)), ("saved", saved(layout)),
-        ("rows", empty_rows(layout, mask)), ("kernels", reached(layout)), ("found", exactness(layout)),
-    ]  # fmt: skip
+    lines: list[tuple[str, str | Text]] = [("sizes", shape), ("visible", visible(layout)), ("tiles", tiles(layout))]
+    lines += [("saved", saved(layout)), ("rows", empty_rows(layout, mask)), ("kernels", reached(layout))]
+    lines.append(("found", exactness(layout)))
     if f.tables:
         lines.append(("tables", "\n".join(f"{name}: {facts}" for name, facts in f.tables.items())))
     if f.lookups:
@@ -186,7 +186,7 @@ def saved(layout: Layout) -> Text:
     d = layout.density
     if d in (0, 1):
         return Text("nothing: every tile is read" if d else "all of dense attention's FLOPs: nothing is visible")
-    part = f"{100 * (1 - d):.3g}" if d > 0.005 else f"{100 * (1 - d):.5g}"
+    part = f"{100 * (1 - d):.3g}" if d > 0.005 else f"{100 * (1 - d):.5g}"  # near 100 % three digits say nothing
     times = f"{1 / d:,.0f}" if d < 0.1 else f"{1 / d:.1f}"
     return Text.assemble((f"{part} % of dense attention's FLOPs", GOOD), f": {times} times fewer tiles are read")
 
@@ -276,7 +276,7 @@ def holds(e: Entry, words: Sequence[str]) -> bool:
 
 def listed(chosen: Sequence[Entry], console: Console) -> list[Piece]:
     """A line for each entry: its signature and its sentence."""
-    most = min(44, console.width * 2 // 5)
+    most = min(44, console.width * 2 // 5)  # the sentences get the larger part of a line
     width = min(most, max(len(short(e, most)) for e in chosen))
     text: list[Piece] = []
     for section, part in groupby(chosen, key=lambda e: e.section):
@@ -292,10 +292,8 @@ def short(e: Entry, most: int) -> str:
 
 def in_full(e: Entry, console: Console) -> list[Piece]:
     """A description of one library entry, with an example mask whose numbers suit it."""
-    text = rows([
-        ("entry", Text(e.signature, "bold cyan")), ("", e.sentence), ("formula", e.formula), ("source", e.source),
-        ("text", e.text), ("example", e.example),
-    ])  # fmt: skip
+    parts = (("formula", e.formula), ("source", e.source), ("text", e.text), ("example", e.example))
+    text = rows([("entry", Text(e.signature, "bold cyan")), ("", e.sentence), *parts])
     mask = program(e.example).mask if e.example else None
     if mask is not None:
         layout = mask.layout(LENGTH, LENGTH)
@@ -313,7 +311,7 @@ def add_completion(p: argparse.ArgumentParser) -> None:
 
 
 def completion(args: argparse.Namespace, console: Console) -> CommandResult:
-    import shtab
+    import shtab  # no other command needs it
 
     top = parser(*COMMANDS)
     for action in top._actions:
@@ -350,7 +348,7 @@ def read_program(args: argparse.Namespace, **more: Any) -> Program:
     """The mask and score mod of EXPR, --score, --set and --table; `more` binds those names that occur."""
     text, name = source(args.expr, args.score)
     bindings = {**dict(map(scalar, args.set)), **dict(map(table, args.table))}
-    parsed = read(text, params=bindings, name=name)
+    parsed = read(text, params=bindings, name=name)  # says which names there are
     values = {**bindings, **chosen(more, bindings, parsed)}
     lone = parsed.expr is not None and parsed.expr.type is not FLOAT
     whole = Program(mask(text, **values)) if lone else program(text, name, **values)
@@ -407,10 +405,8 @@ def shapes(args: argparse.Namespace) -> dict[str, Any]:
     q_len, kv_heads = args.q_len or LENGTH, args.kv_heads or args.heads
     if args.heads % kv_heads:
         raise ShapeError(f"--heads {args.heads} is no multiple of --kv-heads {kv_heads}; key heads are shared evenly")
-    return {
-        "q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads, "kv_heads": kv_heads,
-        "head_dim": args.head_dim, "v_dim": args.v_dim, "dtype": args.dtype,
-    }  # fmt: skip
+    data: dict[str, Any] = {"q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads}
+    return data | {"kv_heads": kv_heads, "head_dim": args.head_dim, "v_dim": args.v_dim, "dtype": args.dtype}
 
 
 def laid_out(args: argparse.Namespace, mask: Mask) -> Layout:
@@ -418,10 +414,8 @@ def laid_out(args: argparse.Namespace, mask: Mask) -> Layout:
     q_len = args.q_len or LENGTH
     kv_len = args.kv_len or q_len
     if (rows := -(-q_len // args.block[0])) > ROWS:
-        raise ParameterError(
-            f"{q_len:,} queries are {rows:,} rows of tiles, more than {ROWS:,}\n"
-            f"  take larger tiles, for example --block {-(-q_len // ROWS)}"
-        )
+        message = f"{q_len:,} queries are {rows:,} rows of tiles, more than {ROWS:,}\n"
+        raise ParameterError(f"{message}  take larger tiles, for example --block {-(-q_len // ROWS)}")
     mask.check_tables(q_len, kv_len, args.batch, args.heads)
     for name, at, size in (("--b", args.b, args.batch), ("--h", args.h, args.heads)):
         if at is not None and at >= size:
@@ -437,7 +431,7 @@ def source(expr: str, score: str | None) -> tuple[str, str]:
         text = expr if not is_program else sys.stdin.read() if expr == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ParameterError(f"{'standard input' if expr == '-' else expr} is not UTF-8 text") from None
-    except ValueError:
+    except ValueError:  # a null character
         raise ParameterError(f"{expr!r} is no name of a file") from None
     name = "standard input" if expr == "-" else path.name if is_program else "mask"
     text = text.removeprefix("\ufeff") if is_program else text  # some editors and shells begin with it
@@ -474,10 +468,8 @@ def table(text: str) -> tuple[str, NDArray[Any]]:
     """`table("doc=doc.npy")` or `table("doc=[0, 0, 1]")`: the name and the array."""
     name, _, value = (part.strip() for part in text.partition("="))
     if not value or not name:
-        raise ParameterError(
-            f"--table {text}: write NAME=FILE with a .npy file, for example --table doc=doc.npy, or the numbers, "
-            "for example --table doc=[0,0,1,1]"
-        )
+        message = f"--table {text}: write NAME=FILE with a .npy file, for example --table doc=doc.npy, or the numbers, "
+        raise ParameterError(f"{message}for example --table doc=[0,0,1,1]")
     if not value.startswith("[") and re.fullmatch(r"[-+\w.]+(\s*,\s*[-+\w.]*)+", value):
         raise ParameterError(f"--table {text}: the numbers stand in brackets: write --table {name}=[{value}]")
     return name, inline_array(text, value) if value.startswith("[") else array_of_file(text, value)
@@ -487,18 +479,16 @@ def inline_array(text: str, value: str) -> NDArray[Any]:
     try:
         array = np.asarray(json.loads(value))
     except (ValueError, RecursionError, OverflowError):
-        array = np.empty(0, object)
+        array = np.empty(0, object)  # refused below
     if array.dtype.kind not in "biuf":
-        raise ParameterError(
-            f"--table {text}: the numbers stand in brackets, for example doc=[0,0,1,1], and rows of equal length in "
-            "brackets of theirs, for example t=[[0,1],[2,3]]"
-        )
+        message = f"--table {text}: the numbers stand in brackets, for example doc=[0,0,1,1], and rows of equal length "
+        raise ParameterError(f"{message}in brackets of theirs, for example t=[[0,1],[2,3]]")
     return array
 
 
 def array_of_file(text: str, file: str) -> NDArray[Any]:
     try:
-        array = np.load(file, allow_pickle=False)
+        array = np.load(file, allow_pickle=False)  # a pickle may run anything
     except (ValueError, EOFError) as error:
         raise ParameterError(f"--table {text}: {file} is not a .npy file ({error}); write it with numpy.save") from None
     if not isinstance(array, np.ndarray):

@@ -34,7 +34,7 @@ class Figure(Plain):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        FigureCanvasAgg(self)
+        FigureCanvasAgg(self)  # which pyplot would make
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
@@ -64,6 +64,7 @@ def figure_of(layout: Tiling, style: Style, panels: Sequence[Panel], of: int) ->
         _draw(figure.add_axes(box), layout, style, panel, _label(panel, layout) if named else "", (width, height))
 
     def write(text: str, y: float, **options: Any) -> None:
+        # a `$` in a mask begins no formula
         figure.text(pt(14) / full_width, 1 - y / full_height, text, va="top", parse_math=False, **options)
 
     p = style.palette
@@ -93,7 +94,7 @@ def _draw(axes: Axes, layout: Tiling, style: Style, panel: Panel, label: str, pi
     ends = (0, columns * panel.step[1], rows * panel.step[0], 0)
     axes.imshow(panel.colours, extent=ends, interpolation="none", aspect="auto")
     axes.set_xlim(0, layout.kv_len)
-    axes.set_ylim(layout.q_len, 0)
+    axes.set_ylim(layout.q_len, 0)  # queries run downwards
     axes.xaxis.tick_top()
     axes.tick_params(length=2.5, width=0.6, color=p.dim, labelcolor=p.dim, labelsize=7.5, pad=2)
     for spine in axes.spines.values():
@@ -104,6 +105,7 @@ def _draw(axes: Axes, layout: Tiling, style: Style, panel: Panel, label: str, pi
         (axes.yaxis, layout.q_len, layout.block[0], layout.origin[2], pixels[1]),
     ):
         tiles = -(-length // block)
+        # lines only where a cell is a tile or less
         if tiles <= LINES and n / tiles >= style.points(2.5) and panel.tiles in ((0, 0), (1, 1)):
             axis.remove_overlapping_locs = False  # lines where there are labels too
             axis.set_ticks(np.arange(1, tiles) * block, minor=True)

@@ -52,12 +52,12 @@ def mask(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
     scalars = {**layout.params, **dict(zip(SIZES, layout.sizes, strict=True))}
     try:
         text, sites = places(layout.shown, {**layout.params, **tables})
+        # not simplified: a page explains the clauses that were written
         page_program = program(layout.written, scalars, tables, pack, layout.shown)
         size = sum(sum(map(len, table["array"].values())) for table in page_program["tables"].values())
         if size > TABLES:
-            raise BudgetError(
-                f"its tables take {size / (1 << 20):.1f} MiB, more than the {TABLES >> 20} a page carries"
-            )
+            message = f"its tables take {size / (1 << 20):.1f} MiB, more than the {TABLES >> 20} a page carries"
+            raise BudgetError(message)
     except BudgetError as error:
         return {"text": " ".join(repr(layout.shown).split()), "spans": {}, "program": None, "why": str(error)}
     index = {node: i for i, node in enumerate(walk(layout.written))}
@@ -76,6 +76,7 @@ def program(
     index = {node: i for i, node in enumerate(walk(root))}
     read = sorted({n.name for n in index if n.op in ("lookup", "segment")})
     nodes = [_node(n, index, scalars, tables) for n in index]
+    # where int64 may overflow, the page has to wrap as numpy does
     for n in modular(root):
         nodes[index[n]][0] = f"wrapping_{n.op}"
     wording = Wording(root if shown is None else shown)
@@ -105,6 +106,7 @@ def _literal(value: Any, floating: bool) -> Any:
     if floating:
         x = float(value)
         return x if math.isfinite(x) else "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+    # a number of JavaScript would round it
     return str(value) if not isinstance(value, bool) and abs(value) > SAFE else value
 
 
@@ -144,7 +146,7 @@ def elements(array: Array) -> tuple[str, Array]:
         kind = "f8" if a.dtype.itemsize > 4 else "f4"
     else:
         kind = "i4" if np.abs(a.astype(np.float64)).max(initial=0.0) < 2**31 else "i8"
-    return kind, a.astype("<" + kind)
+    return kind, a.astype("<" + kind)  # little-endian, as typed arrays of browsers are
 
 
 ROOM = str(__package__)
@@ -171,10 +173,8 @@ def to_html(layout: Tiling, path: str | Path | None = None) -> str:
     if where is not None and where.suffix.lower() not in (".html", ".htm"):
         raise ParameterError(f"cannot write {where.name!r}: name it .html; for .png and .svg there is `plot`")
     page_data = data(layout)
-    page = filled(
-        policy=POLICY, title=escape(page_data["mask"]["text"]), data=script(page_data), start=START,
-        still=notebook(layout), **captions(layout),
-    )  # fmt: skip
+    parts = {"policy": POLICY, "title": escape(page_data["mask"]["text"]), "data": script(page_data), "start": START}
+    page = filled(**parts, still=notebook(layout), **captions(layout))
     if where is not None:
         save(where, page.encode())
     return page
@@ -196,18 +196,14 @@ def data(layout: Tiling, pack: Pack = packed, table: Pack | None = None) -> dict
     packed_runs = runs(layout, pack)
     size = sum(len(text) for array in packed_runs.values() for text in array.values())
     if size > PACKED:
-        raise BudgetError(
-            f"the runs of this layout take {size >> 20} MiB, a page carries {PACKED >> 20}; take larger tiles, or "
-            "lay out a part with `origin` and `sizes`"
-        )
+        message = f"the runs of this layout take {size >> 20} MiB, a page carries {PACKED >> 20}; take larger tiles, "
+        raise BudgetError(f"{message}or lay out a part with `origin` and `sizes`")
     b, h, q, k = layout.origin
-    return {
-        "qLen": layout.q_len, "kvLen": layout.kv_len, "batch": layout.batch, "heads": layout.heads,
-        "block": layout.block, "rows": layout.rows, "columns": layout.columns,
-        "origin": {"b": int(b), "h": int(h), "q": _starts(q), "k": _starts(k)},
-        "palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": packed_runs,
-        "mask": mask(layout, table or pack),
-    }  # fmt: skip
+    data: dict[str, Any] = {"qLen": layout.q_len, "kvLen": layout.kv_len, "batch": layout.batch, "heads": layout.heads}
+    data |= {"block": layout.block, "rows": layout.rows, "columns": layout.columns}
+    data["origin"] = {"b": int(b), "h": int(h), "q": _starts(q), "k": _starts(k)}
+    data |= {"palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": packed_runs}
+    return data | {"mask": mask(layout, table or pack)}
 
 
 def captions(layout: Tiling) -> dict[str, str]:
@@ -278,12 +274,12 @@ def _tiles(layout: Tiling) -> str:
 
 def percent(count: int, total: int) -> str:
     text = f"{100 * count / total:.3g} %"
-    return "> 99.9 %" if text == "100 %" and count < total else text
+    return "> 99.9 %" if text == "100 %" and count < total else text  # 100 % is for all of them
 
 
 def _facts(layout: Tiling) -> str:
     pairs = [*str(layout.facts).split("\n"), *([] if layout.exact else ["exact     no: the budget ran out"])]
-    rows = [(line[:9].strip(), line[9:].strip()) for line in pairs]
+    rows = [(line[:9].strip(), line[9:].strip()) for line in pairs]  # a name takes 9 columns
     rows += [("with", f"{name} = {value}") for name, value in layout.params.items()]
     rows += [("", f"{n}: {t.array.dtype}[{', '.join(map(str, t.array.shape))}]") for n, t in layout.tables.items()]
     return table(rows)

@@ -89,6 +89,7 @@ def panels(
 ) -> list[Panel]:
     """The different pictures of these heads, at most so many; `fine` is a cell's side in tokens, 0 for whole tiles."""
     named = uses(layout.written)
+    # entries that begin elsewhere look different
     by_batch = "b" in named or any(np.ndim(at) for at in layout.origin[2:])
     views: dict[Any, Panel] = {}
     looked: dict[tuple[int, int], Any] = {}  # the (b, h) that may differ -> what they look like
@@ -213,7 +214,7 @@ def plot(
         from .figure import figure_of
     with mpl.rc_context():
         mpl.rcdefaults()  # the same picture whatever style the caller has set
-        mpl.rcParams["svg.hashsalt"] = "frisket"
+        mpl.rcParams["svg.hashsalt"] = "frisket"  # ids in an SVG are random otherwise
         figure = figure_of(layout, style, drawn, len(batches) * len(heads))
         if where is not None:
             save(where, file_of(figure, where, dpi=dpi, facecolor=style.palette.paper))
@@ -252,16 +253,14 @@ def _fine(layout: Tiling, style: Style, tokens: bool | None, slices: int) -> int
     positions, longest = layout.q_len * layout.kv_len, max(layout.q_len, layout.kv_len)
     fits = positions <= TOKENS and longest <= style.pixels
     if tokens and not fits:
-        raise ParameterError(
-            f"tokens=True draws at most {TOKENS:,} positions, one pixel each or more; these are {positions:,} in "
-            f"{style.pixels} pixels a side\n  lay out a part with `origin` and `sizes`, give a larger `size`, or "
-            "see `to_html`"
-        )
+        text = f"tokens=True draws at most {TOKENS:,} positions, one pixel each or more; these are {positions:,} in "
+        text += f"{style.pixels} pixels a side\n  lay out a part with `origin` and `sizes`, give a larger `size`, or "
+        raise ParameterError(f"{text}see `to_html`")
     if tokens is not None or fits:
         return int(tokens is not False)
     looked = slices if uses(layout.written) & {"b", "h"} else 1
     if positions * min(looked, LOOKED_AT) > INSIDE:
         return 0
-    side = math.gcd(*layout.block)
+    side = math.gcd(*layout.block)  # a cell divides both sides of a tile
     steps = (n for n in range(1, side) if side % n == 0 and longest <= n * style.pixels)
     return next(steps, 0)

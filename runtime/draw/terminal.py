@@ -153,12 +153,12 @@ def picture(
 ) -> Text:
     """The picture with axes in tokens and a legend. `block` is a tile's size in tokens, `origin` the first
     query and key of the layout, `width` the columns there are."""
-    from rich.text import Text
+    from rich.text import Text  # a mask is laid out without rich
 
     rows, columns = grid.full.shape
     q_step, k_step = (s * b for s, b in zip(grid.step, block, strict=True))
     every = 4
-    text = Text(no_wrap=True, overflow="crop")
+    text = Text(no_wrap=True, overflow="crop")  # a picture with folded lines is none
     text.append(f"queries {ink.corner} keys\n", "dim")
     largest = max(origin[0] + (rows - 1) * q_step, origin[1] + (columns - 1) * k_step)
     marks = (tokens(origin[1] + c * k_step, largest).ljust(2 * every) for c in range(0, columns, every))
@@ -168,7 +168,7 @@ def picture(
         label = tokens(origin[0] + r * q_step, largest) if rows <= 16 or r % every == 0 else ""
         line = Text.assemble((f"{label:>{MARGIN - 1}} ", "dim"))
         for name in (names[level] for level in levels):
-            line.append((getattr(ink, name) * 2)[:2], STYLES[name])
+            line.append((getattr(ink, name) * 2)[:2], STYLES[name])  # two columns are about a square
         line.rstrip()
         text.append(line).append("\n")
     return text.append(_legend(grid, (q_step, k_step), ink, width))
@@ -203,6 +203,7 @@ def tokens(n: int, largest: int = 0) -> str:
         return str(n)
     if n > 1 << 20 and n % (1 << 18) == 0:
         return f"{n / (1 << 20):g}M"
+    # binary units first: most lengths are powers of 2
     for unit, size in (("M", 1 << 20), ("k", 1 << 10), ("M", 10**6), ("k", 10**3)):
         if n % size == 0:
             return f"{n // size}{unit}"

@@ -53,6 +53,7 @@ class Analyst:
     def ask(self, page: str, turn: int, question: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to `question`; `{"abandoned": True}` once the same page has asked with a higher turn."""
         with self.noting:
+            # set again, so that the page that has been silent longest comes first
             self.turns[page] = max(turn, self.turns.pop(page, turn))
             if len(self.turns) > PAGES:
                 self.turns.pop(next(iter(self.turns)))
@@ -98,10 +99,8 @@ class Worker:
     """One process that answers: pickles to its standard input, pickles from its standard output."""
 
     def __init__(self, tables: Mapping[str, Array], memory: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from frisket.runtime.explore.analyst import work; work({memory})"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+        command = [sys.executable, "-P", "-c", f"from frisket.runtime.explore.analyst import work; work({memory})"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.came: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.reader = threading.Thread(target=self._read, name="frisket-analyst")
         self.reader.start()

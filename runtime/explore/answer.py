@@ -49,10 +49,8 @@ TILES = 1 << 16  # along each axis
 ROWS = 1 << 19  # of tiles, of all batch entries and heads
 CHARACTERS = 20_000
 BUDGET = 1 << 30  # steps of an analysis, under half a second; tiles beyond that are drawn as partial
-NAMED = (  # numbers as the page calls them
-    "the number of queries", "the number of keys", "batch", "heads", "documents", "the tile's height",
-    "the tile's width",
-)  # fmt: skip
+# numbers as the page calls them
+NAMED = "the number of queries,the number of keys,batch,heads,documents,the tile's height,the tile's width".split(",")
 HEAT = 48  # samples along each axis of what becomes of a score
 CURVE = 129
 HEAD_DIM = 64
@@ -112,17 +110,15 @@ def checked(question: Mapping[str, Any]) -> Question:
     if not isinstance(block, list | tuple) or len(block) != 2:
         raise ShapeError("block is two lengths in tokens: (queries, keys)")
     for name, n in zip(NAMED, (*numbers.values(), *block), strict=True):
-        if type(n) is not int or not 1 <= n <= LONGEST:
+        if type(n) is not int or not 1 <= n <= LONGEST:  # True is an int, and no length
             raise ShapeError(f"{name} is {n!r}\n  write a whole number from 1 to {LONGEST:,}")
     for length, tile in zip((numbers["q_len"], numbers["kv_len"]), block, strict=True):
         if length > tile * TILES:
-            raise ShapeError(
-                f"{length:,} tokens in tiles of {tile:,} are more than {TILES:,} tiles\n  take larger tiles"
-            )
+            text = f"{length:,} tokens in tiles of {tile:,} are more than {TILES:,} tiles\n  take larger tiles"
+            raise ShapeError(text)
     if numbers["batch"] * numbers["heads"] * -(-numbers["q_len"] // block[0]) > ROWS:
-        raise ShapeError(
-            f"batch, heads and rows of tiles are more than {ROWS:,} together\n  take fewer, or larger tiles"
-        )
+        text = f"batch, heads and rows of tiles are more than {ROWS:,} together\n  take fewer, or larger tiles"
+        raise ShapeError(text)
     values, have = question.get("values", {}), question.get("have", [])
     if not isinstance(values, Mapping) or not all(isinstance(x, bool | int | float) for x in values.values()):
         raise ParameterError("values are numbers, true or false, by the names of parameters")
@@ -140,14 +136,12 @@ def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
     parts = [part for part in (what.mask, what.score) if part is not None]
     captions["facts"] += html.table(("note", n) for n in dict.fromkeys(n for part in parts for n in part.origin.notes))
     read_ = [n for n in files if any(n in part.tables for part in parts)]
-    return {
-        "data": html.data(layout, html.plain, partial(keyed, have=request.have)), **captions,
-        "title": " ".join(request.text.split()), "cost": cost(layout, spent),
-        "score": None if what.score is None else becomes(what.score, what.mask, request),
-        "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in guesses.items()},
-        "command": command(request, scalars, [*read_, *guesses]),
-        "python": python(request, what, scalars, guesses, read_),
-    }  # fmt: skip
+    data: dict[str, Any] = {"data": html.data(layout, html.plain, partial(keyed, have=request.have)), **captions}
+    data |= {"title": " ".join(request.text.split()), "cost": cost(layout, spent)}
+    data["score"] = None if what.score is None else becomes(what.score, what.mask, request)
+    data |= {"scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in guesses.items()}}
+    data["command"] = command(request, scalars, [*read_, *guesses])
+    return data | {"python": python(request, what, scalars, guesses, read_)}
 
 
 # -- from the text to a layout ------------------------------------------------------------------------------------
@@ -161,6 +155,7 @@ def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[
     whole = roots[0] if len(roots) == 1 else conj(*(e if e.type is BOOL else e > 0 for e in roots))
     names = names_of(whole)
     unfinished(syntax, roots, {*request.values, *files})
+    # what the page says replaces the defaults of the program
     values = {n: x for n, x in {**syntax.defaults, **request.values}.items() if n in names and n not in files}
     tables = {n: x for n, x in files.items() if n in names}
     scalars, guesses = all_sliders(values, tables, whole, request.problem)
@@ -218,7 +213,9 @@ def keyed(array: Array, have: frozenset[str]) -> dict[str, str]:
 
 def digest(array: Array) -> str:
     return hashlib.blake2b(
-        np.ascontiguousarray(array).tobytes() + str((array.dtype, array.shape)).encode(), digest_size=16
+        # equal bytes may have another shape
+        np.ascontiguousarray(array).tobytes() + str((array.dtype, array.shape)).encode(),
+        digest_size=16,
     ).hexdigest()
 
 
@@ -253,7 +250,7 @@ def amount(n: float, base: int, unit: str) -> str:
     """`amount(58_800_000, 1000, "FLOP") == "58.8 MFLOP"`."""
     prefixes = ("", "k", "M", "G", "T", "P", "E") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
     power = 0
-    while n >= 999.5 and power + 1 < len(prefixes):
+    while n >= 999.5 and power + 1 < len(prefixes):  # 999.5 would be written as 1e+03
         n, power = n / base, power + 1
     return f"{n:.3g} {prefixes[power]}{unit}"
 
@@ -267,7 +264,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
     named = uses(mod.expr)
     env: dict[str, Any] = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
     out: dict[str, Any] = {"text": mod.expanded}
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # a score mod may divide by 0: that shows as hidden
         if named & {"q", "k"}:
             q, k = (np.linspace(0, n - 1, min(n, HEAT)).astype(int) for n in (request.q_len, request.kv_len))
             env |= {"q": q[:, None], "k": k[None], "score": 1.0}
@@ -278,7 +275,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
                 return out | {"why": str(error)}
             change = np.broadcast_to(value, (len(q), len(k))) - 1.0
             seen = np.isfinite(change) & shows
-            reach = float(np.abs(change[seen]).max(initial=0.0)) or 1.0
+            reach = float(np.abs(change[seen]).max(initial=0.0)) or 1.0  # no 0 / 0 where nothing changes
             scaled = np.where(seen, np.round(change / reach, 3), 0.0)
             shown = [[x if s else None for x, s in zip(xs, ss)] for xs, ss in zip(scaled.tolist(), seen.tolist())]
             return out | {"change": shown, "reach": reach}
@@ -297,6 +294,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
 
 def command(request: Question, scalars: list[Slider], tables: list[str]) -> str:
     """A shell command that computes the answer."""
+    # a text that begins with - would be an option
     words = ["frisket", "show", " " * request.text.startswith("-") + request.text, "--q-len", str(request.q_len)]
     if request.kv_len != request.q_len:
         words += ["--kv-len", str(request.kv_len)]
@@ -319,6 +317,7 @@ def python(
     lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in guesses.values() if t.needs)
     lines += [f'{n} = np.load("{n}.npy")' for n in read_] + [t.code for t in guesses.values()]
     text = request.text.strip()
+    # in triple quotes nothing is escaped, and a text in lines stays readable
     text = f'"""\n{text}\n"""' if "\n" in text and not {"\\", '"'} & {*text} else json.dumps(text, ensure_ascii=False)
     values = {**{s.name: str(s.value) for s in scalars}, **{n: n for n in (*read_, *guesses)}}
 
@@ -348,10 +347,9 @@ LARGEST = 1e300  # what a slider reaches beyond it is no longer a float
 
 # what names mean in the library: a share of the queries (as n // so many), or a number of its own
 SHARES = (("w|window|left|right|radius", 32), ("p|prefix|offset|shift|q0|far_back", 8), ("k0|c", 4), ("s", 2))
-NUMBERS: tuple[tuple[str, float], ...] = (
-    ("g|stride.*|dilation.*|frames|t5", 4), ("kernel_frames", 3), ("kernel.*", 9), ("tile_frames", 2),
-    ("tile.*|.*_tile_.*", 8), ("buckets", 32), ("seed", 0), ("c|cap", 50.0), ("far", 128.0), ("p|rate|x", 0.5),
-)  # fmt: skip
+NUMBERS: tuple[tuple[str, float], ...] = (("g|stride.*|dilation.*|frames|t5", 4), ("kernel_frames", 3), ("kernel.*", 9))
+NUMBERS += (("tile_frames", 2), ("tile.*|.*_tile_.*", 8), ("buckets", 32), ("seed", 0), ("c|cap", 50.0))
+NUMBERS += (("far", 128.0), ("p|rate|x", 0.5))
 
 
 @dataclass(frozen=True)
@@ -399,6 +397,7 @@ def all_sliders(
     names = names_of(e)
     missing = {n: t for n, (rank, t) in names.items() if rank != 0 and n not in tables}
     reads = [n for n in walk(e) if n.op in ("lookup", "segment") and n.name in missing]
+    # lengths differ between entries, so that no slider stands for them all
     more = {n.name for n in reads if n.args != (var("b"),) or n.type is not INT or n.name.startswith(("len", "stop"))}
     alike = {n.name for n in reads} - more
     scalars = [
@@ -425,7 +424,7 @@ def guess(name: str, type: Type, problem: ProblemSize) -> Number:
         return next((float(x) for names, x in NUMBERS if isinstance(x, float) and re.fullmatch(names, name)), 1.0)
     side = math.isqrt(problem.q_len)
     exact = {"rows": side, "cols": side, "size": problem.q_len, "q1": problem.q_len * 5 // 8}
-    exact |= {"k1": problem.kv_len * 7 // 8}
+    exact["k1"] = problem.kv_len * 7 // 8
     if name in exact:
         return exact[name]
     for names, share in SHARES:
@@ -438,7 +437,7 @@ def slider(name: str, type: Type, value: Number, usual: Number) -> Slider:
     """A range around the usual value, wide enough for this one: it stays where it is while the value is moved."""
     if type is BOOL:
         return Slider(name, "Bool", bool(value), 0, 1, 1)
-    if not abs(value) <= LARGEST:
+    if not abs(value) <= LARGEST:  # this way round NaN is refused too
         raise ParameterError(f"`{name}` is not a number from -{LARGEST:g} to {LARGEST:g}")
     if type is FLOAT:
         high = 4 * _power(max(abs(usual), abs(value) / 4))
@@ -461,7 +460,7 @@ def made_up(name: str, type: Type, e: Expr, numbers: Mapping[str, Number], probl
     if math.prod(shape) > MOST:
         size = " × ".join(f"{n:,}" for n in shape)
         raise ParameterError(f"table `{name}` has {size} entries, more than are made up here; give it: --table")
-    draw, heads = np.random.default_rng(0), problem.heads
+    draw, heads = np.random.default_rng(0), problem.heads  # of one seed: the lines of Python draw the same numbers
     rng = "np.random.default_rng(0)"
     if type is BOOL:
         return MadeUp(draw.random(shape) < 0.05, f"{name} = {rng}.random({shape}) < 0.05", "one in 20 is marked")

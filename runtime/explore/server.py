@@ -290,17 +290,15 @@ WRITTEN = {"m": "causal", "f": "relu(score)", "e": "0.001", "is_causal": "true",
 
 def page(state: Mapping[str, Any], tables: Mapping[str, Any], nonce: str) -> str:
     """HTML for a browser that asks `./` for the rest. `state` is the first request; `tables` those from files."""
-    begin = {
-        "state": state, "longest": LONGEST, "library": [shown(e) for e in library().values() if e.name not in PARTS],
-        "files": {name: f"{t.dtype}[{', '.join(map(str, t.shape))}]" for name, t in tables.items()},
-        "tokens": token_classes(),
-    }  # fmt: skip
-    return html.filled(
-        title="frisket explore", buttons=HELP, nonce=f' nonce="{nonce}"', data=html.script(begin),
-        style=html.file(ROOM, "explore.css"), editor=html.file(ROOM, "editor.html"),
-        controls=html.file(ROOM, "controls.html"), more=html.file(ROOM, "more.html"),
-        start="\n".join(html.file(ROOM, f"{name}.js") for name in ("library", "controls", "complete", "explore")),
-    )  # fmt: skip
+    begin = {"state": state, "longest": LONGEST}
+    begin["library"] = [shown(e) for e in library().values() if e.name not in PARTS]
+    begin["files"] = {name: f"{t.dtype}[{', '.join(map(str, t.shape))}]" for name, t in tables.items()}
+    begin["tokens"] = token_classes()
+    files = {"style": "explore.css", "editor": "editor.html", "controls": "controls.html", "more": "more.html"}
+    parts = {name: html.file(ROOM, file) for name, file in files.items()}
+    parts["start"] = "\n".join(html.file(ROOM, f"{name}.js") for name in ("library", "controls", "complete", "explore"))
+    parts |= {"title": "frisket explore", "buttons": HELP, "nonce": f' nonce="{nonce}"', "data": html.script(begin)}
+    return html.filled(**parts)
 
 
 def token_classes() -> list[tuple[str, str]]:
@@ -332,7 +330,6 @@ def _words(names: Iterable[str]) -> str:
 def shown(e: Entry) -> dict[str, Any]:
     """An entry to choose: `text` is what is written for it."""
     arguments = ", ".join(WRITTEN.get(p, p) for p in e.params)
-    return {
-        "name": e.name, "signature": e.signature, "sentence": e.sentence, "formula": e.formula, "section": e.section,
-        "text": f"{e.name}({arguments})" if e.params else e.name, "score": e.section in SCORES,
-    }  # fmt: skip
+    data: dict[str, Any] = {"name": e.name, "signature": e.signature, "sentence": e.sentence, "formula": e.formula}
+    data |= {"section": e.section, "text": f"{e.name}({arguments})" if e.params else e.name}
+    return data | {"score": e.section in SCORES}

@@ -22,7 +22,7 @@ from frisket.runtime.machine.extras import extras
 from .tile_lists import BUDGET, distinct, elements, scene, why
 
 Array = NDArray[Any]
-_STEP = 1 << 21
+_STEP = 1 << 21  # elements looked at in one go
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,8 @@ def to_bsr(layout: Tiling, bits: bool = False) -> BSR:
     tiles = [_rows(layout, int(i)) for i in range(len(layout.spans.count))]
     cost = sum(int((tiles[i].kind == PARTIAL).sum()) for i in index) * layout.block[0] * layout.block[1]
     if cost > BUDGET:
-        raise ExportError(
-            f"the cut tiles hold {cost:,} elements, more than the {BUDGET:,} that an export looks at\n"
-            "  ask for to_bsr() without bits, a smaller crop, or smaller tiles"
-        )
+        text = f"the cut tiles hold {cost:,} elements, more than the {BUDGET:,} that an export looks at\n"
+        raise ExportError(f"{text}  ask for to_bsr() without bits, a smaller crop, or smaller tiles")
 
     alike = distance_only(expr)
 
@@ -110,6 +108,7 @@ def to_bsr(layout: Tiling, bits: bool = False) -> BSR:
 
 def _whole(layout: Tiling, rows: list[BlockRows], slice_of: Array) -> BSR:
     """Equal masks once."""
+    # a single mask has nothing to be compared with
     slices, place = distinct(rows, lambda m: () if len(rows) == 1 else (m.indptr, m.indices, m.kind, m.bits))
     shape = (layout.rows * layout.block[0], layout.columns * layout.block[1])
     return BSR(tuple(slices), place.astype(np.int32)[slice_of], shape)
@@ -133,8 +132,8 @@ def _looked_at(m: BlockRows, seen: Callable[[Array, Array], Array]) -> BlockRows
     row = np.repeat(np.arange(len(m.indptr) - 1), np.diff(m.indptr))
     cut = np.flatnonzero(m.kind != FULL)
     area = m.block[0] * m.block[1]
-    step = max(1, _STEP // area)
-    bits = [np.zeros((0, -(-area // 8)), np.uint8)]
+    step = max(1, _STEP // area)  # bounds the memory of a look
+    bits = [np.zeros((0, -(-area // 8)), np.uint8)]  # for a mask that cuts no tile
     kind = m.kind.copy()
     for at in np.split(cut, range(step, len(cut), step)):
         visible = seen(row[at], m.indices[at]).reshape(-1, area)
@@ -145,7 +144,7 @@ def _looked_at(m: BlockRows, seen: Callable[[Array, Array], Array]) -> BlockRows
     return BlockRows(indptr, m.indices[keep], kind[keep], np.concatenate(bits), m.block)
 
 
-_MOST = 1 << 26
+_MOST = 1 << 26  # entries of MaskInfo, which lies in scalar memory
 
 
 @dataclass(frozen=True)
@@ -193,11 +192,9 @@ def to_splash(layout: Tiling, fused: bool = False) -> Splash:
     _check_lengths(layout)
     bsr = to_bsr(layout, bits=True)
     if (differ := (bsr.slice_of != bsr.slice_of[:1]).any(axis=1)).any():
-        raise ExportError(
-            "splash attention has one mask for all batch entries, and entry "
-            f"{int(np.argmax(differ))} of the layout differs from the first\n"
-            "  lay the entries out one by one: batch=1 with origin=(b, 0, 0, 0)"
-        )
+        text = "splash attention has one mask for all batch entries, and entry "
+        text += f"{int(np.argmax(differ))} of the layout differs from the first\n"
+        raise ExportError(f"{text}  lay the entries out one by one: batch=1 with origin=(b, 0, 0, 0)")
     tiles, partial = _tiles(layout, bsr)
     _no_empty_row(layout, tiles, partial)
 
@@ -205,10 +202,10 @@ def to_splash(layout: Tiling, fused: bool = False) -> Splash:
         arrays = _walked(tiles, dkv, shrink and tiles.shape[0] == 1)
         data_next, mask_next, block_mask = (_small(x) for x in arrays)
         cut = np.ascontiguousarray(partial.swapaxes(-1, -2) if dkv else partial)
+        blocks, ids = (cut, mask_next) if len(cut) else (None, None)
         return MaskInfo(
-            data_next=data_next, mask_next=mask_next if len(cut) else None, block_mask=block_mask,
-            partial_mask_blocks=cut if len(cut) else None, q_sequence=None,
-        )  # fmt: skip
+            data_next=data_next, mask_next=ids, block_mask=block_mask, partial_mask_blocks=blocks, q_sequence=None
+        )
 
     return Splash(info(False, True), info(True, not fused), (int(layout.block[0]), int(layout.block[1])))
 
@@ -216,16 +213,14 @@ def to_splash(layout: Tiling, fused: bool = False) -> Splash:
 def _check_lengths(layout: Tiling) -> None:
     for name, n, tile in zip(("q_len", "kv_len"), (layout.q_len, layout.kv_len), layout.block, strict=True):
         if n % tile:
-            raise ExportError(
-                f"splash attention wants {name} to be whole tiles, and {n} is not a multiple of {tile}\n"
-                "  pad the sequence and hide the padding in the mask, or choose another tile size"
-            )
+            text = f"splash attention wants {name} to be whole tiles, and {n} is not a multiple of {tile}\n"
+            raise ExportError(f"{text}  pad the sequence and hide the padding in the mask, or choose another tile size")
 
 
 def _tiles(layout: Tiling, bsr: BSR) -> tuple[_Tiles, Array]:
     """The read tiles, and the distinct cut ones, bool [blocks, block_q, block_kv], in order of appearance."""
-    masks = [bsr.slices[s] for s in bsr.slice_of[0]]
-    masks = masks[:1] if all(m is masks[0] for m in masks) else masks
+    masks = [bsr.slices[s] for s in bsr.slice_of[0]]  # all batch entries are alike
+    masks = masks[:1] if all(m is masks[0] for m in masks) else masks  # one for all heads
     blocks: dict[bytes, int] = {}
     ids = []
     for m in masks:
@@ -236,14 +231,10 @@ def _tiles(layout: Tiling, bsr: BSR) -> tuple[_Tiles, Array]:
     area = layout.block[0] * layout.block[1]
     bits = np.frombuffer(b"".join(blocks), np.uint8).reshape(-1, -(-area // 8))
     partial = np.unpackbits(bits, axis=1, count=area, bitorder="little").astype(bool).reshape(-1, *layout.block)
-    tiles = _Tiles(
-        (len(masks), layout.rows, layout.columns),
-        np.repeat(np.arange(len(masks)), [len(m.kind) for m in masks]),
-        np.concatenate([np.repeat(np.arange(layout.rows), np.diff(m.indptr)) for m in masks]),
-        np.concatenate([m.indices for m in masks]).astype(np.int64),
-        np.concatenate([m.kind for m in masks]), np.concatenate(ids),
-    )  # fmt: skip
-    return tiles, partial
+    head = np.repeat(np.arange(len(masks)), [len(m.kind) for m in masks])
+    row = np.concatenate([np.repeat(np.arange(layout.rows), np.diff(m.indptr)) for m in masks])
+    column, kind = np.concatenate([m.indices for m in masks]).astype(np.int64), np.concatenate([m.kind for m in masks])
+    return _Tiles((len(masks), layout.rows, layout.columns), head, row, column, kind, np.concatenate(ids)), partial
 
 
 def _no_empty_row(layout: Tiling, tiles: _Tiles, partial: Array) -> None:
@@ -253,14 +244,14 @@ def _no_empty_row(layout: Tiling, tiles: _Tiles, partial: Array) -> None:
     full, cut = tiles.kind == FULL, tiles.kind == PARTIAL
     seen[tiles.head[full], tiles.row[full]] = True
     rows_of: Array = np.any(partial, axis=2)
+    # `|=` would count one of several tiles in a row
     np.logical_or.at(seen, (tiles.head[cut], tiles.row[cut]), rows_of[tiles.block[cut]])
     if not seen.all():
         h, row, i = (int(x[0]) for x in np.nonzero(~seen))
         q = row * layout.block[0] + i
-        raise ExportError(
-            f"query {q} of the layout sees no key, and splash attention would give it a mean over hidden ones\n"
-            f"  {why(layout, 0, h, q, 0)}\n  let every query see a key, or use to_block_mask() or to_fa4()"
-        )
+        text = f"query {q} of the layout sees no key, and splash attention would give it a mean over hidden ones\n"
+        text += f"  {why(layout, 0, h, q, 0)}\n  let every query see a key, or use to_block_mask() or to_fa4()"
+        raise ExportError(text)
 
 
 def _walked(tiles: _Tiles, dkv: bool, shrink: bool) -> tuple[Array, Array, Array]:
@@ -268,6 +259,7 @@ def _walked(tiles: _Tiles, dkv: bool, shrink: bool) -> tuple[Array, Array, Array
     read one at or after it, around the end. Shrunk, rows keep their read tiles only, on the left; the columns of dkv
     theirs, at the bottom."""
     heads, rows, columns = tiles.shape
+    # the grid of dkv walks columns, then heads, then rows
     order = np.lexsort((tiles.row, tiles.head, tiles.column)) if dkv else np.arange(len(tiles.kind))
     head, row, column, kind, block = (x[order] for x in (tiles.head, tiles.row, tiles.column, tiles.kind, tiles.block))
     step = (column * heads + head) * rows + row if dkv else (head * rows + row) * columns + column
@@ -301,10 +293,8 @@ def _walked(tiles: _Tiles, dkv: bool, shrink: bool) -> tuple[Array, Array, Array
 
 def _check_size(entries: int) -> None:
     if entries > _MOST:
-        raise ExportError(
-            f"MaskInfo holds three integers for every tile, in scalar memory, and {entries:,} are too many\n"
-            f"  use larger tiles: {_MOST:,} entries are the most"
-        )
+        text = f"MaskInfo holds three integers for every tile, in scalar memory, and {entries:,} are too many\n"
+        raise ExportError(f"{text}  use larger tiles: {_MOST:,} entries are the most")
 
 
 def _small(x: Array) -> Array:

@@ -54,10 +54,8 @@ def to_varlen(layout: Tiling) -> Varlen:
     """
 
     def too_many(b: int, h: int, q: int, runs: list[tuple[int, int]]) -> ExportError:
-        return ExportError(
-            f"varlen attention shows a query one run of keys, and query {q} of the layout sees {len(runs)}: "
-            f"{listed(runs)}\n  {why(layout, b, h, q, runs[0][1])}\n  to_slices(), {ANY}"
-        )
+        text = f"varlen attention shows a query one run of keys, and query {q} of the layout sees {len(runs)}: "
+        return ExportError(f"{text}{listed(runs)}\n  {why(layout, b, h, q, runs[0][1])}\n  to_slices(), {ANY}")
 
     seen = lines(layout, most=1, too_many=too_many)
     one_mask(layout, seen, "varlen attention")
@@ -74,6 +72,7 @@ def to_varlen(layout: Tiling) -> Varlen:
     cu = documents.cumulative(layout.batch * layout.q_len, layout.batch * layout.kv_len)
     longest_q, longest_k = np.diff(cu, axis=1).max(axis=1).tolist()
     causal = right == 0
+    # (-1, 0) says no more than `causal`
     window = (left, right) if left >= 0 or not causal else (-1, -1)
     return Varlen(cu[0], cu[1], longest_q, longest_k, causal, window)
 
@@ -85,10 +84,9 @@ def one_mask(layout: Tiling, seen: VisibleRuns, name: str) -> None:
         return
     b, h = (int(x[0]) for x in np.nonzero(of != of[:, :1]))
     q, k = _difference(seen, int(of[b, 0]), int(of[b, h]))
-    raise ExportError(
-        f"{name} has one mask for all heads, and heads 0 and {h} of the layout differ\n"
-        f"  {why(layout, b, 0, q, k)}\n  {why(layout, b, h, q, k)}\n  lay heads out one by one, or: {ANY}"
-    )
+    text = f"{name} has one mask for all heads, and heads 0 and {h} of the layout differ\n"
+    text += f"  {why(layout, b, 0, q, k)}\n  {why(layout, b, h, q, k)}\n  lay heads out one by one, or: {ANY}"
+    raise ExportError(text)
 
 
 def _difference(seen: VisibleRuns, s: int, t: int) -> tuple[int, int]:
@@ -108,7 +106,7 @@ def _difference(seen: VisibleRuns, s: int, t: int) -> tuple[int, int]:
 def packed(layout: Tiling, seen: VisibleRuns) -> tuple[Array, Array, Array]:
     """(query, first key, stop) of every run of every batch entry, one entry after another."""
     parts = []
-    for b, s in enumerate(seen.slice_of[:, 0].tolist()):
+    for b, s in enumerate(seen.slice_of[:, 0].tolist()):  # heads are alike, by `one_mask`
         ptr, start, stop = seen.of(s)
         query = np.repeat(np.arange(seen.length), np.diff(ptr))
         parts.append(np.stack([query + b * layout.q_len, start + b * layout.kv_len, stop + b * layout.kv_len]))
@@ -124,10 +122,8 @@ def _misfit(layout: Tiling, q: int, has: tuple[int, int], flags: tuple[int, int]
     odd = [k for k in sorted({a, z - 1, low, high - 1}) if (a <= k < z) != (low <= k < high)]
     k = min(max(odd[0], 0), layout.kv_len - 1) if odd else a
     shown = f" {listed([(low, high)])}" if flags else ""
-    return ExportError(
-        f"query {q} of the layout sees keys {listed([(a, z)])}, and {reason}{shown}\n"
-        f"  {why(layout, b, 0, q, k)}\n  to_slices() has more kinds of rectangle; {ANY}"
-    )
+    text = f"query {q} of the layout sees keys {listed([(a, z)])}, and {reason}{shown}\n"
+    return ExportError(f"{text}  {why(layout, b, 0, q, k)}\n  to_slices() has more kinds of rectangle; {ANY}")
 
 
 MOST = 64  # runs of keys a query may have
@@ -165,10 +161,8 @@ def to_slices(layout: Tiling) -> Slices:
     """
 
     def too_many(b: int, h: int, q: int, runs: list[tuple[int, int]]) -> ExportError:
-        return ExportError(
-            f"slices are long trapezoids, and query {q} of the layout alone sees {len(runs)} runs of keys: "
-            f"{listed(runs)}\n  {why(layout, b, h, q, runs[0][1])}\n  {ANY}"
-        )
+        text = f"slices are long trapezoids, and query {q} of the layout alone sees {len(runs)} runs of keys: "
+        return ExportError(f"{text}{listed(runs)}\n  {why(layout, b, h, q, runs[0][1])}\n  {ANY}")
 
     seen = lines(layout, most=MOST, too_many=too_many)
     one_mask(layout, seen, "a list of slices")
@@ -182,16 +176,14 @@ def to_slices(layout: Tiling) -> Slices:
         ptr, start, stop = (x.tolist() for x in seen.of(int(seen.slice_of[b, 0])))
         mine = list(zip(start[ptr[worst] : ptr[worst + 1]], stop[ptr[worst] : ptr[worst + 1]], strict=True))
         gap = mine[0][1] if len(mine) > 1 else max(mine[0][0] - 1, 0)
-        raise ExportError(
-            f"slices are long trapezoids, and this mask falls into more of them than its "
-            f"{layout.batch * layout.q_len:,} queries; query {worst} of the layout sees {len(mine)} runs of keys: "
-            f"{listed(mine)}\n  {why(layout, b, 0, worst, min(gap, layout.kv_len - 1))}\n  {ANY}"
-        )
-    kind = np.where(end > at, move[np.minimum(at + 1, end)], FULL)
+        text = "slices are long trapezoids, and this mask falls into more of them than its "
+        text += f"{layout.batch * layout.q_len:,} queries; query {worst} of the layout sees {len(mine)} runs of keys: "
+        raise ExportError(f"{text}{listed(mine)}\n  {why(layout, b, 0, worst, min(gap, layout.kv_len - 1))}\n  {ANY}")
+    kind = np.where(end > at, move[np.minimum(at + 1, end)], FULL)  # a slice of one query is a rectangle
     ranges = np.stack([q[at], q[end] + 1]), np.stack([first[at], stop[end]])
     _verify(*ranges, kind, q, first, stop)
     place = np.lexsort((ranges[1][0], ranges[0][0]))
-    arrays = [x[..., place].T.astype(np.int32).copy() for x in (*ranges, kind)]
+    arrays = [x[..., place].T.astype(np.int32).copy() for x in (*ranges, kind)]  # rows in memory, not a transposed view
     return Slices(arrays[0], arrays[1], arrays[2])
 
 
@@ -204,7 +196,7 @@ def _tracks(q: Array, first: Array, stop: Array, width: int) -> tuple[Array, Arr
     left, right = first - first[near], stop - stop[near]
     linked = (above >= 0) & (q[near] == q - 1) & (left >= 0) & (left <= 1) & (right >= 0) & (right <= 1)
     root = np.where(linked, near, np.arange(len(q)))
-    while (root != root[root]).any():
+    while (root != root[root]).any():  # pointers double: log steps for the longest chain
         root = root[root]
     order = np.lexsort((q, root))
     linked, disjoint = linked[order], (linked & (first >= stop[near]))[order]
@@ -279,12 +271,10 @@ def to_flashmask(layout: Tiling) -> FlashMask:
 
     def too_many(b: int, h: int, key: int, runs: list[tuple[int, int]]) -> ExportError:
         hidden = [r for r in zip([0, *(x for _, x in runs)], [*(x for x, _ in runs), layout.q_len]) if r[0] < r[1]]
-        return ExportError(
-            f"FlashMask hides at most two runs of queries from a key, and key {key} of the layout is hidden from "
-            f"{len(hidden)}: {listed(hidden)}\n  {why(layout, b, h, hidden[1][0], key)}\n  {ANY}"
-        )
+        text = f"FlashMask hides at most two runs of queries from a key, and key {key} of the layout is hidden from "
+        return ExportError(f"{text}{len(hidden)}: {listed(hidden)}\n  {why(layout, b, h, hidden[1][0], key)}\n  {ANY}")
 
-    seen = lines(layout, most=3, too_many=too_many, transposed=True)
+    seen = lines(layout, most=3, too_many=too_many, transposed=True)  # two hidden runs leave three visible ones
     hidden_runs = [_hidden(seen, s) for s in range(int(seen.slice_of.max()) + 1)]
     for s, (count, _, _) in enumerate(hidden_runs):
         if count.max(initial=0) > 2:
@@ -343,16 +333,18 @@ def _verify_rows(columns: Array, causal: bool, seen: VisibleRuns) -> None:
     n, end = columns.shape[-1], seen.width
     c = [columns[..., i] for i in range(n)]
     zero = np.zeros_like(c[0])
-    hidden = {
-        (1, True): [(c[0], zero + end)], (2, True): [(c[0], c[-1])],
-        (2, False): [(c[0], zero + end), (zero, c[-1])], (4, False): [(c[0], c[1 % n]), (c[2 % n], c[-1])],
-    }[n, causal]  # fmt: skip
+    forms = {
+        (1, True): [(c[0], zero + end)],
+        (2, True): [(c[0], c[-1])],
+        (2, False): [(c[0], zero + end), (zero, c[-1])],
+    }
+    hidden = (forms | {(4, False): [(c[0], c[1 % n]), (c[2 % n], c[-1])]})[n, causal]
     if causal:
         hidden.append((zero, zero + np.arange(seen.length)))
     starts, stops = (np.stack([pair[i] for pair in hidden], axis=-1).reshape(-1, len(hidden)) for i in (0, 1))
     order = np.argsort(starts, axis=1, kind="stable")
     starts, stops = np.take_along_axis(starts, order, 1), np.take_along_axis(stops, order, 1)
-    reach = np.pad(np.maximum.accumulate(stops, axis=1), ((0, 0), (1, 0)))
+    reach = np.pad(np.maximum.accumulate(stops, axis=1), ((0, 0), (1, 0)))  # hidden runs may overlap
     until = np.pad(starts, ((0, 0), (0, 1)), constant_values=end)
     shown = until > reach
     same = np.array_equal(shown.sum(axis=1), np.diff(seen.ptr))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 T = TypeVar("T")
 BUDGET = 1 << 28  # elements, or entries of an array, an export may look at or hold
-_STEP = 1 << 21
+_STEP = 1 << 21  # elements looked at in one go
 _FINE = 8  # tokens of a tile whose elements are looked at one by one
 
 ANY = "to_block_mask(), to_fa4() and to_bsr() hold any mask"
@@ -71,6 +71,7 @@ def scene(layout: Tiling, transposed: bool = False) -> tuple[Expr, Grid, Array, 
     """The mask, its slices (one for every (b, h) it may tell apart), `slice_of` [batch, heads], and its values."""
     expr = layout.mask
     grid, slice_of = grid_of(expr, layout.q_len, layout.kv_len, layout.batch, layout.heads, layout.block, layout.origin)
+    # queries and keys change places, so that a line is a row of the grid either way
     if transposed:
         expr = simplify(swap(expr))
         grid = Grid(layout.kv_len, layout.q_len, layout.block[::-1], grid.b, grid.h, grid.k, grid.q)
@@ -103,9 +104,8 @@ def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = Fa
             ptr.append(ptr[-1][-1] + np.cumsum(count))
             starts.append(start)
             stops.append(stop)
-    whole = VisibleRuns(
-        np.concatenate(ptr), np.concatenate(starts), np.concatenate(stops), grid.q_len, grid.kv_len, slice_of
-    )  # fmt: skip
+    rows, begins, ends = (np.concatenate(x) for x in (ptr, starts, stops))
+    whole = VisibleRuns(rows, begins, ends, grid.q_len, grid.kv_len, slice_of)
     return whole if len(grid.b) == 1 else _distinct(whole, len(grid.b))
 
 
@@ -115,16 +115,15 @@ def _distinct(runs: VisibleRuns, slices: int) -> VisibleRuns:
     if len(keep) == slices:
         return runs
     counts = np.concatenate([np.diff(p) for p, _, _ in keep])
-    return VisibleRuns(
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
-        np.concatenate([a for _, a, _ in keep]), np.concatenate([b for _, _, b in keep]),
-        runs.length, runs.width, place[runs.slice_of],
-    )  # fmt: skip
+    ptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    start, stop = (np.concatenate([parts[i] for parts in keep]) for i in (1, 2))
+    return VisibleRuns(ptr, start, stop, runs.length, runs.width, place[runs.slice_of])
 
 
 def distinct(things: Iterable[T], arrays: Callable[[T], Iterable[Array | None]]) -> tuple[list[T], NDArray[np.int64]]:
     """(The things with different arrays, in order; for every thing, the index of its equal among them.)"""
     seen: dict[bytes, tuple[int, T]] = {}
+    # bytes, as arrays have no hash
     names = ((t, b"".join(x.tobytes() for x in arrays(t) if x is not None)) for t in things)
     place = [seen.setdefault(name, (len(seen), t))[0] for t, name in names]
     return [t for _, t in seen.values()], np.array(place)
@@ -141,8 +140,8 @@ def _from_intervals(formulas: Any, grid: Grid, s: int, scope: Scope) -> Iterator
         q = grid.q[s] + np.arange(at, min(at + _STEP, grid.q_len))
         env = {"b": grid.b[s], "h": grid.h[s], "q0": q, "q1": q, "k0": k0, "k1": k0 + grid.kv_len - 1}
         ends = [np.broadcast_to(x, q.shape) for x in scope.values(parts, env)] if parts else []
-        if len(ends) == 2:
-            seen = ends[1] >= ends[0]
+        if len(ends) == 2:  # one term: there is nothing to unite
+            seen = ends[1] >= ends[0]  # an interval that ends before it begins shows nothing
             yield seen.astype(np.int64), ends[0][seen] - k0, ends[1][seen] + 1 - k0
             continue
         first = np.stack([*ends[0::2], np.full(q.shape, k0 + grid.kv_len)]) - k0  # the last is never reached
@@ -151,12 +150,13 @@ def _from_intervals(formulas: Any, grid: Grid, s: int, scope: Scope) -> Iterator
         order = np.argsort(np.where(none, grid.kv_len, first), axis=0, kind="stable")
         first, last, none = (np.take_along_axis(x, order, 0).T for x in (first, last, none))
         reach = np.maximum.accumulate(np.where(none, -1, last), axis=1)
+        # -2, so that a run may open at key 0
         before = np.concatenate([np.full((len(q), 1), -2), reach[:, :-1]], axis=1)
         opens = ~none & (first > before + 1)
         heads = np.flatnonzero(opens)
         # a run reaches as far as anything before the next one opens, on its own line
-        ends_at = np.minimum(np.append(heads[1:], opens.size) - 1, heads // opens.shape[1] * opens.shape[1]
-                             + opens.shape[1] - 1)  # fmt: skip
+        width = opens.shape[1]
+        ends_at = np.minimum(np.append(heads[1:], opens.size) - 1, heads // width * width + width - 1)
         yield opens.sum(axis=1), first[opens], reach.reshape(-1)[ends_at] + 1
 
 
@@ -164,13 +164,11 @@ def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, tr
     """Any mask: fine tiles, and the elements of those the mask cuts."""
     small = Grid(grid.q_len, grid.kv_len, (_FINE, _FINE), *(x[s : s + 1] for x in (grid.b, grid.h, grid.q, grid.k)))
     b, h, q, k = (int(x) for x in (small.b[0], small.h[0], small.q[0], small.k[0]))
-    analysis = analyse(
-        layout.mask, q_len=layout.q_len, kv_len=layout.kv_len, block=(_FINE, _FINE), look=False, params=layout.params,
-        origin=(b, h, k, q) if transposed else (b, h, q, k), sizes=layout.sizes, tables=layout.tables,
-        transposed=transposed,
-    )  # fmt: skip
+    how: dict[str, Any] = {"q_len": layout.q_len, "kv_len": layout.kv_len, "block": (_FINE, _FINE), "look": False}
+    how |= {"params": layout.params, "sizes": layout.sizes, "tables": layout.tables, "transposed": transposed}
+    analysis = analyse(layout.mask, origin=(b, h, k, q) if transposed else (b, h, q, k), **how)
     runs = from_records(analysis.spans.bounds, analysis.spans.count)
-    width = np.where(runs.kind == FULL, 0, runs.stop - runs.start)
+    width = np.where(runs.kind == FULL, 0, runs.stop - runs.start)  # no element of a full tile is looked at
     cost = np.cumsum(width) * _FINE**2
     if len(cost) and cost[-1] > BUDGET:
         row = int(runs.row[np.argmax(cost > BUDGET)])
@@ -184,8 +182,9 @@ def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, tr
     row = 0
     while row < small.rows:
         done = per_row[row - 1] if row else 0
+        # one row at least, whatever it costs
         stop = max(row + 1, int(np.searchsorted(per_row, done + _STEP, side="right")))
-        stop = min(stop, row + _STEP // 64)
+        stop = min(stop, row + _STEP // 64)  # rows without partial tiles take memory too
         lo, hi = np.searchsorted(runs.row, [row, stop])
         part = Runs(*(x[lo:hi] for x in (runs.slice, runs.row - row, runs.start, runs.stop, runs.kind)))
         yield _rows_of_tiles(expr, small, part, row, min(stop * _FINE, grid.q_len) - row * _FINE, scope)
@@ -201,6 +200,7 @@ def _rows_of_tiles(expr: Expr, grid: Grid, runs: Runs, row: int, n: int, scope: 
     index = np.repeat(np.arange(len(width)), width)
     column = runs.start[index] + np.arange(len(index)) - np.repeat(np.cumsum(width) - width, width)
     seen = elements(expr, grid, scope, np.zeros_like(index), runs.row[index] + row, column)
+    # a difference of Bools would be their xor
     edge = np.diff(np.pad(seen, ((0, 0), (0, 0), (1, 1))).astype(np.int8), axis=2)
     tile, i, opens = np.nonzero(edge == 1)
     closes = np.nonzero(edge == -1)[2]
@@ -215,11 +215,9 @@ def elements(expr: Expr, grid: Grid, scope: Scope, slice: Array, row: Array, col
     """The mask on single tiles, bool [n, block_q, block_k]; outside the lengths it is False."""
     bq, bk = grid.block
     q, k = row[:, None, None] * bq + np.arange(bq)[:, None], column[:, None, None] * bk + np.arange(bk)
-    env = {
-        "b": grid.b[slice][:, None, None], "h": grid.h[slice][:, None, None],
-        "q": np.minimum(q, grid.q_len - 1) + grid.q[slice][:, None, None],
-        "k": np.minimum(k, grid.kv_len - 1) + grid.k[slice][:, None, None],
-    }  # fmt: skip
+    b, h, q0, k0 = (x[slice][:, None, None] for x in (grid.b, grid.h, grid.q, grid.k))
+    # a table has no entries beyond the lengths
+    env = {"b": b, "h": h, "q": np.minimum(q, grid.q_len - 1) + q0, "k": np.minimum(k, grid.kv_len - 1) + k0}
     inside = (q < grid.q_len) & (k < grid.kv_len)
     visible = evaluate(expr, {**scope.env, **env}, scope.arrays, scope.hooks())
     return np.asarray(np.broadcast_to(visible, inside.shape) & inside)
@@ -276,11 +274,9 @@ def both_ways(
     lines = [rows for _, rows, _ in sides for _ in kinds]
     cost = 4 * slices.size * sum(n * m for n, m in zip(lines, widest, strict=True))
     if cost > MEMORY:
-        raise ExportError(
-            f"{name} stores a column index for every tile: {cost / 2**30:.1f} GiB for {slices.shape[0]} x "
-            f"{slices.shape[1]} masks of {layout.rows} x {layout.columns} tiles\n"
-            f"  the most is {MEMORY >> 30} GiB: use larger tiles, or to_bsr(), with only the tiles that are read"
-        )
+        text = f"{name} stores a column index for every tile: {cost / 2**30:.1f} GiB for {slices.shape[0]} x "
+        text += f"{slices.shape[1]} masks of {layout.rows} x {layout.columns} tiles\n  the most is "
+        raise ExportError(f"{text}{MEMORY >> 30} GiB: use larger tiles, or to_bsr(), with only the tiles that are read")
     out = []
     for table, rows, columns in sides:
         of = np.asarray(table.slice_of)[: slices.shape[0], : slices.shape[1]]
@@ -309,10 +305,8 @@ def _check(sides: list[tuple[RunTable, int, int]], name: str) -> None:
         total = np.repeat(uses, rows)[_line(t)] * (t.stop.astype(np.int64) - t.start)
         totals.append([int(total[t.kind == kind].sum()) for kind in (PARTIAL, FULL)])
     if totals[0] != totals[1]:
-        raise ExportError(
-            f"{name} needs the tiles by rows and by columns, and some were left undecided one way only "
-            f"({totals[0]} against {totals[1]} partial and full)\n  ask for a smaller crop, or for larger tiles"
-        )
+        text = f"{name} needs the tiles by rows and by columns, and some were left undecided one way only ({totals[0]} "
+        raise ExportError(f"{text}against {totals[1]} partial and full)\n  ask for a smaller crop, or for larger tiles")
 
 
 def _line(t: RunTable) -> Array:
@@ -336,15 +330,14 @@ def _lists(t: RunTable, kind: Kind, rows: int, columns: int, width: int, of: Arr
     n = len(count)
     mine = np.isin(t.kind, kind)
     line, start, stop = _line(t)[mine], t.start[mine].astype(np.int64), t.stop[mine].astype(np.int64)
-    if (
-        tail == "rest"
-    ):  # what lies between the runs opens at 0 and where one ends, closes where one starts and at the end
+    if tail == "rest":
+        # what lies between the runs opens at 0 and where one ends, closes where one starts and at the end
         at = np.concatenate([[0], np.cumsum(np.bincount(line, minlength=n))])
         free, until = np.insert(stop, at[:-1], 0), np.insert(start, at[1:], columns)
         rest = np.repeat([0, 1], [len(start), len(free)])
         line = np.concatenate([line, np.repeat(np.arange(n), np.diff(at) + 1)])
         start, stop = np.concatenate([start, free]), np.concatenate([stop, until])
-        order = np.lexsort((start, rest, line))
+        order = np.lexsort((start, rest, line))  # those that are read first
         order = order[(stop > start)[order]]
         line, start, stop = line[order], start[order], stop[order]
     size = stop - start
@@ -435,14 +428,10 @@ def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: boo
     lists = exact_lists(layout, device, separate=separate_full_blocks)
     none = Lists(None, None)
     partial, full, partial_q, full_q = lists if separate_full_blocks else (lists[0], none, lists[1], none)
-    return BlockMask(
-        seq_lengths=(layout.q_len, layout.kv_len),
-        kv_num_blocks=partial.count, kv_indices=partial.index,
-        full_kv_num_blocks=full.count, full_kv_indices=full.index,
-        q_num_blocks=partial_q.count, q_indices=partial_q.index,
-        full_q_num_blocks=full_q.count, full_q_indices=full_q.index,
-        BLOCK_SIZE=(int(layout.block[0]), int(layout.block[1])), mask_mod=mask_mod_of(layout, device),
-    )  # fmt: skip
+    sides = {"kv": partial, "full_kv": full, "q": partial_q, "full_q": full_q}.items()
+    arrays = {f"{n}_num_blocks": x.count for n, x in sides} | {f"{n}_indices": x.index for n, x in sides}
+    block, lengths = (int(layout.block[0]), int(layout.block[1])), (layout.q_len, layout.kv_len)
+    return BlockMask(seq_lengths=lengths, **arrays, BLOCK_SIZE=block, mask_mod=mask_mod_of(layout, device))
 
 
 def exact_lists(layout: Tiling, device: Any, *, separate: bool) -> list[Lists]:
@@ -502,7 +491,7 @@ def _local(layout: Tiling) -> tuple[Expr, dict[str, Any]]:
     scalars, _ = free_names(layout.mask)
     values |= {param(n, t): lit(np.asarray(layout.params[n]).item()) for n, t in scalars.items()}
     for name, start in zip("bhqk", layout.origin, strict=True):
-        if np.ndim(start):
+        if np.ndim(start):  # one for each batch entry
             tables[f"{name}_start"] = np.asarray(start)
             values[var(name)] = var(name) + lookup(f"{name}_start", (var("b"),))
         elif start:
@@ -514,6 +503,7 @@ def _tensor(torch: Any, table: Any, type: Type, device: Any, tensor: Any = None)
     """A table as torch can index and compare it: bool, int32, int64 or float64."""
     small = table.dtype.itemsize < 4 or table.dtype == np.int32
     dtype = {BOOL: np.bool_, FLOAT: np.float64}.get(type, np.int32 if small else np.int64)
+    # the tensor itself, so that later writes to it count
     if tensor is not None and str(tensor.dtype) == f"torch.{np.dtype(dtype).name}":
         return tensor.to(device)
     return torch.from_numpy(np.array(table, dtype)).to(device)

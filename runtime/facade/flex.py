@@ -24,7 +24,5 @@ from frisket.runtime.flex.create import _create_empty_block_mask as _create_empt
 from frisket.runtime.flex.create import _create_sparse_block_from_block_mask as _create_sparse_block_from_block_mask
 from frisket.runtime.flex.create import and_masks, create_block_mask, create_mask, create_nested_block_mask, or_masks
 
-__all__ = [
-    "AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "Installed", "and_masks", "create_block_mask",
-    "create_mask", "create_nested_block_mask", "flex_attention", "install", "noop_mask", "or_masks",
-]  # fmt: skip
+__all__ = ["AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions", "Installed", "and_masks", "create_block_mask"]
+__all__ += ["create_mask", "create_nested_block_mask", "flex_attention", "install", "noop_mask", "or_masks"]

@@ -35,12 +35,10 @@ from frisket.runtime.modeling.meshes import (
     names_in_mesh,
 )
 
-__all__ = [
-    "EasyMethod", "add_start_docstrings", "apply_rotary_pos_emb", "canonicalize_dtype", "concatenate_to_cache",
-    "create_mesh", "get_dot_general_by_bits", "get_gradient_checkpoint_policy", "get_names_from_partition_spec",
-    "get_ranks_and_size", "init_cache", "names_in_mesh", "repeat_kv_bnsh", "repeat_kv_bsnh", "rotary_tables",
-    "rotate_half",
-]  # fmt: skip
+__all__ = ["EasyMethod", "add_start_docstrings", "apply_rotary_pos_emb", "canonicalize_dtype", "concatenate_to_cache"]
+__all__ += ["create_mesh", "get_dot_general_by_bits", "get_gradient_checkpoint_policy", "get_names_from_partition_spec"]
+__all__ += ["get_ranks_and_size", "init_cache", "names_in_mesh", "repeat_kv_bnsh", "repeat_kv_bsnh", "rotary_tables"]
+__all__ += ["rotate_half"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,5 @@ with extras():
 from frisket.runtime.operations.base import AttentionImpl, AttentionRegistry, BaseOperation, OperationRegistry
 from frisket.runtime.operations.metadata import AttentionMetadata, AttentionOutput, Backend, OperationMetadata, Platform
 
-__all__ = [
-    "AttentionImpl", "AttentionMetadata", "AttentionOutput", "AttentionRegistry", "Backend", "BaseOperation",
-    "OperationMetadata", "OperationRegistry", "Platform",
-]  # fmt: skip
+__all__ = ["AttentionImpl", "AttentionMetadata", "AttentionOutput", "AttentionRegistry", "Backend", "BaseOperation"]
+__all__ += ["OperationMetadata", "OperationRegistry", "Platform"]

@@ -92,17 +92,17 @@ def flex_attention(
     if return_lse and return_aux is not None:
         raise ParameterError("return_lse and return_aux are both given\n  return_aux=AuxRequest(lse=True) has both")
     if not isinstance(return_aux, AuxRequest | None):
-        raise ParameterError(
-            f"return_aux is {return_aux!r}\n  it says what else to return: AuxRequest(lse=True, max_scores=True)"
-        )
+        text = f"return_aux is {return_aux!r}\n  it says what else to return: AuxRequest(lse=True, max_scores=True)"
+        raise ParameterError(text)
+    # a kernel takes the scale as a number, which has no gradient: one that learns becomes part of the score mod
     if isinstance(scale, Tensor) and (learns(scale) or in_graph(scale)) and not scale.ndim:
         score_mod, scale = _scaled(scale, score_mod), 1.0
     top = return_aux is not None and return_aux.max_scores
     if torch.compiler.is_dynamo_compiling():
+        rows = top or return_lse or (return_aux is not None and return_aux.lse)
         results: tuple[Tensor, Any, Any] = compiled(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top,
-            top or return_lse or (return_aux is not None and return_aux.lse),
-        )  # fmt: skip
+            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top, rows
+        )
     else:
         results = attend(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top)
     out, lse, largest = results
@@ -125,7 +125,7 @@ def compiled(
     kernel_options: Any, top: bool, rows: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(out, lse, max) in a graph; without `rows`, lse and max may be None. Traced by Dynamo, so plain Python."""
-    from .graph import call, unchanged
+    from .graph import call, unchanged  # imports torch._dynamo, which few programs need
 
     nested, ragged = query, None
     if query.is_nested:
@@ -134,11 +134,11 @@ def compiled(
     check_arrays(query, key, value, gqa)
     dtype = query.dtype
     query, key, value = alike(query, key, value)
-    request: dict[str, Any] = {
-        "scale": scale, "gqa": gqa, "top": top, "rows": rows or ragged is not None,
-        "kernel": dict(kernel_options or {}), "text": None, "values": {}, "tiles": None, "block": None,
-        "ragged": None if ragged is None else ragged.tensors, "pattern": None if ragged is None else ragged.pattern,
-    }  # fmt: skip
+    request: dict[str, Any] = {"scale": scale, "gqa": gqa, "top": top, "rows": rows or ragged is not None}
+    request |= {"kernel": dict(kernel_options or {}), "text": None, "values": {}, "tiles": None, "block": None}
+    request["ragged"] = None if ragged is None else ragged.tensors
+    request["pattern"] = None if ragged is None else ragged.pattern
+    # the operator has always a mask function: this one where a text, or no mask, says everything
     mask_mod = noop_mask
     if block_mask is not None:
         check_block_mask(block_mask, query, key)
@@ -149,10 +149,11 @@ def compiled(
         else:
             mask_mod = block_mask.mask_mod
         if not ours or block_mask._user_lists is not None:
-            lists = {n: getattr(block_mask, n) for n in LISTS[:4]}
+            lists = {n: getattr(block_mask, n) for n in LISTS[:4]}  # kinds_of reads the lists by rows alone
             kinds = kinds_of(lists, columns_of(lists, block_mask.seq_lengths[1], block_mask.BLOCK_SIZE[1]))
             request["tiles"], request["block"] = kinds, block_mask.BLOCK_SIZE
     if key.shape[0] != query.shape[0]:
+        # `expand` is a view: one batch entry serves all without a copy
         key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
     # `or` would not do: torch 2.11 cannot ask a nested function for its truth in a graph
     score = unchanged if score_mod is None else score_mod
@@ -187,8 +188,9 @@ def attend(
     if ragged is not None:
         visible = score_mods.visible_inside(visible, ragged)
     watched = in_graph(query, key, value)
+    # in a graph it is traced without values, below
     mod, tensors = (None, {}) if watched or score_mod is None else score_mods.scored(score_mod)
-    if watched or in_graph(query, *tensors.values()):
+    if watched or in_graph(query, *tensors.values()):  # what score_mod captured may be in a graph that query is not in
         from .graph import operator
 
         score = None if score_mod is None else score_mods.traced(score_mod, valueless=True)[0]
@@ -202,6 +204,7 @@ def attend(
         pair = score_mods.pair_of(mod, visible, options, tensors)
         pair.check(query, key, tensors, requests, block_mask, words)
         results = pair(query, key, value, tensors, top)
+    # `alike` may have widened query: the result has the caller's dtype
     results = results[0] if query.dtype == dtype else results[0].to(dtype), results[1], results[2]
     return results if nested is None else closed_all(results, nested)
 
@@ -209,26 +212,24 @@ def attend(
 def _ours(theirs: TorchBlockMask) -> BlockMask:
     """torch's BlockMask as one of ours: a position is visible in a full tile, and in a partial one where mask_mod shows
     it. Kept with it, until an attribute is replaced or mask_mod reads something else."""
+    # an object equals only itself: without a state no mask is used again
     fields, (mod_state, tensors) = vars(theirs), score_mods.state_of(theirs.mask_mod) or (object(), [])
     versions = ((id(x), version_of(x) if isinstance(x, Tensor) else 0) for x in fields.values())
     state = mod_state, *map(id, tensors), *versions
     masks: dict[Any, tuple[BlockMask, Any]] = cached_on(theirs, "ours", dict)
     if state not in masks:
-        masks.clear()
+        masks.clear()  # an older state would keep its lists and tensors alive
         masks[state] = BlockMask(**fields), (*fields.values(), *tensors)  # live as long: no other object has their id
     return masks[state][0]
 
 
 # -- in the place of torch's ----------------------------------------------------------------------------
 
-CREATE = (
-    "create_block_mask", "create_nested_block_mask", "create_mask", "and_masks", "or_masks",
-    "_create_sparse_block_from_block_mask", "_create_empty_block_mask",
-)  # fmt: skip
+CREATE = """create_block_mask create_nested_block_mask create_mask and_masks or_masks
+_create_sparse_block_from_block_mask _create_empty_block_mask""".split()
 # what differs from torch's; the other names of frisket.flex are torch's own objects
-OURS: dict[str, Any] = {
-    "flex_attention": flex_attention, "BlockMask": BlockMask, **{name: getattr(create, name) for name in CREATE}
-}  # fmt: skip
+OURS: dict[str, Any] = {"flex_attention": flex_attention, "BlockMask": BlockMask}
+OURS |= {name: getattr(create, name) for name in CREATE}
 OWN_ATTRIBUTES: Any = object.__getattribute__  # lazy objects have another, which imports
 TORCH: dict[str, Any] = {name: getattr(torch_flex, name) for name in OURS if hasattr(torch_flex, name)}
 
@@ -315,16 +316,15 @@ def install() -> Installed:
                 if kind in (dict, list) or owner.__module__ == (holder.__name__ if is_module else holder.__module__):
                     replace(place + at.format(key), value)
 
-    done._node = SUPPORTED_NODES.pop(BlockMask, None)
+    done._node = SUPPORTED_NODES.pop(BlockMask, None)  # a leaf, as torch's class is
     for name, module in list(sys.modules.items()):
+        # sys.modules may hold None, and frisket calls torch's functions itself
         if isinstance(module, ModuleType) and name.partition(".")[0] != "frisket":
             replace(name, module)
     done.left = _left()
     if done.left:
-        warnings.warn(
-            f"torch's flex_attention is still in {', '.join(done.left)}\n"
-            "  call frisket.flex.install() before these are made", stacklevel=2
-        )  # fmt: skip
+        text = f"torch's flex_attention is still in {', '.join(done.left)}\n"
+        warnings.warn(f"{text}  call frisket.flex.install() before these are made", stacklevel=2)
     return done
 
 
@@ -372,7 +372,7 @@ def _place(x: Any, of: tuple[Any, ...]) -> str:
         for one in level:
             if isinstance(one, FrameType):
                 return ""
-            if isinstance(one, dict) and "__spec__" in one:
+            if isinstance(one, dict) and "__spec__" in one:  # the namespace of a module
                 return next((f"{one['__name__']}.{key}" for key, y in one.items() if any(y is z for z in below)), "")
             kind = one if isinstance(one, FunctionType | type) else type(one)
             if kind.__module__ not in ("builtins", "functools", torch_flex.__name__):  # wrappers have torch's name

@@ -94,10 +94,10 @@ class BlockMask(theirs.BlockMask):
     ) -> None:  # fmt: skip
         """Make a mask from lists of tiles, like torch's: a position is visible in a full tile, and in a partial one
         where `mask_mod` shows it. `from_kv_blocks` makes the lists of columns."""
-        lists: Lists = dict(zip(TENSORS, (
-            kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, q_num_blocks, q_indices,
-            full_q_num_blocks, full_q_indices, dq_write_order, dq_write_order_full, dq_kv_order,
-        ), strict=True))  # fmt: skip
+        by_rows = kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
+        by_columns = q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
+        orders = dq_write_order, dq_write_order_full, dq_kv_order
+        lists: Lists = dict(zip(TENSORS, (*by_rows, *by_columns, *orders), strict=True))
         lengths, block = pair(seq_lengths, "seq_lengths", 0), pair(BLOCK_SIZE, "BLOCK_SIZE")
         check_lists(lists, lengths[1], block[1])
         if dq_write_order_full is not None and dq_write_order is None:
@@ -128,7 +128,7 @@ class BlockMask(theirs.BlockMask):
         device: Any, like: BlockMask | None = None, text: str | None = None,
     ) -> BlockMask:  # fmt: skip
         """A mask by its expression alone, with the options of another."""
-        mask = cls.__new__(cls)
+        mask = cls.__new__(cls)  # `__init__` needs lists, and checks them
         mask._begin(mod, lengths, block, batch, device, text)
         if like is not None:
             mask._separate_full, mask._columns = like._separate_full, like._columns
@@ -167,11 +167,9 @@ class BlockMask(theirs.BlockMask):
         if seq_lengths is None:
             seq_lengths = kv_indices.shape[-2] * block[0], columns * block[1]
         lists = with_columns(lists, columns, kv_len, block[1]) if compute_q_blocks else lists
-        return cls(
-            seq_lengths, **lists, BLOCK_SIZE=block,  # type: ignore[arg-type]
-            mask_mod=theirs.noop_mask if mask_mod is None else mask_mod,
-            dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
-        )  # fmt: skip
+        spt = dq_kv_order if isinstance(dq_kv_order, bool) else None
+        mod = theirs.noop_mask if mask_mod is None else mask_mod
+        return cls(seq_lengths, **lists, BLOCK_SIZE=block, mask_mod=mod, dq_kv_order_spt=spt)  # type: ignore[arg-type]
 
     # -- the mask ---------------------------------------------------------------------------------
 
@@ -188,10 +186,11 @@ class BlockMask(theirs.BlockMask):
     @property
     def tensor_mask(self) -> TensorMask:
         """The whole mask, over the user's own tensors."""
+        # no lists that a user could have written to, so no versions to compare
         if self._user_lists is None and "lists" not in self._results:
             return self._mod
         results = self._now()
-        if self._user_lists is None:
+        if self._user_lists is None:  # lists that were written to have become the user's in `_now`
             return self._mod
         if "tensor_mask" not in results:
             results["tensor_mask"] = self._mod.within(self._kinds(), self._batch, self._block)
@@ -233,8 +232,10 @@ class BlockMask(theirs.BlockMask):
     def check_lookups(self) -> None:
         """Raise `GatherError` where the mask shows a position at which it reads outside a table."""
         results = self._now()
+        # mostly decided by shapes, without a look at values
         if "checked" not in results and not self.tensor_mask.plainly_inside(self._sizes):
             lookups = score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 28)
+            # `packed` says how to name a position inside a sequence
             check_lookups(lookups, words=cached_on(self.tensor_mask, "words", lambda: None))
         results["checked"] = True
 
@@ -249,7 +250,7 @@ class BlockMask(theirs.BlockMask):
         if self._versions != versions:
             if self._user_lists is not None:
                 check_lists(self._user_lists, self._lengths[1], self._block[1])
-            if self._versions is not None:
+            if self._versions is not None:  # None at first: lists of `unflatten` and `to` are not stale
                 self._results.clear()
             self._versions = versions
         return self._results
@@ -277,6 +278,7 @@ class BlockMask(theirs.BlockMask):
     def __setattr__(self, name: str, value: Any) -> None:
         # torch 2.11 ignores the setters of properties in a graph, and calls __setattr__
         if name == "mask_mod":
+            # of the mask_mod before it changes: torch, too, leaves the lists as they are
             lists, (mod, fn, text) = self._tensors(), forms_of(value)
             self._hold(lists)
             self._traced, self._fn, self._text = mod, fn, text if mod is None else mod.text
@@ -323,6 +325,7 @@ class BlockMask(theirs.BlockMask):
             sides = exact_lists(self.layout, self.device, separate=self._separate_full)
             pairs = [x for one in sides for x in (one.count, one.index)]
             names = LISTS if self._separate_full else [n for n in LISTS if "full" not in n]
+            # B and H of the mask, also where all entries or heads are alike
             wide = {n: x.expand(*self._batch, *x.shape[2:]).contiguous() for n, x in zip(names, pairs, strict=True)}
             lists: Lists = {**dict.fromkeys(TENSORS), **wide}
             if not self._columns:
@@ -352,14 +355,13 @@ class BlockMask(theirs.BlockMask):
             return
         index, columns = self._user_lists["kv_indices"], self._user_lists["q_indices"]
         assert index is not None
+        # without lists of columns any number of keys is covered
         listed = (index.shape[-2], 1 << 62 if columns is None else columns.shape[-2])
         for name, n, tiles, size in zip(("queries", "keys"), lengths, listed, self._block, strict=True):
             if n > tiles * size:
-                raise ListError(
-                    f"seq_lengths has {n} {name}, the lists have {tiles} tiles of {size}\n"
-                    f"  there is nothing to say of what is beyond {tiles * size}: lay out the mask_mod itself, with "
-                    "create_block_mask"
-                )
+                text = f"seq_lengths has {n} {name}, the lists have {tiles} tiles of {size}\n"
+                text += f"  there is nothing to say of what is beyond {tiles * size}: lay out the mask_mod itself, "
+                raise ListError(f"{text}with create_block_mask")
 
     @property
     def BLOCK_SIZE(self) -> tuple[int, int]:  # type: ignore[override]  # noqa: N802 (torch's name)
@@ -406,6 +408,7 @@ class BlockMask(theirs.BlockMask):
             lists = self._tensors()
             return kinds_of(lists, columns_of(lists, self._lengths[1], self._block[1]))
         kinds = torch.from_numpy(self.layout.kinds())
+        # a full tile is a partial one where there are no lists of full ones
         return (kinds if self._separate_full else kinds.clamp(max=PARTIAL)).to(self.device)
 
     def to_dense(self) -> Tensor:
@@ -429,10 +432,8 @@ class BlockMask(theirs.BlockMask):
     def __repr__(self) -> str:
         text = show(self._mod.expr, self._mod.values)
         lists = "" if self._user_lists is None else ", in the tiles listed"
-        return (
-            f"BlockMask(shape={self.shape}, BLOCK_SIZE={self._block}, sparsity={self.sparsity():.2f}%, "
-            f"mask={text if len(text) <= 60 else text[:57] + '...'!r}{lists})"
-        )
+        message = f"BlockMask(shape={self.shape}, BLOCK_SIZE={self._block}, sparsity={self.sparsity():.2f}%, "
+        return f"{message}mask={text if len(text) <= 60 else text[:57] + '...'!r}{lists})"
 
     # -- others from it ---------------------------------------------------------------------------
 
@@ -481,8 +482,10 @@ class BlockMask(theirs.BlockMask):
 
     @outside
     def __reduce__(self) -> tuple[Any, ...]:
-        self._now()
+        self._now()  # lists that were written to become the user's, and so part of the pickle
+        # detached: deepcopy refuses tensors that a graph computed
         values = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self._mod.values.items()}
+        # a lambda has no name that pickle finds, and results are made again
         bare = {n: x for n, x in self.__dict__.items() if n not in ("_traced", "_fn", "_results", "_versions")}
         return derived.restored, (type(self), Mask(self._mod.expr), values, bare)
 
@@ -507,6 +510,7 @@ def _attribute(name: str) -> property:
     return property(get, doc=f"As torch's `BlockMask.{name}`.")
 
 
+# properties that lay out at the first read: torch's class assigns tensors in `__init__`
 for _name in TENSORS:
     setattr(BlockMask, _name, _attribute(_name))
 
@@ -525,10 +529,9 @@ def flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], tuple[Any
     lists = {n: x for n, x in mask._tensors().items() if x is not None}
     tensors, numbers = mask._mod.tensors, mask._mod.numbers
     options = tuple(getattr(mask, n) for n in OPTIONS)
-    context = (
-        mask._mod.expr, tuple((n, type(x), x) for n, x in numbers.items()), tuple(tensors), tuple(lists),
-        mask._user_lists is not None, mask._text, *options,
-    )  # fmt: skip
+    kinds = tuple((n, type(x), x) for n, x in numbers.items())  # 1, 1.0 and True are equal, and not one program
+    mod = mask._mod.expr, kinds, tuple(tensors), tuple(lists)
+    context = (*mod, mask._user_lists is not None, mask._text, *options)
     return [(pytree.GetAttrKey(n), x) for n, x in {**lists, **tensors}.items()], context
 
 
@@ -550,6 +553,5 @@ def unflatten(leaves: Any, context: tuple[Any, ...]) -> BlockMask:
 
 
 pytree.register_pytree_node(
-    BlockMask, flatten, unflatten, serialized_type_name="frisket.flex.BlockMask",
-    flatten_with_keys_fn=flatten_with_keys,
-)  # fmt: skip
+    BlockMask, flatten, unflatten, serialized_type_name="frisket.flex.BlockMask", flatten_with_keys_fn=flatten_with_keys
+)

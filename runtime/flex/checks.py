@@ -81,17 +81,14 @@ def check_lookups(lookups: Iterable[Lookup], renamed: Mapping[str, str] | None =
 
 
 # key -> the kernels it is for, and its place in LaunchOptions
-TILES = {
-    "BLOCK_M": ("forward", "block_q"), "BLOCK_N": ("forward", "block_k"),
-    "BLOCK_M1": ("dkv", "block_q"), "BLOCK_N1": ("dkv", "block_k"),
-    "BLOCK_M2": ("dq", "block_q"), "BLOCK_N2": ("dq", "block_k"),
-}  # fmt: skip
+TILES = {"BLOCK_M": ("forward", "block_q"), "BLOCK_N": ("forward", "block_k"), "BLOCK_M1": ("dkv", "block_q")}
+TILES |= {"BLOCK_N1": ("dkv", "block_k"), "BLOCK_M2": ("dq", "block_q"), "BLOCK_N2": ("dq", "block_k")}
 LAUNCH = ("num_warps", "num_stages")
 OF_PREFIX = {"": KERNELS, "fwd_": ("forward",), "bwd_": ("dq", "dkv")}
 PROMISES = ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "TRITON_DECODE")
 FLAGS = (*PROMISES[:2], "FORCE_USE_FLEX_ATTENTION", "PRESCALE_QK", "WRITE_DQ", "USE_TMA")
-COUNTS = ("SPLIT_KV", "PARTITION_SIZE", "kpack", "matrix_instr_nonkdim", "waves_per_eu", "num_consumer_groups",
-          "num_buffers_warp_spec")  # fmt: skip
+COUNTS = """SPLIT_KV PARTITION_SIZE kpack matrix_instr_nonkdim waves_per_eu num_consumer_groups
+num_buffers_warp_spec""".split()
 WORDS = {
     "BACKEND": ("AUTO", "TRITON", "TRITON_DECODE", "FLASH"),
     "FLOAT32_PRECISION": ("ieee", "tf32", "tf32x3"),
@@ -103,7 +100,7 @@ REFUSED = {
     "OUTPUT_MAX": "ask for it as return_aux=AuxRequest(max_scores=True)",
 }
 KNOWN = (*TILES, *LAUNCH, *FLAGS, *COUNTS, *WORDS)
-MOST_WARPS = 32
+MOST_WARPS = 32  # 1,024 threads of a block
 
 
 class KernelOptionError(ParameterError, RuntimeError, AssertionError):
@@ -135,10 +132,9 @@ def read(options: Mapping[str, Any] | None) -> KernelRequests:
         return NOTHING
     try:
         return _read(tuple(options.items()))
-    except (AttributeError, TypeError):
-        raise KernelOptionError(
-            f"kernel_options is {options!r}\n  it is a dict: its keys are names, its values numbers, bools and names"
-        ) from None
+    except (AttributeError, TypeError):  # no mapping, or a value without a hash for the memo
+        text = f"kernel_options is {options!r}\n  it is a dict: its keys are names, its values numbers, bools and names"
+        raise KernelOptionError(text) from None
 
 
 @memo(256)
@@ -157,11 +153,11 @@ def _read(options: tuple[tuple[str, Any], ...]) -> KernelRequests:
             launches.update({k: replace(launches[k], **{name: value}) for k in OF_PREFIX[prefix]})
         else:
             choices[name] = value
+    # FORCE_USE_FLEX_ATTENTION turns off torch's decode kernel, the one that splits keys
     splits = 1 if choices.get("FORCE_USE_FLEX_ATTENTION") else choices.get("SPLIT_KV") or None
-    return KernelRequests(
-        Tuning(**launches, precision=choices.get("FLOAT32_PRECISION"), splits=splits, tanh=choices.get("TANH")),
-        _backend(choices), tuple(n for n in PROMISES if choices.get(n) is True or choices.get("BACKEND") == n),
-    )  # fmt: skip
+    promises = tuple(n for n in PROMISES if choices.get(n) is True or choices.get("BACKEND") == n)
+    tuning = Tuning(**launches, precision=choices.get("FLOAT32_PRECISION"), splits=splits, tanh=choices.get("TANH"))
+    return KernelRequests(tuning, _backend(choices), promises)
 
 
 def _named(key: Any) -> tuple[str, str]:
@@ -173,10 +169,8 @@ def _named(key: Any) -> tuple[str, str]:
     if name not in KNOWN:
         near = nearest(name, KNOWN)
         hint = f"; did you mean {prefix + near!r}?" if near else ""
-        raise KernelOptionError(
-            f"no kernel option {key!r}{hint}\n  there are {', '.join(KNOWN)}\n"
-            "  each may begin with fwd_ or bwd_, for the forward or the backward alone"
-        )
+        text = f"no kernel option {key!r}{hint}\n  there are {', '.join(KNOWN)}\n"
+        raise KernelOptionError(f"{text}  each may begin with fwd_ or bwd_, for the forward or the backward alone")
     if name in TILES and prefix and (prefix == "fwd_") != (TILES[name][0] == "forward"):
         have = ", ".join(n for n, (k, _) in TILES.items() if (k == "forward") == (prefix == "fwd_"))
         raise KernelOptionError(f"kernel option {key!r}: the {'for' if prefix == 'fwd_' else 'back'}ward has {have}")
@@ -190,12 +184,13 @@ def _checked(key: str, name: str, x: Any) -> Any:
     if name in FLAGS:
         good, what = isinstance(x, bool), "True or False"
     elif name in WORDS:
-        x = x.strip("'\"") if isinstance(x, str) else x
+        x = x.strip("'\"") if isinstance(x, str) else x  # torch's templates take them quoted: "'ieee'"
         good, what = x in WORDS[name], "one of " + ", ".join(WORDS[name])
     else:
         whole = isinstance(x, int) and not isinstance(x, bool)
         good, what = whole and x > (0 if name in (*TILES, *LAUNCH) else -1), "a positive integer"
         if name in TILES:
+            # tl.dot takes tiles of 16 at least, tl.arange powers of 2
             good, what = good and x >= 16 and x & (x - 1) == 0, "a power of 2, 16 at least, in tokens"
         if name == "num_warps":
             good, what = good and x <= MOST_WARPS and x & (x - 1) == 0, f"a power of 2, {MOST_WARPS} at most"
@@ -206,9 +201,8 @@ def _checked(key: str, name: str, x: Any) -> Any:
 
 def _backend(choices: Mapping[str, Any]) -> str | None:
     if "BACKEND" in choices and choices.get("FORCE_USE_FLEX_ATTENTION"):
-        raise KernelOptionError(
-            "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION\n  BACKEND alone says which kernel runs"
-        )
+        text = "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION\n  BACKEND alone says which kernel runs"
+        raise KernelOptionError(text)
     name = choices.get("BACKEND", "AUTO")
     return None if name == "AUTO" else name.removesuffix("_DECODE").lower()  # TRITON_DECODE is Triton, FLASH flash
 
@@ -245,10 +239,8 @@ def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
                 hint = "torch.fx.symbolic_trace records no flex_attention: take make_fx, torch.export or torch.compile"
             raise ArrayError(f"{name} is a {type(x).__name__}\n  {hint}")
         if x.is_nested:
-            raise ArrayError(
-                f"{name} is a nested tensor, and query is none\n  query, key and value are jagged nested tensors, all "
-                "or none"
-            )
+            text = f"{name} is a nested tensor, and query is none\n  query, key and value are jagged nested tensors, "
+            raise ArrayError(f"{text}all or none")
         if x.layout is not torch.strided:
             raise ArrayError(f"{name} is sparse, of layout {x.layout}\n  it is dense: {name}.to_dense()")
         if x.dim() != 4:
@@ -256,20 +248,17 @@ def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
         if x.shape[3] == 0:
             raise ShapeError(f"{name} has a head size of 0: (batch, heads, length, dim) = {tuple(x.shape)}")
     if query.device != key.device or query.device != value.device:
-        raise ShapeError(
-            f"query is on {query.device}, key on {key.device}, value on {value.device}\n  move them to one device"
-        )
+        text = f"query is on {query.device}, key on {key.device}, value on {value.device}\n  move them to one device"
+        raise ShapeError(text)
     (b, h, _, e), (kb, hkv, n, ke), (vb, vh, vn, _) = query.shape, key.shape, value.shape
     if e != ke:
         raise ShapeError(f"query has an embedding of {e}, key of {ke}\n  they are multiplied: give them one length")
     if kb != vb or hkv != vh or n != vn:
-        raise ShapeError(
-            f"key is (batch, heads, length) = {(kb, hkv, n)}, value {(vb, vh, vn)}\n  every key has one value"
-        )
+        text = f"key is (batch, heads, length) = {(kb, hkv, n)}, value {(vb, vh, vn)}\n  every key has one value"
+        raise ShapeError(text)
     if h != hkv and not enable_gqa:
-        raise ShapeError(
-            f"query has {h} heads, key and value {hkv}\n  enable_gqa=True shares a head of theirs among several"
-        )
+        text = f"query has {h} heads, key and value {hkv}\n  enable_gqa=True shares a head of theirs among several"
+        raise ShapeError(text)
     if h % hkv if hkv else h:
         raise ShapeError(f"query has {h} heads, key and value {hkv}\n  their number divides that of query's")
     if kb != 1 and kb != b:  # in graphs a number is not in a tuple with a length that varies, as below
@@ -297,10 +286,8 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
     """Refuse a mask for other arrays. torch takes indices modulo the mask's B and H instead of looking."""
     if not isinstance(block_mask, BlockMask):
         what = "a function" if callable(block_mask) else type(block_mask).__name__
-        raise ParameterError(
-            f"block_mask is {what}\n  it is a BlockMask: create_block_mask(mask_mod, B, H, {query.shape[2]}, "
-            f"{key.shape[2]})"
-        )
+        text = f"block_mask is {what}\n  it is a BlockMask: create_block_mask(mask_mod, B, H, {query.shape[2]}, "
+        raise ParameterError(f"{text}{key.shape[2]})")
     *batch, q_len, kv_len = block_mask.shape
     have = (query.shape[2], key.shape[2])
     if torch.compiler.is_dynamo_compiling() and (has_free_unbacked_symbols(query) or has_free_unbacked_symbols(key)):
@@ -311,32 +298,27 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
     if (have[0] != q_len or have[1] != kv_len) and no_mask != block_mask.BLOCK_SIZE:
         longer = q_len >= have[0] and kv_len >= have[1]
         advice = f"or block_mask._adjust{have} for the first of them" if longer else "it says nothing of the rest"
-        raise LengthError(
-            f"block_mask was created for q_len={q_len} and kv_len={kv_len}, query and key have {have[0]} and {have[1]}"
-            f"\n  make one for these lengths, {advice}"
-        )
+        text = f"block_mask was created for q_len={q_len} and kv_len={kv_len}, query and key have {have[0]} and "
+        raise LengthError(f"{text}{have[1]}\n  make one for these lengths, {advice}")
     for name, n, want in zip(("batch entries", "heads")[2 - len(batch) :], batch, query.shape[2 - len(batch) : 2]):
         if n != 1 and n != want:
-            raise ShapeError(
-                f"block_mask is for {n} {name}, query has {want}\n  make it for {want}, or for one that does for all"
-            )
+            text = f"block_mask is for {n} {name}, query has {want}\n  make it for {want}, or for one that does for all"
+            raise ShapeError(text)
 
 
 def check_device(block_mask: Any, query: Tensor) -> None:
     device = block_mask.kv_num_blocks.device if type(block_mask) is BlockMask else block_mask.device
     if device.type != query.device.type:
-        raise BackendError(
-            f"query is on {query.device}, block_mask on {device}\n  block_mask.to({str(query.device)!r}) moves it"
-        )
+        text = f"query is on {query.device}, block_mask on {device}\n  block_mask.to({str(query.device)!r}) moves it"
+        raise BackendError(text)
 
 
 def check_promises(promises: tuple[str, ...], att: Attention, block_mask: Any, query: Tensor, key: Tensor) -> None:
     """Refuse a promise that is not kept; torch believes it, and its numbers are then wrong."""
     b, h, q_len, _ = query.shape
     if "TRITON_DECODE" in promises and q_len >= SHORT:
-        raise KernelOptionError(
-            f"BACKEND is 'TRITON_DECODE', for fewer than {SHORT} queries, and there are {q_len}\n  leave it out"
-        )
+        text = f"BACKEND is 'TRITON_DECODE', for fewer than {SHORT} queries, and there are {q_len}\n  leave it out"
+        raise KernelOptionError(text)
     if "ROWS_GUARANTEED_SAFE" in promises and att.mask is not None:
         empty_rows = att.mask.empty_rows(q_len, key.shape[2], batch=b, heads=h)
         if empty_rows:
@@ -358,7 +340,5 @@ def _check_contiguous(block_mask: BlockMask) -> None:
         gaps = (steps < count[..., None]) & (index != index[..., :1] + steps)
         if bool(gaps.any()):
             row = gaps.nonzero()[0].tolist()[-2]
-            raise KernelOptionError(
-                f"BLOCKS_ARE_CONTIGUOUS is not so: the blocks that row {row} of tiles reads have gaps\n"
-                "  leave it out: frisket knows the runs of every row"
-            )
+            text = f"BLOCKS_ARE_CONTIGUOUS is not so: the blocks that row {row} of tiles reads have gaps\n"
+            raise KernelOptionError(f"{text}  leave it out: frisket knows the runs of every row")

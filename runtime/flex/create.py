@@ -56,13 +56,12 @@ def create_block_mask(
             "_compile has no effect: the mask is never evaluated on every position", DeprecationWarning, stacklevel=2
         )
     if not isinstance(dq_kv_order, bool):
-        raise ParameterError(
-            f"dq_kv_order must be a bool when using create_block_mask, not {type(dq_kv_order).__name__}\n"
-            "  BlockMask.from_kv_blocks takes a tensor"
-        )
+        message = f"dq_kv_order must be a bool when using create_block_mask, not {type(dq_kv_order).__name__}\n"
+        raise ParameterError(f"{message}  BlockMask.from_kv_blocks takes a tensor")
     mod, fn, text = forms_of(mask_mod)
     lengths = pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)", 0)
     mask = BlockMask.of(mod, lengths, pair(BLOCK_SIZE, "BLOCK_SIZE"), _heads(B, H), _device(device), text=text)
+    # mask_mod is then written for these lengths and this device
     mask._fn = None if isinstance(mask_mod, Joined) else fn
     mask._separate_full = separate_full_blocks
     if compute_dq_write_order:
@@ -107,7 +106,7 @@ def _shown(what: Any) -> TensorMask:
         what = parts.mask if parts.mask is not None else parts.score
     if isinstance(what, ScoreMod) or (isinstance(what, Expr) and what.type is not BOOL):
         mod = of_bound(what if isinstance(what, ScoreMod) else ScoreMod(what))
-    elif callable(what) and not isinstance(what, Joined):
+    elif callable(what) and not isinstance(what, Joined):  # a `Joined` is callable, too
         mod = of_function(what, None)
     else:
         mod = tensor_mask_of(what)
@@ -140,10 +139,8 @@ def or_masks(*mask_mods: MaskLike) -> Callable[..., Any]:
 def _joined(op: str, mask_mods: tuple[Any, ...]) -> Callable[..., Any]:
     for one in mask_mods:
         if not callable(one) and not isinstance(one, str | Expr | Mask):
-            raise MaskModError(
-                f"{op}_masks of {type(one).__name__}: {one!r}\n  all inputs are mask_mods: functions of (b, h, q_idx, "
-                "kv_idx), texts, or frisket.Mask"
-            )
+            text = f"{op}_masks of {type(one).__name__}: {one!r}\n  all inputs are mask_mods: functions of (b, h, "
+            raise MaskModError(f"{text}q_idx, kv_idx), texts, or frisket.Mask")
     if all(map(callable, mask_mods)):
         return (torch_and_masks if op == "and" else torch_or_masks)(*mask_mods)
     if torch.compiler.is_dynamo_compiling():
@@ -162,10 +159,10 @@ class Joined:
         key = q_idx.device, self.tensor_mask.versions
         if key not in self._functions:
             if sized := sorted(ir.uses(self.tensor_mask.expr) & set(ir.SIZES)):
-                raise MaskModError(
-                    f"this mask reads `{sized[0]}`, which a mask_mod is not told\n  give it to create_block_mask"
-                )
+                text = f"this mask reads `{sized[0]}`, which a mask_mod is not told\n  give it to create_block_mask"
+                raise MaskModError(text)
             far = 1 << 31
+            # one entry: older versions of its tensors do not return
             self._functions = {key: self.tensor_mask.callable({}, (far, far, far, far), "", q_idx.device)}
         return self._functions[key](b, h, q_idx, kv_idx)  # type: ignore[no-any-return]
 
@@ -196,10 +193,10 @@ def create_nested_block_mask(
     if q_nt.device != kv_nt.device:
         raise ShapeError(f"q_nt is on {q_nt.device}, kv_nt on {kv_nt.device}\n  expected to be on the same device")
     if q_nt.shape[0] != kv_nt.shape[0]:
-        raise ShapeError(
-            f"q_nt holds {q_nt.shape[0]} sequences, kv_nt {kv_nt.shape[0]}\n  each query sequence has its keys"
-        )
+        text = f"q_nt holds {q_nt.shape[0]} sequences, kv_nt {kv_nt.shape[0]}\n  each query sequence has its keys"
+        raise ShapeError(text)
     if torch.compiler.is_dynamo_compiling():
+        # `packed_in_graph` reads offsets alone, and holes are in the lengths
         if not callable(mask_mod) or any(x.lengths() is not None for x in (q_nt, kv_nt)):  # type: ignore[attr-defined]
             return leave(create_nested_block_mask, mask_mod, B, H, q_nt, kv_nt, BLOCK_SIZE)  # type: ignore[no-any-return]
         lengths = _total(q_nt), _total(kv_nt)
@@ -215,20 +212,20 @@ def _create_sparse_block_from_block_mask(
 ) -> BlockMask:  # fmt: skip
     """torch's private function: a mask from [B, H, rows, columns] of tiles, 1 where a tile is partial, or full."""
     count, index = ordered(block_mask[0])
-    full = (None, None) if block_mask[1] is None else ordered(block_mask[1])
-    return BlockMask.from_kv_blocks(
-        count, index, full[0], full[1], (Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod, seq_lengths
-    )  # fmt: skip
+    full: tuple[Tensor | None, Tensor | None] = (None, None) if block_mask[1] is None else ordered(block_mask[1])
+    return BlockMask.from_kv_blocks(count, index, *full, (Q_BLOCK_SIZE, KV_BLOCK_SIZE), mask_mod, seq_lengths)
 
 
 def _create_empty_block_mask(query: Tensor, key: Tensor) -> BlockMask:
     """torch's private function: a mask of one tile that fits every length, and shows everything."""
     one, zero = (f((1, 1, 1, 1), dtype=torch.int32, device=query.device) for f in (torch.ones, torch.zeros))
+    # the size by which `check_block_mask` knows a mask without lengths
     return BlockMask.from_kv_blocks(one[0], zero, BLOCK_SIZE=1 << 30, seq_lengths=(1, 1))
 
 
 def _total(nested: Tensor) -> int:
     """Tokens of all sequences."""
+    # values have no axis of sequences
     return nested.values().shape[nested._ragged_idx - 1]  # type: ignore[attr-defined]
 
 

@@ -81,10 +81,8 @@ def picks(index: Any, sizes: Sequence[int]) -> list[Pick]:
     at = dots[0] if dots else len(indices)
     indices = (*indices[:at], *missing, *indices[at + 1 :])
     if sum(isinstance(x, Tensor | list) for x in indices) > 1:
-        raise PickError(
-            "block_mask[...] with two tensors\n  torch would pair them up, which is no mask of [batch, head, rows] any "
-            "more: pick along one axis at a time, block_mask[first][:, second]"
-        )
+        text = "block_mask[...] with two tensors\n  torch would pair them up, which is no mask of [batch, head, rows] "
+        raise PickError(f"{text}any more: pick along one axis at a time, block_mask[first][:, second]")
     return [_pick(x, n, name) for x, n, name in zip(indices, sizes, AXES[-len(sizes) :], strict=True)]
 
 
@@ -92,6 +90,7 @@ def _pick(index: Any, n: int, name: str) -> Pick:
     if isinstance(index, list):
         index = torch.tensor(index)
     if isinstance(index, Tensor) and index.ndim == 0 and index.dtype is not torch.bool:
+        # int() of it would break the graph
         index = index.reshape(1) if torch.compiler.is_dynamo_compiling() else int(index)
     if isinstance(index, int) and not isinstance(index, bool):
         if not -n <= index < n:
@@ -101,6 +100,7 @@ def _pick(index: Any, n: int, name: str) -> Pick:
         entries = range(n)[index]
         if not entries:
             raise PickError(f"{name} {_text(index)} picks nothing of {n}")
+        # a step of 1 needs no tensor: `narrow` is a view
         return Pick(
             entries[0], len(entries), n, None if entries.step == 1 or len(entries) == 1 else torch.tensor(entries)
         )
@@ -117,6 +117,7 @@ def _entries(at: Tensor, n: int, name: str) -> Pick:
         at = at.nonzero()[:, 0]
     if not len(at):
         raise PickError(f"{name} [] picks nothing of {n}")
+    # values on a device are not waited for
     if not torch.compiler.is_dynamo_compiling() and at.is_cpu and bool(((at < -n) | (at >= n)).any()):
         raise PickError(f"{name} {at.tolist()}\n  there are {n}: {-n}..{n - 1}")
     return Pick(0, len(at), n, torch.where(at < 0, at + n, at).long(), PACKED)
@@ -141,6 +142,7 @@ def picked_mask(mod: TensorMask, picks: Sequence[Pick], q_len: int, block: int) 
         if pick.whole:
             continue
         if pick.at is not None:
+            # one entry serves every b
             places[var(name)] = table(f"{name}_of", pick.at, ir.ZERO if pick.count == 1 else var(name))
         else:
             places[var(name)] = lit(pick.start) if pick.count == 1 else var(name) + pick.start
@@ -154,8 +156,9 @@ def picked_mask(mod: TensorMask, picks: Sequence[Pick], q_len: int, block: int) 
     mask, length, cut = mod.at(places, values), rows.count * block, rows.of * block - q_len
     if not cut:
         return mask, length, False
+    # only the last row of tiles reaches past the end: without it there is nothing to hide
     short = (rows.at == rows.of - 1).tolist()
-    if short[-1] and not rows.whole_rows:
+    if short[-1] and not rows.whole_rows:  # up to torch 2.13 a cut row that is picked last ends the mask
         length, short = length - cut, short[:-1]
     if not any(short):
         return mask, length, False
@@ -194,10 +197,11 @@ def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
     """The first queries and keys of it."""
     if torch.compiler.is_dynamo_compiling():
         return _crop_in_graph(mask, lengths)
-    mask._now()
+    mask._now()  # lists that were written to become the user's
     _check_order(mask, "cut")
     mask._check_cover(lengths)
     cropped = mask.of(mask.tensor_mask.sized(mask._sizes), lengths, mask._block, mask._batch, mask.device, mask)
+    # the user's function does not know of lists, which are part of the expression by then
     cropped._fn = mask._fn if mask._user_lists is None else None
     return cropped
 
@@ -207,6 +211,7 @@ def on_device(mask: BlockMask, device: torch.device) -> BlockMask:
     if torch.compiler.is_dynamo_compiling():
         return _on_device_in_graph(mask, device)
     copy = mask.of(mask._mod.to(device), mask._lengths, mask._block, mask._batch, device, mask)
+    # nothing moved: the user's function still reads the right tensors
     if all(copy._mod.tensors[n] is x for n, x in mask._mod.tensors.items()):
         copy._fn = mask._fn
     lists = mask._now().get("lists") or mask._user_lists
@@ -226,10 +231,8 @@ def joined(op: str, mask: BlockMask, other: Any) -> BlockMask:
     mod, batch = tensor_mask_of(other), mask._batch
     if isinstance(other, type(mask)):
         if (mask._lengths, mask._block) != (other._lengths, other._block):
-            raise ShapeError(
-                f"masks of {mask._lengths} in tiles of {mask._block} and of {other._lengths} in tiles of "
-                f"{other._block}\n  lay both out alike"
-            )
+            text = f"masks of {mask._lengths} in tiles of {mask._block} and of {other._lengths} in tiles of "
+            raise ShapeError(f"{text}{other._block}\n  lay both out alike")
         mod, batch = mod.sized(other._sizes), tuple(torch.broadcast_shapes(batch, other._batch))  # type: ignore[no-untyped-call]
     both = mask.tensor_mask.sized(mask._sizes).join(op, mod)
     return mask.of(both, mask._lengths, mask._block, batch, mask.device, mask)
@@ -244,10 +247,8 @@ def restored(kind: type[BlockMask], mod: Mask, values: dict[str, Any], state: di
 
 def _check_order(mask: BlockMask, what: str) -> None:
     if (mask._user_lists or {}).get("dq_kv_order") is not None:
-        raise OrderError(
-            f"a BlockMask with a tensor dq_kv_order is {what}\n  the order is of these lists alone: make another "
-            "BlockMask with the dq_write_order that belongs to it"
-        )
+        text = f"a BlockMask with a tensor dq_kv_order is {what}\n  the order is of these lists alone: make another "
+        raise OrderError(f"{text}BlockMask with the dq_write_order that belongs to it")
 
 
 # -- in a graph of torch -------------------------------------------------------------------------------
@@ -259,10 +260,8 @@ def function_or_text(mask_mod: Any) -> tuple[MaskMod | None, str | None]:
         return None, mask_mod
     if callable(mask_mod) and not isinstance(mask_mod, TensorMask):
         return mask_mod, None
-    raise MaskModError(
-        f"mask_mod is {type(mask_mod).__name__}, in a graph of torch\n  a graph takes a function "
-        "`mask_mod(b, h, q_idx, kv_idx)` or a text: make masks of anything else outside"
-    )
+    text = f"mask_mod is {type(mask_mod).__name__}, in a graph of torch\n  a graph takes a function "
+    raise MaskModError(f"{text}`mask_mod(b, h, q_idx, kv_idx)` or a text: make masks of anything else outside")
 
 
 def function_of(text: str) -> MaskMod:
@@ -279,6 +278,7 @@ def _written(text: str) -> str:
         mask = program(text).mask
         assert mask is not None
         far = 1 << 31
+        # a text has no tensors, so that any device does
         setattr(_texts, name, TensorMask(mask.expr, {}).callable({}, (far, far, far, far), text, torch.device("cpu")))
     return name
 
@@ -299,7 +299,7 @@ def lists_of(kinds: Tensor, separate_full: bool, columns: bool) -> Lists:
 
 def laid_out(mask: BlockMask) -> Lists:
     """The lists of a mask that a graph made of a function or text."""
-    from .graph import tiles
+    from .graph import tiles  # imports torch._dynamo, which few programs need
 
     lists = lists_of(tiles(mask), mask._separate_full, mask._columns)
     return with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists
@@ -311,8 +311,8 @@ def visible(mask: BlockMask) -> MaskMod:
     if mask._user_lists is None:
         return mask_mod
     kinds, (rows, columns) = mask._kinds(), mask._block
-    several = [n > 1 for n in (1, 1, *mask._batch)[-2:]]
-    kinds = kinds.reshape((1, 1, *kinds.shape)[-4:])
+    several = [n > 1 for n in (1, 1, *mask._batch)[-2:]]  # a B or H of 1 serves every index
+    kinds = kinds.reshape((1, 1, *kinds.shape)[-4:])  # B and H, which lists may lack
 
     def shown(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
         kind = kinds[b if several[0] else 0, h if several[1] else 0, q // rows, k // columns]
@@ -378,7 +378,7 @@ def _part_in_graph(mask: BlockMask, index: Any) -> BlockMask:
             return mask_mod(*at, q + rows.start * size, k)
         place = rows.at[q // size] * size + q % size
         shown: Tensor = mask_mod(*at, place, k)
-        return shown & (place < q_len) if q_len % size else shown
+        return shown & (place < q_len) if q_len % size else shown  # only the last row of tiles reaches past the end
 
     length = rows.count * size
     if rows.whole:
@@ -404,7 +404,7 @@ def _place(pick: Pick, x: Tensor) -> Any:
         return x
     if pick.at is not None:
         return pick.at[x] if pick.count > 1 else pick.at[0]
-    return x + pick.start if pick.count > 1 else torch.full_like(x, pick.start)
+    return x + pick.start if pick.count > 1 else torch.full_like(x, pick.start)  # mask_mod expects a tensor
 
 
 def made_of(mask: BlockMask, fn: MaskMod, lengths: tuple[int, int], batch: tuple[int, ...]) -> BlockMask:
@@ -415,6 +415,7 @@ def made_of(mask: BlockMask, fn: MaskMod, lengths: tuple[int, int], batch: tuple
 
 def packed_in_graph(mask_mod: MaskMod, q_offsets: Tensor, kv_offsets: Tensor, q_len: int, kv_len: int) -> MaskMod:
     """The mask of nested sequences in packed positions."""
+    # right: behind empty sequences that begin at the same token
     of_q = torch.searchsorted(q_offsets, torch.arange(q_len, device=q_offsets.device), right=True) - 1
     of_k = torch.searchsorted(kv_offsets, torch.arange(kv_len, device=kv_offsets.device), right=True) - 1
 

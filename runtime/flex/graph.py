@@ -76,6 +76,7 @@ class BlockMaskOp(HigherOrderOperator):
         visible = over_graph(masks[-1], mask_values, "mask")
         if request["text"] is not None:
             visible = TensorMask(program(request["text"]).mask.expr, {})  # type: ignore[union-attr]
+        # numbers are part of the program, tensors and open sizes are inputs of the operator
         numbers = {n: x for n, x in visible.values.items() if isinstance(x, bool | int | float)}
         free = {n: x for n, x in visible.values.items() if n not in numbers}
         mask_program = CallProgram(Mask(visible.expr, only(numbers, visible.expr)), None)
@@ -88,7 +89,7 @@ class BlockMaskOp(HigherOrderOperator):
 
 def tiles(mask: BlockMask) -> Tensor:
     """uint8 [B, H, rows, columns] of the tiles of a mask made in the current graph: 0 empty, 1 partial, 2 full."""
-    like = torch.empty(0, device=mask._device)
+    like = torch.empty(0, device=mask._device)  # says the device, and is not read
     heads = (1, 1, *mask._batch)[-2:]
     request = {"text": mask._text, "sizes": (*mask._lengths, *heads), "block": mask._block}
     mask_mod = noop_mask if mask._text is not None else mask._fn
@@ -96,6 +97,7 @@ def tiles(mask: BlockMask) -> Tensor:
     return kinds  # type: ignore[no-any-return]
 
 
+# cacheable: torch's caches on disk take graphs with it
 call = FlexAttentionOp("frisket_flex_attention", cacheable=True)  # type: ignore[no-untyped-call]
 laid_out = BlockMaskOp("frisket_block_mask", cacheable=True)  # type: ignore[no-untyped-call]
 
@@ -115,6 +117,7 @@ class CallVariable(dynamo.FlexAttentionHigherOrderVariable):
         return variable
 
 
+# Dynamo has no public way to add one
 for _one in (call, laid_out):
     dynamo._hop_name_to_variable_class[_one.__name__] = CallVariable
 
@@ -129,6 +132,7 @@ def over_graph(graph: Any, values: tuple[Any, ...], kind: Kind) -> TensorMask:
     Open sizes of tensors stay open if only the ends of lookups depend on them."""
     mod = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint)
     if any(not isinstance(n, int) for x in values if isinstance(x, Tensor) for n in x.shape):
+        # differs where the expression depends on the size
         longer = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint + 1)
         if longer.expr is not mod.expr:
             return _read(graph, values, kind, int)  # a guard of the graph: another size is another one

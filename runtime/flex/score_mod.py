@@ -107,17 +107,19 @@ class _StateReader:
         return tuple([self.value(x, names) for x in values])
 
     def function(self, fn: FunctionType, names: Names) -> Any:
-        library = is_foreign(fn)
-        if (library and not fn.__closure__) or (fn, names) in self.seen:
+        library = is_foreign(fn)  # a library's code stays as it is, but its closure may hold the user's
+        if (library and not fn.__closure__) or (fn, names) in self.seen:  # recursion, or read before
             return fn
         self.seen.add((fn, names))
         names = names | (mine := names_read(fn.__code__))
+        # reads what its code does not name, or attributes of the function, which are no part of the state
         if not mine.isdisjoint(REFLECTION) or not names.isdisjoint(vars(fn)):
             raise UnknownState
         state: list[Any] = [fn.__code__, *(self.value(c.cell_contents, names) for c in fn.__closure__ or ())]
         state.append(self.each((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), names))
         if not library:
             scope = fn.__globals__
+            # sorted: equal sets may differ in their order
             state += [self.value(scope[n], names) for n in sorted(mine) if n in scope]
         return tuple(state)
 
@@ -128,13 +130,16 @@ class _StateReader:
         strange = not is_foreign(type(x)) if cls is x else library and not isinstance(x, torch.nn.Module)
         namespaces = [vars(c) for c in cls.__mro__ if not is_foreign(c)]
         lookups = {"__getattr__", "__getattribute__"}
+        # such methods compute attributes, out of anything
         if fields is None or strange or any(lookups & of.keys() for of in (*namespaces, fields)):
             raise UnknownState
+        # operators call special methods, which no name in the code shows
         special = {n for of in namespaces for n, m in of.items() if n[:2] == "__" and callable(m) and n not in QUIET}
         names, methods = _reached(namespaces, names | (special if cls is x else special - {"__init__", "__new__"}))
         if (id(x), names) in self.seen:
             return id(x)
         self.seen.add((id(x), names))
+        # torch keeps parameters, buffers and submodules in dicts of a module
         parts = [fields, *(fields[p] for p in MODULE_PARTS if p in fields and isinstance(x, torch.nn.Module))]
         read = names.union(*parts[1:], (n for n in fields if n[0] != "_")) if library else names  # by code of its own
         values = [(n, self.value(part[n], names)) for part in parts for n in sorted(read & part.keys())]
@@ -149,6 +154,7 @@ def _reached(namespaces: Sequence[Mapping[str, Any]], names: Names) -> tuple[Nam
             ones = [x for of in namespaces if (x := of.get(name)) is not None]
             members[name] = [x.fget if isinstance(x, property) else getattr(x, "__func__", x) for x in ones]
         methods = tuple(x for n in sorted(members) for x in members[n])
+        # other descriptors compute what they return
         if any(hasattr(type(x), "__get__") and not isinstance(x, FunctionType) for x in methods):
             raise UnknownState
         more = names.union(
@@ -228,10 +234,8 @@ def traced(score_mod: Any, valueless: bool = False) -> tuple[TensorMask, tuple[T
             "score_mod returns an Int\n  it returns a Float: the score, or what was made of it; `x.float()` is one too"
         )
     if not function.scored:
-        raise ScoreModError(
-            "score_mod takes no score\n  it is score_mod(score, b, h, q_idx, kv_idx); a function of four that hides "
-            "positions is a mask_mod, for create_block_mask"
-        )
+        text = "score_mod takes no score\n  it is score_mod(score, b, h, q_idx, kv_idx); a function of four that hides "
+        raise ScoreModError(f"{text}positions is a mask_mod, for create_block_mask")
     return TensorMask(function.expr, function.tables), function.read
 
 
@@ -240,7 +244,7 @@ def without_clashes(mod: TensorMask, visible: TensorMask | None) -> tuple[Tensor
     names: dict[str, str] = {}
     mine, theirs = set(names_of(mod.expr)), set() if visible is None else set(visible.values)
     used = mine | theirs
-    for name in sorted(mine & theirs):
+    for name in sorted(mine & theirs):  # sorted: the new names are part of the program
         names[name] = fresh(name, used)
         used.add(names[name])
     if not names:
@@ -263,6 +267,7 @@ def in_sequences(names: JaggedTables, ragged: Ragged, node: Expr, at: tuple[int,
     """A lookup of packed positions as the user wrote it, inside a sequence, and the position (b, h, q, k) in words."""
     places = [x for visible in (True, False) for x in names.places(visible).items() if x[0] is not B]
     offsets = ragged.q_offsets.numpy(), ragged.kv_offsets.numpy()
+    # right: behind empty sequences that begin at the same token
     s = int(np.searchsorted(offsets[0], at[2], "right")) - 1
     q, k = (x - of[s] for x, of in zip(at[2:], offsets, strict=True))
     return ir.substitute(node, {e: name for name, e in places}), f"query {q:,}, key {k:,} of sequence {s} (h {at[1]})"
@@ -270,6 +275,7 @@ def in_sequences(names: JaggedTables, ragged: Ragged, node: Expr, at: tuple[int,
 
 def names_in(mod: TensorMask, ragged: Ragged, used: Mapping[str, Any] | None = None) -> JaggedTables:
     """Names for tables of positions, unlike all names in a mask or score mod; `B` in `mod` becomes a literal."""
+    # without `B` the number would make another expression of every batch size
     number = lit(ragged.sequences) if B in ir.walk(mod.expr) else lit(0)
     return names_for(ragged.pattern, {*mod.values, *(used or {}), *names_of(mod.expr)}, number)
 
@@ -373,7 +379,7 @@ class FlexPair:
     ) -> None:  # fmt: skip
         """Check once for these lengths, where nothing is on a device. `words` are those of `check_lookups`."""
         place = query.shape[:3], key.shape[2], requests.promises
-        if place in self.checked or 0 in query.shape or 0 in key.shape:
+        if place in self.checked or 0 in query.shape or 0 in key.shape:  # without queries or keys no table is read
             return
         if not self.placed:
             if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):

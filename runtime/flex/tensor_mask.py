@@ -81,6 +81,7 @@ class TensorMask:
     @property
     def text(self) -> str:
         """The mask as a program without its tensors: what a graph of torch holds, and guards."""
+        # kinds: 1, 1.0 and True are equal keys
         return _text(self.expr, tuple((n, kind_of(x), x) for n, x in self.numbers.items()))
 
     @cached_property
@@ -107,6 +108,7 @@ class TensorMask:
         """The positions visible by lists of tiles: all of a full one, and what the mask shows of a partial one. `kinds`
         [*batch, rows, columns] are 0 empty, 1 partial, 2 full."""
         name = fresh("tiles", {*self.values})
+        # a B or H of 1 serves every index
         at = [ir.ZERO if n == 1 else ir.var(x) for x, n in zip("bh"[2 - len(batch) :], batch, strict=True)]
         q, k = (ir.build("floordiv", ir.var(x), ir.lit(size)) for x, size in zip("qk", block, strict=True))
         kind = ir.lookup(name, (*at, q, k))
@@ -123,7 +125,7 @@ class TensorMask:
             table = self.values[node.name]
             assert isinstance(table, torch.Tensor)
             for index, size in zip(node.args, table.shape, strict=True):
-                if index.op != "var" or reach.get(index.name, size + 1) > size:
+                if index.op != "var" or reach.get(index.name, size + 1) > size:  # a name of unknown reach is outside
                     return False
         return True
 
@@ -146,6 +148,7 @@ class TensorMask:
             x = self.values[name]  # a captured scalar is read as a table of one entry
             number = ir.lookup(name, (ir.ZERO,), type) if isinstance(x, torch.Tensor) else ir.lit(x)
             places[ir.param(name, type)] = number
+        # detached, or a function that stays would hold the graph of a gradient
         tensors = {n: x.detach() if x.ndim else x.detach().reshape(1) for n, x in self.tensors.items()}
         tables = {n: as_value(n, x) for n, x in tensors.items()}
         e = simplify(bind(ir.substitute(self.sized(sizes).expr, places), tables))
@@ -186,10 +189,8 @@ def tensor_mask_of(source: MaskLike | TensorMask) -> TensorMask:
     if callable(source):
         return of_function(source, "mask")
     if not isinstance(source, str | Expr | Mask):
-        raise MaskModError(
-            f"mask_mod is {type(source).__name__}\n  it is a function `mask_mod(b, h, q_idx, kv_idx)`, a text as "
-            '"causal & window(256)", or a frisket.Mask'
-        )
+        text = f"mask_mod is {type(source).__name__}\n  it is a function `mask_mod(b, h, q_idx, kv_idx)`, a text as "
+        raise MaskModError(f'{text}"causal & window(256)", or a frisket.Mask')
     return of_bound(mask(source))
 
 
@@ -197,6 +198,7 @@ def of_bound(bound: BoundExpr) -> TensorMask:
     """A mask from one of frisket's own; a captured tensor stays, other arrays become tensors."""
     bound.require_bound()
     captured = {n: x for n, x in bound.origin.captured.items() if isinstance(x, torch.Tensor)}
+    # the user's tensors replace the copies in `tables`
     return TensorMask(bound.expr, {**bound.scalars, **{n: _tensor(x) for n, x in bound.tables.items()}, **captured})
 
 
@@ -218,7 +220,7 @@ def _tensor(x: Any) -> torch.Tensor:
     if not isinstance(x, np.ndarray):
         return torch.tensor(x)
     try:
-        return torch.from_numpy(x.copy())
+        return torch.from_numpy(x.copy())  # from_numpy shares memory, and warns of read-only arrays
     except TypeError:
         raise ParameterError(f"torch has no tensors of {x.dtype}; give the table as int64, float32 or bool") from None
 
@@ -266,7 +268,8 @@ def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
 def ordered(grid: Tensor) -> tuple[Tensor, Tensor]:
     """(count, index), both int32: the columns where the grid is not 0, in order, and after them the others."""
     marks = (grid != 0).to(torch.int32)
-    index = torch.argsort(marks, dim=-1, descending=True, stable=True)
+    index = torch.argsort(marks, dim=-1, descending=True, stable=True)  # stable: columns ascend
+    # the grid may be transposed, and `to` would give index its strides
     return marks.sum(dim=-1).to(torch.int32), index.to(torch.int32, memory_format=torch.contiguous_format)
 
 
@@ -308,17 +311,13 @@ def check_lists(lists: Lists, kv_len: int | None, block: int) -> None:
     if index is None or count is None:
         raise ListError(f"{'kv_indices' if index is None else 'kv_num_blocks'} is None\n  both lists are needed")
     if index.dim() < 2:
-        raise ListError(
-            f"kv_indices has shape {tuple(index.shape)}\n"
-            "  a BlockMask must have at least 2 dimensions: [B, H, rows, columns] of tiles, or [rows, columns]"
-        )
+        text = f"kv_indices has shape {tuple(index.shape)}\n  a BlockMask "
+        raise ListError(f"{text}must have at least 2 dimensions: [B, H, rows, columns] of tiles, or [rows, columns]")
     for axis in ("kv", "q"):
         n, i = (lists[f"full_{axis}_{name}"] for name in ("num_blocks", "indices"))
         if (n is None) != (i is None):
-            raise ListError(
-                f"full_{axis}_num_blocks and full_{axis}_indices must be both provided or omitted\n"
-                f"  full_{axis}_{'num_blocks' if n is None else 'indices'} is missing"
-            )
+            text = f"full_{axis}_num_blocks and full_{axis}_indices must be both provided or omitted\n"
+            raise ListError(f"{text}  full_{axis}_{'num_blocks' if n is None else 'indices'} is missing")
     columns = columns_of(lists, kv_len, block)
     for name in ("kv", "full_kv"):
         pair = side(lists, name)
@@ -326,11 +325,9 @@ def check_lists(lists: Lists, kv_len: int | None, block: int) -> None:
             continue
         n, i = pair
         if i.shape[:-1] != index.shape[:-1] or n.shape != index.shape[:-1]:
-            raise ListError(
-                f"{name}_num_blocks has shape {tuple(n.shape)}, {name}_indices {tuple(i.shape)}\n"
-                f"  for the rows of kv_indices, the first has {tuple(index.shape[:-1])}, the second one axis more"
-            )
-        if i.is_cpu and n.is_cpu and not torch.compiler.is_dynamo_compiling():
+            text = f"{name}_num_blocks has shape {tuple(n.shape)}, {name}_indices {tuple(i.shape)}\n  for the rows "
+            raise ListError(f"{text}of kv_indices, the first has {tuple(index.shape[:-1])}, the second one axis more")
+        if i.is_cpu and n.is_cpu and not torch.compiler.is_dynamo_compiling():  # values on a device are not waited for
             _check_entries(name, n, i, columns)
     full = side(lists, "full_kv")
     if torch.compiler.is_dynamo_compiling():  # a graph has no values to look at
@@ -339,9 +336,8 @@ def check_lists(lists: Lists, kv_len: int | None, block: int) -> None:
         both = (listed(count, index, columns) & listed(*full, columns)).nonzero()
         if len(both):
             *_, row, column = both[0].tolist()
-            raise ListError(
-                f"tile (row {row}, column {column}) is listed as partial and as full\n  its keys would count twice"
-            )
+            text = f"tile (row {row}, column {column}) is listed as partial and as full\n  its keys would count twice"
+            raise ListError(text)
 
 
 def _check_entries(name: str, count: Tensor, index: Tensor, columns: int) -> None:
@@ -351,9 +347,8 @@ def _check_entries(name: str, count: Tensor, index: Tensor, columns: int) -> Non
     valid = torch.arange(width) < count[..., None]
     bad = valid & ((index < 0) | (index >= columns))
     if bool(bad.any()):
-        raise ListError(
-            f"{name}_indices lists column {int(index[bad][0])}\n  there are columns 0..{columns - 1}, of tiles"
-        )
+        text = f"{name}_indices lists column {int(index[bad][0])}\n  there are columns 0..{columns - 1}, of tiles"
+        raise ListError(text)
     if bool((listed(count, index, columns).sum(dim=-1) != count).any()):
         raise ListError(f"{name}_indices lists a column twice in one row\n  its keys would count twice")
 
@@ -382,11 +377,12 @@ def tile_string(kinds: Tensor, grid_size: int | tuple[int, int] | None = (20, 20
 
 def _cells(kinds: Tensor, step: tuple[int, ...]) -> list[str]:
     """A character for every cell of one picture."""
-    kinds = kinds.cpu()
+    kinds = kinds.cpu()  # one copy, not one for every cell
     rows, columns = kinds.shape
     inside = torch.ones_like(kinds)
 
     def total(x: Tensor) -> Tensor:
+        # of what lies past the edge nothing is counted, not even as a tile
         x = pad(x.long(), (0, -columns % step[1], 0, -rows % step[0]))
         return x.view(-1, step[0], x.shape[1] // step[1], step[1]).sum(dim=(1, 3))
 

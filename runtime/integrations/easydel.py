@@ -44,7 +44,7 @@ def register(name: str = "frisket", operator: str = "frisket") -> type[Any]:
     ParameterError
         There is no operator of this name. A call raises it for `cum_seqlens_q` and `cum_seqlens_k`.
     """
-    AttentionRegistry.get(operator)
+    AttentionRegistry.get(operator)  # an unknown name is an error before a model is made
     try:
         from easydel.operations import (  # type: ignore[import-not-found]
             AttentionOutput,
@@ -52,7 +52,7 @@ def register(name: str = "frisket", operator: str = "frisket") -> type[Any]:
             VanillaAttn,
         )
     except ModuleNotFoundError as missing:
-        if missing.name != "easydel":
+        if missing.name != "easydel":  # a package that EasyDeL itself misses
             raise
         raise MissingPackageError("easydel is not installed: pip install easydel", name=missing.name) from None
 
@@ -83,14 +83,13 @@ def _attend(
     lengths = CallSizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
     if bias is None and mask_info is None and init_bias is not None:
         bias = init_bias()
-    arrays = {
-        **_mask(lengths, mask_info), "bias": bias, "softmax_aux": sinks_of_heads(softmax_aux, lengths),
-        "dropout_rng": dropout_rng,
-    }  # fmt: skip
-    arrays = {n: x for n, x in arrays.items() if x is not None}
+    arrays = {**_mask(lengths, mask_info), "bias": bias, "softmax_aux": sinks_of_heads(softmax_aux, lengths)}
+    arrays["dropout_rng"] = dropout_rng
+    arrays = {n: x for n, x in arrays.items() if x is not None}  # specs are for arrays alone
     settings = {"align": "start", **_flags(lengths, mask_info, **call)}
 
     metadata = AttentionMetadata(theirs.runtime_dtype, mesh=theirs.mesh, partition_manager=theirs.partition_manager)
+    # without a mesh: inside shard_map arrays are those of one device
     op, mesh = AttentionRegistry.create(operator, metadata.replace(mesh=None)), theirs.mesh
     of_query, of_key, *_ = metadata.get_shardings(op.get_mode(query))
     batch = fitting(mesh.shape, of_query[0], lengths.batch)
@@ -99,7 +98,7 @@ def _attend(
     def spec(name: str, x: Any) -> Any:
         if name in ("softmax_aux", "dropout_rng"):
             return _spec(heads) if name == "softmax_aux" else _spec()
-        rows = batch if jax.tree.leaves(x)[0].shape[0] == lengths.batch else None
+        rows = batch if jax.tree.leaves(x)[0].shape[0] == lengths.batch else None  # one for all entries is not split
         return _spec(rows) if name == "segment_ids" else _spec(rows, None if x.shape[1] == 1 else heads)
 
     def local(query: Any, key: Any, value: Any, arrays: dict[str, Any]) -> Any:

@@ -67,10 +67,8 @@ class Attention(nnx.Module):
     ) -> None:  # fmt: skip
         kv_heads = heads if kv_heads is None else kv_heads
         if min(heads, kv_heads) < 1 or heads % kv_heads or (head_dim is None and features % heads):
-            raise ShapeError(
-                f"{features} features in {heads} heads over {kv_heads} key heads; heads are a multiple of key heads, "
-                "and divide the features, unless head_dim is given"
-            )
+            text = f"{features} features in {heads} heads over {kv_heads} key heads; heads are a multiple of key "
+            raise ShapeError(f"{text}heads, and divide the features, unless head_dim is given")
         head_dim = features // heads if head_dim is None else head_dim
         self.heads, self.kv_heads, self.head_dim, self.rotary_base = heads, kv_heads, head_dim, rotary_base
         self.mask, self.score = mask, score
@@ -87,7 +85,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: jax.Array, *, positions: Any = None, cache: Any = None, counts: Any = None, **keywords: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Attention of x [batch, length, features] to itself, or, with a `cache` of `frisket.caches.jax`, to what it
         holds and to x behind that: then (out, cache), with the same mask for prompts, chunks and single tokens.
 
@@ -106,9 +104,8 @@ class Attention(nnx.Module):
             tables = rotary_tables(jnp.asarray(positions), self.head_dim, self.rotary_base)
             q, k = (apply_rotary_pos_emb(y, *tables, layout="bshd") for y in (q, k))
         if name := next((n for n in ("mask", "score") if n in keywords), None):
-            raise ParameterError(
-                f"the {name} of this layer is fixed when it is made; a call may give segment_ids= or bias="
-            )
+            text = f"the {name} of this layer is fixed when it is made; a call may give segment_ids= or bias="
+            raise ParameterError(text)
         if cache is None:
             if counts is not None:
                 raise ParameterError("counts are of new tokens for a cache; without one give segment_ids or a mask")
@@ -134,10 +131,10 @@ def attention_fn(
     Equal ones make equal functions, so that models made of them are equal to `nnx.jit`. `decode=False` is for layers
     that attend from a single query to several keys and do not decode: see `AttentionFn.__call__`.
     """
-    check_name(backend)
+    check_name(backend)  # an unknown name is an error before a layer calls
     _refuse_traced(params)
     program = program_of(mask, score, params)
-    _refuse_traced(program.captured)
+    _refuse_traced(program.captured)  # what a function of the mask captured outlives a trace as little
     return AttentionFn(program.mask, program.score, Options(scale_of(scale), backend=backend), decode)
 
 
@@ -195,6 +192,7 @@ class AttentionFn:
         values = dict(mask) if isinstance(mask, Mapping) else {"mask": mask}
         layer_mask, sinks = values.pop("mask", None), values.pop("sinks", None)
         values = {n: call_value(n, x) for n, x in values.items()}
+        # texts, functions and masks have no shape
         array = jnp.asarray(layer_mask) if hasattr(layer_mask, "shape") else None
         step = self.decode and array is not None and lengths[2] == 1 < lengths[3]
         text = _both(self.mask, "causal" if is_causal else None)
@@ -206,6 +204,7 @@ class AttentionFn:
             tables[STEP] = _last_seen(array)
             there = f"q + {STEP}"
             text, mod = None if text is None else text.at(q=there), None if mod is None else mod.at(q=there)
+            # a table that no text reads would be an unknown name
             if not any(x is not None and STEP in x.unbound for x in (text, mod)):
                 del tables[STEP]
         if array is not None:
@@ -222,10 +221,8 @@ class AttentionFn:
         att, values = scaled_attention(text, mod, options, self.options.scale, {**values, **tables})
         batch, heads, _, kv_len = lengths
         q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
-        out: jax.Array = att(
-            q, k, v, seed=seed, sinks=sinks, layout="bshd",
-            sizes=(batch, heads, kv_len, kv_len) if step else None, **values,
-        )  # fmt: skip
+        places = (batch, heads, kv_len, kv_len) if step else None  # the query is one of kv_len positions
+        out: jax.Array = att(q, k, v, seed=seed, sinks=sinks, layout="bshd", sizes=places, **values)
         if array is not None and traced(array) and array.dtype != bool:  # nothing can be raised for its values
             out = jnp.where((array < 0).any(), jnp.asarray(jnp.nan, out.dtype), out)
         return out.reshape(*lead, *out.shape[1:])
@@ -265,10 +262,8 @@ def _lengths(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], tuple[i
     """The batch axes, and (batch, heads, q_len, kv_len)."""
     lead = query.shape[:-3]
     if min(x.ndim for x in (query, key, value)) < 3 or not lead == key.shape[:-3] == value.shape[:-3]:
-        raise ShapeError(
-            f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; they are "
-            "[batch..., length, heads, dim], with the same batch axes"
-        )
+        text = f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; they are "
+        raise ShapeError(f"{text}[batch..., length, heads, dim], with the same batch axes")
     return lead, (math.prod(lead), query.shape[-2], query.shape[-3], key.shape[-3])
 
 
@@ -284,10 +279,8 @@ def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, in
     full = (*lead, *lengths[1:])
     shape = (1,) * (len(full) - x.ndim) + x.shape
     if len(shape) > len(full) or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
-        raise ShapeError(
-            f"the {name.removeprefix('flax_')} is {list(x.shape)} for [batch..., heads, q_len, kv_len] = {list(full)}; "
-            "it is broadcast to that, each axis of its length or 1"
-        )
+        text = f"the {name.removeprefix('flax_')} is {list(x.shape)} for [batch..., heads, q_len, kv_len] = "
+        raise ShapeError(f"{text}{list(full)}; it is broadcast to that, each axis of its length or 1")
     rest, batch_shape = shape[len(lead) :], shape[: len(lead)]
     index = ["0" if n == 1 else c for c, n in zip("hqk", rest, strict=True)]
     if batch_shape == lead or math.prod(batch_shape) == 1:

@@ -106,12 +106,14 @@ def sdpa(
         out = _masked(q, k, v, attn_mask, mask, text, rate, scale, gqa)
     if len(lead) == 1:
         return out
+    # an axis of heads was added to arrays of 2 axes
     out = out.reshape(*lead, *out.shape[1:])
     return out if max(query.ndim, key.ndim, value.ndim) > 2 else out[0]
 
 
 def _four_axes(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """q, k and v [batch, heads, length, dim], and the axes that `batch` stands for."""
+    # the usual call: no view is made
     if (
         q.ndim == k.ndim == v.ndim == 4
         and q.shape[0] == k.shape[0]
@@ -139,17 +141,14 @@ def _four_axes(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> tuple[Tensor, Tens
 def _four_axes_of_mask(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
     """The mask as [batch or 1, heads or 1, q_len or 1, kv_len or 1]; `whole` is the shape it broadcasts to."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ParameterError(
-            f"attn_mask is {mask.dtype}; it is Bools, True where a key is visible, or Floats that are added to scores\n"
-            "  attn_mask.bool() makes Bools of 0 and 1"
-        )
+        text = f"attn_mask is {mask.dtype}; it is Bools, True where a key is visible, or Floats that are added to "
+        raise ParameterError(f"{text}scores\n  attn_mask.bool() makes Bools of 0 and 1")
     if not 2 <= mask.ndim <= len(whole) or any(n not in (1, m) for n, m in zip(mask.shape[::-1], whole[::-1])):
-        raise ShapeError(
-            f"attn_mask has the shape {list(mask.shape)}; it broadcasts to [..., heads, q_len, kv_len] = {list(whole)}"
-            ": give each axis its length there, or 1"
-        )
+        text = f"attn_mask has the shape {list(mask.shape)}; it broadcasts to [..., heads, q_len, kv_len] = "
+        raise ShapeError(f"{text}{list(whole)}: give each axis its length there, or 1")
     mask = mask[(None,) * (len(whole) - mask.ndim)]
     if not mask.requires_grad:  # the gradient of a leaf belongs to every entry
+        # a step of 0: one entry stands for the axis
         for axis, step in enumerate(mask.stride()):
             mask = mask.narrow(axis, 0, 1) if step == 0 and mask.shape[axis] > 1 else mask
     if len(whole) != 4:
@@ -177,7 +176,7 @@ _latest = Memo("integrations.sdpa.masks", 256, weigh=lambda key, known, _: 2 * s
 
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, owner: Tensor, mask: Tensor, causal: str | None, rate: float, scale: Any, gqa: bool
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention under a mask of four axes, which is a view of the user's tensor, `owner`."""
     graph = in_graph(q, k, v, mask)
     if graph or isinstance(scale, Tensor) or (mask.requires_grad and torch.is_grad_enabled()):
@@ -242,6 +241,7 @@ def _facts_of(owner: Tensor, mask: Tensor) -> MaskFacts:
     if not (mask.is_cpu and mask.layout is torch.strided):
         return by_version(owner, mask)
     flat = mask.resolve_neg().reshape(-1)
+    # words of 8 bytes, where the address allows it, are fewer to compare
     words = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
     bits, key = flat.view(torch.int64 if words else torch.uint8), (mask.shape, mask.dtype)
     latest = _latest.get(key) or ()

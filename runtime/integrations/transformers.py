@@ -113,10 +113,8 @@ def attention(
         mask = chosen(mask, block_indices, size, query.shape[1])
     text, score, values = program(module, mask, query.shape[1], softcap, position_bias, frisket_params)
     if in_graph(query):
-        result = called(
-            query, key, value, text, score, scaling, dropout=dropout, sinks=s_aux, origin=mask.origin,
-            return_lse=sinks is not None, **values,
-        )  # fmt: skip
+        how: dict[str, Any] = {"dropout": dropout, "sinks": s_aux, "origin": mask.origin, **values}
+        result = called(query, key, value, text, score, scaling, return_lse=sinks is not None, **how)
     else:
         values = {n: x.to(query.device) if isinstance(x, Tensor) else x for n, x in values.items()}
         att, values = scaled_attention(text, score, Options(dropout=rate_of(dropout)), scaling, values)
@@ -151,15 +149,15 @@ def _mask_of(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Any, causal: b
         if have != want and all(n in (1, m) for n, m in zip(have, want)) and mask.make is not None:
             return _dense(mask.array(), q, k)  # one row for all queries or keys, as an array of it would be
         if have != want:
-            raise ShapeError(
-                f"attention of {q.shape[2]} queries to {k.shape[2]} keys, under a mask of {mask.q_len} x "
-                f"{mask.kv_len} that transformers has made\n  give every layer the mask made for its cache"
-            )
+            text = f"attention of {q.shape[2]} queries to {k.shape[2]} keys, under a mask of {mask.q_len} x "
+            text += f"{mask.kv_len} that transformers has made\n  give every layer the mask made for its cache"
+            raise ShapeError(text)
         return mask
     if isinstance(mask, Tensor):
         return _dense(mask, q, k)
     if causal is None:
         causal = getattr(module, "is_causal", False) and not eager_only(type(module).__module__)
+    # a single query is the last one, and sees every key
     return SymbolicMask("q >= k" if causal and q.shape[2] > 1 else "", q.shape[0], q.shape[2], k.shape[2])
 
 
@@ -177,21 +175,16 @@ def _dense(mask: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
 def _refuse(rest: Mapping[str, Any], mask: SymbolicMask) -> None:
     for name in ("head_mask", "layer_head_mask"):
         if rest.get(name) is not None and rest[name] is not False:
-            raise ParameterError(
-                f"attn_implementation='frisket' does not take {name}\n  prune heads with the model's own means, or "
-                "leave out head_mask"
-            )
+            text = f"attn_implementation='frisket' does not take {name}\n  prune heads with the model's own means, or "
+            raise ParameterError(f"{text}leave out head_mask")
     if rest.get("output_attentions"):
-        warnings.warn(
-            "attn_implementation='frisket' gives None for output_attentions=True: no weights are ever written out\n  "
-            "load the model with attn_implementation='eager' to see them", stacklevel=2,
-        )  # fmt: skip
+        text = "attn_implementation='frisket' gives None for output_attentions=True: no weights are ever written out"
+        warnings.warn(f"{text}\n  load the model with attn_implementation='eager' to see them", stacklevel=2)
     lengths = rest.get("cu_seq_lens_q")
     if lengths is not None and lengths.shape[0] > 2 and mask.structure and not mask.documents:
-        raise ParameterError(
-            "cu_seq_lens_q says that several documents are packed in a row, and the mask does not\n"
-            "  give position_ids that begin at 0 with every document, use_cache=False, and no attention_mask"
-        )
+        text = "cu_seq_lens_q says that several documents are packed in a row, and the mask does not\n"
+        text += "  give position_ids that begin at 0 with every document, use_cache=False, and no attention_mask"
+        raise ParameterError(text)
 
 
 # -- continuous batching -----------------------------------------------------------------------------------------------
@@ -207,7 +200,7 @@ def allow(name: str) -> None:
 
     @wraps(plain)
     def switch(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
-        if model.config._attn_implementation != name:
+        if model.config._attn_implementation != name:  # other implementations are left to transformers
             plain(self, model, auto_switch_to_flash)
         elif not hasattr(model, "frisket_serving"):
             model.frisket_serving = (
@@ -248,9 +241,8 @@ def kind_of(module: Any, rest: Mapping[str, Any]) -> str:
 def refuse_without_cache() -> None:
     """Refuse a layer without cache or lengths in a step of continuous batching: requests would share keys."""
     if not torch.compiler.is_compiling() and getattr(_step, "cache", None) is not None:
-        raise ParameterError(
-            "this model does not hand the cache of continuous batching to its attention layers\n  use `generate`"
-        )
+        text = "this model does not hand the cache of continuous batching to its attention layers\n  use `generate`"
+        raise ParameterError(text)
 
 
 # transformers' cache is written in place, through views that a graph would copy
@@ -299,7 +291,7 @@ def where(ends_q: Tensor, ends_k: Tensor, tokens: int, positions: Tensor | None)
     [tokens] what place queries have in their requests; without them all keys of a request are there. Queries behind the
     last request are padding and see nothing."""
     n, place = ends_q.shape[0] - 1, torch.arange(tokens, dtype=torch.int32, device=ends_q.device)
-    request = torch.searchsorted(ends_q[1:], place, right=True)
+    request = torch.searchsorted(ends_q[1:], place, right=True)  # right: behind requests without new tokens
     behind = (request + 1).clamp_max(n)  # of padding: the last end, and so no keys
     low, high = ends_k[request.clamp_max(n)], ends_k[behind]
     last = ends_q[behind] - 1  # the last query of the request stands where its last key does
@@ -310,6 +302,7 @@ def where(ends_q: Tensor, ends_k: Tensor, tokens: int, positions: Tensor | None)
 
 def _positions(rest: Mapping[str, Any]) -> Tensor | None:
     positions = rest.get("position_ids")
+    # 3 axes are positions in images and videos
     return positions[0] if isinstance(positions, Tensor) and positions.ndim == 2 else None
 
 
@@ -335,11 +328,8 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
                 if has_texts
                 else ("the mask of this model", ELSEWHERE)
             )
-            raise ParameterError(
-                f"{mask} looks behind the cache of a sliding-window layer: {why.splitlines()[0]}\n  {way_out}"
-            )
+            text = f"{mask} looks behind the cache of a sliding-window layer: {why.splitlines()[0]}\n  {way_out}"
+            raise ParameterError(text)
         if has_texts and not has_positions:
-            raise ParameterError(
-                "this model does not tell its attention the positions of tokens, and a sliding-window cache has no "
-                f"first ones: a mask or score mod of the config cannot be placed\n  {ELSEWHERE}"
-            )
+            text = "this model does not tell its attention the positions of tokens, and a sliding-window cache has no "
+            raise ParameterError(f"{text}first ones: a mask or score mod of the config cannot be placed\n  {ELSEWHERE}")

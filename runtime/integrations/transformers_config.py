@@ -41,7 +41,7 @@ def canonical(text: str, kind: str) -> tuple[str, tuple[str, ...], tuple[tuple[s
     try:
         parsed = (mask if kind == "mask" else score)(text)
     except FrisketError as error:
-        error.add_note(f"in config.frisket_{kind}")
+        error.add_note(f"in config.frisket_{kind}")  # the reader of a text does not know where it is from
         raise
     return str(parsed), (*parsed.unbound, *parsed.params), tuple(parsed.params.items())
 
@@ -51,13 +51,14 @@ def program(
     params: Mapping[str, Any] | None,
 ) -> tuple[str | None, str | None, dict[str, Any]]:  # fmt: skip
     """The texts of a layer's mask and score mod, and values for the names in them."""
-    config = getattr(module, "config", None)
+    config = getattr(module, "config", None)  # layers of some models have none
     steps = [f"softcap({float(softcap)!r})"] if softcap is not None else []
     if mask.bias:
         steps.append(f"score + {mask.bias}")
     places: dict[str, Any] = {}
     if bias is not None:
         index = ", ".join(["0" if n == 1 else x for x, n in zip(POSITIONS, bias.shape[:2])])
+        # a bias counts from the first query and key of the call, a mask from those of the sequence
         steps.append(f"score + position_bias[{index}, q - q_start, k - k_start]")
         places = {"position_bias": bias, "q_start": mask.origin[2], "k_start": mask.origin[3]}
     structure, theirs = mask.structure, _config_text(config, module, "frisket_mask")
@@ -72,7 +73,7 @@ def program(
         steps.append(text)
         names.extend(used)
         values.update(defaults)
-    values.update(_values(config, params, names))
+    values.update(_values(config, params, names))  # after the defaults in the texts, which they replace
     if missing := [n for n in names if n not in values]:
         raise ParameterError(
             f"`{missing[0]}` of the config's frisket_mask or frisket_score has no value; give it there, "
@@ -97,18 +98,16 @@ def _config_text(config: Any, module: torch.nn.Module, name: str) -> str | None:
         known = {FULL, SLIDING} if types is None else set(types)
         for kind in text:
             if kind not in known:
-                raise ParameterError(
-                    f"config.{name} names {kind!r}; the layers of this model are {', '.join(sorted(known))}"
-                )
+                message = f"config.{name} names {kind!r}; the layers of this model are {', '.join(sorted(known))}"
+                raise ParameterError(message)
         if types is not None:
             text = text.get(types[module.layer_idx])
         else:
+            # without layer_types all layers are of one kind
             text = text.get(FULL if getattr(config, "sliding_window", None) is None else SLIDING)
     if text is not None and not isinstance(text, str):
-        raise ParameterError(
-            f"config.{name} is {text!r}; it is a text, or a dict of texts by type of layer, which configs can save\n"
-            f"  the text of a mask or score mod of frisket is str(it)"
-        )
+        message = f"config.{name} is {text!r}; it is a text, or a dict of texts by type of layer, which configs can "
+        raise ParameterError(f"{message}save\n  the text of a mask or score mod of frisket is str(it)")
     if text is not None and getattr(config, "is_encoder_decoder", False):
         raise ParameterError(f"config.{name} is set, and an encoder-decoder has three kinds of attention: leave it out")
     return text
@@ -129,12 +128,11 @@ def _values(config: Any, params: Mapping[str, Any] | None, names: list[str]) -> 
 def _check_place(text: str, values: Mapping[str, Any], symbolic: SymbolicMask, heads: int) -> None:
     """Refuse a user's mask where it has no meaning, or shows keys that the cache of a sliding window has dropped."""
     if "attention_mask" in symbolic.tables:
-        raise ParameterError(
-            "config.frisket_mask is set, and this call brings an attention_mask of 4 axes: leave out one of them"
-        )
+        message = "config.frisket_mask is set, and this call brings an attention_mask of 4 axes: leave out one of them"
+        raise ParameterError(message)
     if symbolic.chosen:
         raise ParameterError("config.frisket_mask is set, and this model chooses keys under its own mask: leave it out")
-    if not symbolic.kv_offset:
+    if not symbolic.kv_offset:  # a cache from key 0 on has dropped nothing
         return
     user_mask = mask(text, **{n: x for n, x in values.items() if n in canonical(text, "mask")[1]})
     _, _, q, k = symbolic.origin
@@ -157,10 +155,8 @@ def check_fields(names: Iterable[str], where: str) -> None:
     """
     if wrong := [n for n in names if str(n).startswith("frisket") and n not in FIELDS]:
         near = nearest(wrong[0], FIELDS)
-        raise ParameterError(
-            f"{where}{wrong[0]} is not read{f'; did you mean `{near}`?' if near else ''}\n"
-            f"  the fields are {', '.join(FIELDS)}"
-        )
+        text = f"{where}{wrong[0]} is not read{f'; did you mean `{near}`?' if near else ''}\n"
+        raise ParameterError(f"{text}  the fields are {', '.join(FIELDS)}")
 
 
 # -- when a model is made ----------------------------------------------------------------------------------------------
@@ -177,16 +173,18 @@ def watch(name: str) -> None:
     @wraps(plain)
     def correct(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention == name:
-            if _check_read not in self._forward_pre_hooks.values():
+            if _check_read not in self._forward_pre_hooks.values():  # one hook, however often the implementation is set
                 self.register_forward_pre_hook(_check_read)
             if computes_itself(type(self)):
                 fallback: str = plain(self, None, is_init_check)
                 _warn(type(self), name, f"it has taken {fallback!r}")
                 return fallback
             tables = _by_name(type(self))
+            # a model that computes with its mask expects Bools, as under sdpa
             if self._supports_sdpa and all(other == "sdpa" for _, other in tables):
                 expect_bools(self.config)
             for classes, other in tables:
+                # the model looks its class up by the name, and would end in a KeyError
                 layer_class = classes.setdefault(name, classes[other])
                 _warn(type(self), name, f"its {layer_class.__name__} computes what {other!r} does")
         implementation: str = plain(self, requested_attention, is_init_check)
@@ -223,7 +221,7 @@ def _is_read(module: Any, what: str, value: Any) -> bool:
     return any(
         getattr(getattr(m, "config", None), what, None) == value and _asks(vars(sys.modules[type(m).__module__]))
         for m in module.modules()
-        if m is not module
+        if m is not module  # the model has its config anyway
     )
 
 
@@ -246,12 +244,9 @@ def computes_itself(kind: type) -> bool:
     known = _modules(kind)
     if any(map(_asks, known)):
         return False
-    return any(
-        inspect.isclass(x) and issubclass(x, torch.nn.Module) and "attention" in x.__name__.lower()
-        and x.__module__ == names["__name__"]
-        for names in known
-        for x in names.values()
-    )  # fmt: skip
+    # imported classes are those of other models
+    classes = [x for names in known for x in names.values() if inspect.isclass(x) and x.__module__ == names["__name__"]]
+    return any(issubclass(x, torch.nn.Module) and "attention" in x.__name__.lower() for x in classes)
 
 
 def _by_name(kind: type) -> list[tuple[dict[str, Any], str]]:
@@ -259,20 +254,20 @@ def _by_name(kind: type) -> list[tuple[dict[str, Any], str]]:
     tables = []
     for names in _modules(kind):
         for n, x in names.items():
+            # models in the older style have such tables
             if n.endswith("ATTENTION_CLASSES") and isinstance(x, dict) and "eager" in x:
                 tables.append((x, "sdpa" if "sdpa" in x else "eager"))
     return tables
 
 
+# a constant of a graph, in which Dynamo does not read namespaces
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def eager_only(place: str) -> bool:
     """Whether the models of a Python module are said to work under eager attention alone. There `is_causal` of a layer
     may say anything, and no mask means that all is seen."""
     from transformers import PreTrainedModel
 
-    models = [
-        x for x in vars(sys.modules[place]).values()
-        if inspect.isclass(x) and issubclass(x, PreTrainedModel) and x.__module__ == place
-    ]  # fmt: skip
+    classes = [x for x in vars(sys.modules[place]).values() if inspect.isclass(x) and x.__module__ == place]
+    models = [x for x in classes if issubclass(x, PreTrainedModel)]
     flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
     return bool(models) and not any(getattr(x, flag, False) for x in models for flag in flags)

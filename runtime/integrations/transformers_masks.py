@@ -139,7 +139,7 @@ class SymbolicMask:
         return self.batch, 1, self.q_len, self.kv_len
 
     def contiguous(self) -> SymbolicMask:
-        return self
+        return self  # there is no array to lay out again
 
     def to(self, *_: Any, **__: Any) -> SymbolicMask:
         return self
@@ -154,11 +154,9 @@ class SymbolicMask:
 
         Bools for models that have sdpa; for others what eager attention adds to scores, 0 and the dtype's least."""
         if self.make is None:
-            raise ParameterError(
-                "this model computes with its attention mask, and under attn_implementation='frisket' that is no "
-                "array\n  load it with attn_implementation='eager', or 'sdpa'"
-            )
-        if "array" not in self.cached:
+            text = "this model computes with its attention mask, and under attn_implementation='frisket' that is no "
+            raise ParameterError(f"{text}array\n  load it with attn_implementation='eager', or 'sdpa'")
+        if "array" not in self.cached:  # one array for all layers
             self.cached["array"] = self.make()
         tensor: Tensor = self.cached["array"]
         return tensor
@@ -189,6 +187,7 @@ class SymbolicMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # functions of torch that a model calls on its mask
         return func(*_arrays(args), **_arrays(kwargs or {}))
 
     @property
@@ -242,14 +241,12 @@ def symbolic(
 
     def make() -> Tensor:
         if getattr(config, "frisket_mask", None) is not None:
-            raise ParameterError(
-                "config.frisket_mask is set, and this model computes with its own attention mask: leave it out"
-            )
-        array: Any = (sdpa_mask if bools else eager_mask)(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, use_vmap=use_vmap, device=device,
-            allow_is_causal_skip=False,
-        )  # fmt: skip
+            message = "config.frisket_mask is set, and this model computes with its own attention mask: leave it out"
+            raise ParameterError(message)
+        how: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask, "dtype": dtype}
+        how |= {"use_vmap": use_vmap, "device": device, "q_offset": q_offset, "kv_offset": kv_offset}
+        how |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "allow_is_causal_skip": False}
+        array: Any = (sdpa_mask if bools else eager_mask)(**how)
         tensor: Tensor = array
         return tensor
 
@@ -258,10 +255,8 @@ def symbolic(
     text, tables = read(mask_function)
     structure, documents = parted(text, not use_vmap)  # use_vmap: functions of other people are part of it
     padding, more = padded(attention_mask, kv_offset + kv_length)
-    return SymbolicMask(
-        structure, batch_size, q_length, kv_length, q_offset, kv_offset, documents, padding, "", {**tables, **more},
-        make=make, dtype=torch.bool if bools else dtype,
-    )  # fmt: skip
+    sizes, kind = (batch_size, q_length, kv_length, q_offset, kv_offset), torch.bool if bools else dtype
+    return SymbolicMask(structure, *sizes, documents, padding, "", {**tables, **more}, make=make, dtype=kind)
 
 
 def padded(real: Tensor | None, stop: int) -> tuple[tuple[str, str], dict[str, Any]]:
@@ -270,11 +265,12 @@ def padded(real: Tensor | None, stop: int) -> tuple[tuple[str, str], dict[str, A
     if real is None:
         return ("", ""), {}
     have = real.shape[-1]
+    # a graph has no values, and those on a device would be waited for
     if torch.compiler.is_compiling() or not real.is_cpu:
         return ("real[b, k]", ""), {"real": _filled(real, stop)}
-    if have >= stop and bool(real.all()):
+    if have >= stop and bool(real.all()):  # every key is a token
         return ("", ""), {}
-    count, first = real.sum(-1), real.int().argmax(-1)
+    count, first = real.sum(-1), real.int().argmax(-1)  # argmax takes no Bools
     last = torch.where(count > 0, have - real.int().flip(-1).argmax(-1), first)
     if not torch.equal(last - first, count):
         return ("real[b, k]", ""), {"real": _filled(real, stop)}
@@ -329,6 +325,7 @@ def chosen(mask: SymbolicMask, indices: Tensor, size: int, heads: int) -> Symbol
     key = "k - k_start" if size == 1 else f"(k - k_start) // {size}"
     _, _, q_start, k_start = mask.origin
     more = {"chosen": table, "q_start": q_start, "k_start": k_start}
+    # plans belong to the mask without these keys
     return replace(mask, chosen=f"chosen[b, {group}, q - q_start, {key}]", tables={**mask.tables, **more}, cached={})
 
 
@@ -388,14 +385,14 @@ def term_text(x: Any, tables: list[Tensor]) -> str:
     if isinstance(x, bool):
         return "true" if x else "false"
     if isinstance(x, (int, float)):
-        return f"({x!r})" if x < 0 else repr(x)
+        return f"({x!r})" if x < 0 else repr(x)  # a sign behind an operator needs parentheses
     raise TypeError(f"a mask function computes with {x!r}")
 
 
 def named(table: Tensor, tables: list[Tensor]) -> str:
     """The name of a table: t0, t1, ..."""
     for i, known in enumerate(tables):
-        if known is table:
+        if known is table:  # `==` would compare entries
             return f"t{i}"
     tables.append(table)
     return f"t{len(tables) - 1}"

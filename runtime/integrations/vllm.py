@@ -122,7 +122,7 @@ class VllmBackend(interface.AttentionBackend):  # type: ignore[misc]
 class VllmBatchBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc]
     """Makes the `PagedBatch` of a step from what vLLM knows of it. Requests with one new token come first."""
 
-    reorder_batch_threshold = 1
+    reorder_batch_threshold = 1  # vLLM puts requests with at most this many new tokens first
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -131,21 +131,18 @@ class VllmBatchBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc
             raise ParameterError(f"blocks of {self.page} tokens\n  give --block-size a multiple of {MULTIPLE}")
         # vLLM derives builders for chunked attention and the like, whose requests begin elsewhere
         if type(self) is not VllmBatchBuilder and any(x is not None for x in _fields(vllm_config)):
-            raise ParameterError(
-                f"{layer_names[0]} counts positions from another token than the first ({type(self).__name__}); there "
-                f"frisket_mask and frisket_score mean something else\n  leave them out"
-            )
+            text = f"{layer_names[0]} counts positions from another token than the first ({type(self).__name__}); "
+            raise ParameterError(f"{text}there frisket_mask and frisket_score mean something else\n  leave them out")
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedBatch:
         """The batch of a step. A common prefix needs no treatment of its own: the blocks of all are read anyway."""
         m = common_attn_metadata
         if m.causal is not True:
             raise ParameterError(f"this model asks for attention that is not causal\n  {ELSEWHERE}")
+        # the host's copy of the starts: nothing waits for the device
         n, steps = m.num_reqs, steps_in_front(m.query_start_loc_cpu[: m.num_reqs + 1])
-        return PagedBatch.of(
-            steps, m.query_start_loc[: n + 1], m.seq_lens[:n], m.block_table_tensor[:n], m.slot_mapping,
-            m.num_actual_tokens, self.page,
-        )  # fmt: skip
+        starts, blocks, tokens = m.query_start_loc[: n + 1], m.block_table_tensor[:n], m.num_actual_tokens
+        return PagedBatch.of(steps, starts, m.seq_lens[:n], blocks, m.slot_mapping, tokens, self.page)
 
 
 class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
@@ -176,11 +173,10 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
         if what := [name for name, present in refused.items() if present]:
             raise ParameterError(f"frisket's backend of vLLM does not know {what[0]}\n  {ELSEWHERE}")
         mask, score, params = _fields(config)
-        self.served = ServedLayer(
-            _of_kind(mask, sliding_window), _of_kind(score, sliding_window), params, scale=self.scale,
-            window=sliding_window, softcap=logits_soft_cap, slopes=alibi_slopes,
-            spare=isinstance(mask, dict) or isinstance(score, dict),
-        )  # fmt: skip
+        spare = isinstance(mask, dict) or isinstance(score, dict)  # one value may be for the other kind of layer
+        mask, score = (_of_kind(x, sliding_window) for x in (mask, score))
+        how: dict[str, Any] = {"scale": self.scale, "window": sliding_window, "softcap": logits_soft_cap}
+        self.served = ServedLayer(mask, score, params, **how, slopes=alibi_slopes, spare=spare)
         log.info_once("frisket serves layers by %s", str(self.served.attention))
 
     def forward(
@@ -206,6 +202,7 @@ def _fields(config: Any) -> list[Any]:
     more = config.additional_config if isinstance(config.additional_config, dict) else {}
     model = config.model_config
     parts = [("--additional-config: ", more)]
+    # the part for text of a multimodal model comes before the whole
     parts += [("config.", vars(x)) for x in (model.hf_text_config, model.hf_config)]
     for where, names in parts:
         check_fields(names, where)

@@ -51,12 +51,13 @@ class PagedBatch:
     @classmethod
     def of(
         cls, steps: int, starts: Tensor, lengths: Tensor, blocks: Tensor, slots: Tensor, tokens: int, page: int = 16
-    ) -> PagedBatch:  # fmt: skip
+    ) -> PagedBatch:
         """The batch of requests whose new tokens begin at `starts` int [requests + 1], the first `steps` of them with
         one, of `lengths` int [requests] tokens with those, in `blocks` int32 [requests, blocks] of `page` tokens."""
         lengths, blocks = lengths.to(torch.int32), blocks.to(torch.int32)
         decode = rest = None
         if steps:
+            # the query of a step is the last token
             decode = blocks[:steps], {masks.START: lengths[:steps] - 1, masks.END: lengths[:steps]}
         if tokens > steps:
             rest = _row(starts[steps:], lengths[steps:], blocks[steps:], steps, tokens, page)
@@ -69,27 +70,28 @@ def steps_in_front(starts: Tensor) -> int:
     >>> steps_in_front(torch.tensor([0, 1, 2, 9, 10]))
     2
     """
+    # cumprod: only up to the first request with more tokens
     return int((starts.diff() == 1).to(torch.int8).cumprod(0).sum())
 
 
 def _row(
     starts: Tensor, lengths: Tensor, blocks: Tensor, first: int, tokens: int, page: int
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The used blocks of all requests, one request behind another, int32 [1, requests * width], and the tables of the
     batch's tokens from `first` up to `tokens`, exclusive. Places behind the last used block are read by no token."""
     n, width = blocks.shape
     if n * width * page >= masks.LONGEST:
-        raise ShapeError(
-            f"{n} requests of up to {width * page} tokens read at once are {n * width * page} places, of at most "
-            f"{masks.LONGEST - 1}\n  lower vLLM's max_num_seqs or max_model_len"
-        )
-    used = (lengths + (page - 1)) // page
+        text = f"{n} requests of up to {width * page} tokens read at once are {n * width * page} places, of at most "
+        raise ShapeError(f"{text}{masks.LONGEST - 1}\n  lower vLLM's max_num_seqs or max_model_len")
+    used = (lengths + (page - 1)) // page  # a block that is used in part counts
     ends = used.cumsum(0, dtype=torch.int32)
     begins = ends - used
     place = torch.arange(n * width, dtype=torch.int32, device=blocks.device)
+    # behind the last used block any request does: no token reads there
     owner = torch.searchsorted(ends, place, right=True).clamp_max(n - 1)
     row = blocks[owner, (place - begins[owner]).clamp_max(width - 1)]
     token = torch.arange(first, tokens, dtype=torch.int32, device=blocks.device)
+    # searchsorted warns of boundaries that are not contiguous
     request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp_max(n - 1)
     low, length = begins[request] * page, lengths[request]
     at = length - (starts[request + 1] - token)
@@ -110,7 +112,7 @@ class ServedLayer:
         scale: float | None = None, window: int | None = None, softcap: float | None = None,
         slopes: Sequence[float] | None = None, spare: bool = False,
     ) -> None:  # fmt: skip
-        steps = [f"softcap({float(softcap)!r})"] if softcap else []
+        steps = [f"softcap({float(softcap)!r})"] if softcap else []  # 0 is none, too, in vLLM
         if slopes is not None:
             steps.append(f"score + {SLOPES}[h] * (k - q)")
         if score is not None:
@@ -120,20 +122,16 @@ class ServedLayer:
         text, mod = default_mask if mask is None else mask, " then ".join(steps) or None
         names = {*as_mask(text).unbound, *(as_score(mod).unbound if mod else ())}
         if missing := sorted(names - bindings.keys()):
-            raise ParameterError(
-                f"`{missing[0]}` of frisket_mask or frisket_score has no value; give "
-                f'frisket_params = {{"{missing[0]}": ...}}'
-            )
+            message = f"`{missing[0]}` of frisket_mask or frisket_score has no value; give "
+            raise ParameterError(f'{message}frisket_params = {{"{missing[0]}": ...}}')
         values = {n: torch.tensor(x) if isinstance(x, list | tuple) else x for n, x in bindings.items()}
         self.values = {n: x for n, x in values.items() if n in names or not spare}
         self.attention = attention_for(text, mod, Options(scale), self.values)
         if why := masks.not_served(self.attention, self.values):
             raise ParameterError(why)
         if mask is not None and window is not None and (why := masks.no_room(self.attention, window, 1, self.values)):
-            raise ParameterError(
-                f"the mask looks behind the sliding window of this layer: {why.splitlines()[0]}\n  add "
-                f"`& window({window})`"
-            )
+            message = f"the mask looks behind the sliding window of this layer: {why.splitlines()[0]}\n  add "
+            raise ParameterError(f"{message}`& window({window})`")
 
     def attend(self, q: Tensor, pool: Tensor, batch: PagedBatch, sinks: Tensor | None = None) -> Tensor:
         """Attention of the new tokens q [tokens, heads, head_dim] to the keys of their requests in the pool [blocks,
@@ -178,4 +176,5 @@ def write(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     slot = slots[some].clamp_min(0)
     block, token = slot // page, slot % page
     new = torch.cat([k[:n], v[:n]], -1)[some].to(pool.dtype)
+    # without any real token the places get what they hold
     pool[block, :, token] = torch.where(real.any(), new, pool[block, :, token])

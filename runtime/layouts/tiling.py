@@ -64,11 +64,9 @@ class Tiling:
         self._analysis: Analysis | None = None
 
     def _analyse(self, *, transposed: bool) -> Analysis:
-        return analyse(
-            self.mask, q_len=self.q_len, kv_len=self.kv_len, batch=self.batch, heads=self.heads, block=self.block,
-            origin=self.origin, sizes=self.sizes, params=self.params, tables=self.tables, work=self.work,
-            look=self.look, transposed=transposed,
-        )  # fmt: skip
+        where: dict[str, Any] = {"q_len": self.q_len, "kv_len": self.kv_len, "batch": self.batch, "heads": self.heads}
+        where |= {"block": self.block, "origin": self.origin, "sizes": self.sizes, "tables": self.tables}
+        return analyse(self.mask, **where, params=self.params, work=self.work, look=self.look, transposed=transposed)
 
     # -- tiles ------------------------------------------------------------------------------------
 
@@ -82,7 +80,7 @@ class Tiling:
     @cached_property
     def _closed(self) -> RowIntervals | None:
         if not (self.q_len and self.kv_len):
-            return None
+            return None  # nothing to solve
         bound = simplify(bind_in_part(self.mask, {n: t.array for n, t in self.tables.items()}))
         return closed_form(bound, self._grid[0], self.scope())
 
@@ -153,6 +151,7 @@ class Tiling:
         steps = np.zeros((len(self.spans.count), self.rows, self.columns + 1), np.int8)
         np.add.at(steps, (r.slice, r.row, r.start), r.kind.astype(np.int8))
         np.add.at(steps, (r.slice, r.row, r.stop), -r.kind.astype(np.int8))
+        # kinds are 0 to 2: int8 holds their sums
         grid += np.cumsum(steps, axis=2, dtype=np.int8)[..., :-1].astype(np.uint8)
         return grid[self.spans.slice_of]
 
@@ -179,6 +178,7 @@ class Tiling:
             return np.zeros(self.rows, np.int64)
         grid, slice_of = self._grid
         counts = row_counts(self.mask, grid, self.scope(), self._spread)
+        # counts of a slice, as often as it is read
         every = np.bincount(slice_of.reshape(-1), minlength=len(grid.b)) @ counts
         return np.add.reduceat(every, np.arange(0, self.q_len, self.block[0]))
 
@@ -194,7 +194,7 @@ class Tiling:
     def rows_nonempty(self) -> bool | None:
         """Whether every query sees a key; None where the budget does not suffice to know."""
         if not (self.q_len and self.kv_len):
-            return not self.q_len
+            return not self.q_len  # without keys every query sees none
         grid, _ = self._grid
         return no_row_empty(self.mask, grid, self.scope(min(self.work, 1 << 28) + _ROW * grid.q_len * len(grid.b)))
 
@@ -222,7 +222,7 @@ class Tiling:
         index[slice_of.reshape(-1)] = self.spans.slice_of.reshape(-1)
         r = self._runs
         parts = [np.flatnonzero(r.slice == s) for s in index]
-        at = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        at = np.concatenate(parts) if parts else np.zeros(0, np.int64)  # concatenate wants an array
         owner = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
         return Runs(owner, r.row[at], r.start[at], r.stop[at], r.kind[at])
 
@@ -230,7 +230,7 @@ class Tiling:
     def density(self) -> float:
         """The share of tiles that are read."""
         read = self.counts.partial + self.counts.full
-        return read / max(read + self.counts.empty, 1)
+        return read / max(read + self.counts.empty, 1)  # 1 where there is no tile: 0 / 0
 
     @cached_property
     def facts(self) -> Facts:
@@ -239,11 +239,10 @@ class Tiling:
         line = r.slice * self.rows + r.row
         gaps = (line[1:] == line[:-1]) & (r.start[1:] != r.stop[:-1])
         named = sorted(uses(self.mask) & {"b", "h"}) + sorted({*self.params, *self.tables})
+        most, analysis = int(np.bincount(line, minlength=1).max(initial=0)), self.analysis
         return Facts(
-            max_runs_per_row=int(np.bincount(line, minlength=1).max(initial=0)), contiguous=not gaps.any(),
-            closed_form=self.analysis.bounds is not None, uses=tuple(named), method=self.analysis.method,
-            settled=self.analysis.settled, layout=self,
-        )  # fmt: skip
+            most, not gaps.any(), analysis.bounds is not None, tuple(named), analysis.method, analysis.settled, self
+        )
 
     @overload
     def explain(self, q: int, k: int, b: int | None = None, h: int | None = None) -> Explanation: ...
@@ -276,19 +275,17 @@ class Tiling:
 
     def _tile(self, tile: tuple[int, int], b: int, h: int) -> tuple[tuple[Array, Array], bool]:
         """The positions of a tile that are inside the lengths, and whether that is not all of it."""
-        for name, at, start, n in zip(
-            ("b", "h", "tile row", "tile column"), (b, h, *tile), (*self.origin[:2], 0, 0),
-            (self.batch, self.heads, self.rows, self.columns), strict=True,
-        ):  # fmt: skip
+        names, starts = ("b", "h", "tile row", "tile column"), (*self.origin[:2], 0, 0)
+        counts = self.batch, self.heads, self.rows, self.columns
+        for name, at, start, n in zip(names, (b, h, *tile), starts, counts, strict=True):
             if not start <= at < start + n:
                 raise ShapeError(f"{name} {at} is outside this layout, which has {start}..{start + n - 1}")
         if self.block[0] * self.block[1] > _TILE:
-            raise BudgetError(
-                f"a tile of {self.block[0]:,} x {self.block[1]:,} positions is more than explain looks at, {_TILE:,}\n"
-                "  lay the mask out in smaller tiles, or explain a position"
-            )
+            text = f"a tile of {self.block[0]:,} x {self.block[1]:,} positions is more than explain looks at, "
+            raise BudgetError(f"{text}{_TILE:,}\n  lay the mask out in smaller tiles, or explain a position")
         out, cut = [], False
         for at, size, start, n in zip(tile, self.block, self.origin[2:], (self.q_len, self.kv_len), strict=True):
+            # one start for all batch entries, or one for each
             first = int(np.broadcast_to(start, (self.batch,))[b - self.origin[0]])
             stop = min((at + 1) * size, n)
             cut |= stop < (at + 1) * size
@@ -396,10 +393,8 @@ class Facts:
         document, at = ("document_by_batch", "b, k") if any("b" in uses(e) for e in inside) else ("document", "k")
         below = {n: None for e in parts if e.op == "or" for n in walk(e) if n.op in ("lt", "le")}
         first = [n for n in below if n.args[0] is var("k") and n.args[1].op in ("lit", "param")]
-        return tuple(
-            f"`{n!r}` shows keys of the first document alone; for the first keys of each write `{document}(off, m)` "
-            f"with `sinks({n.args[1]!r})` in m, or `k - start[{at}] < {n.args[1]!r}`" for n in first
-        )  # fmt: skip
+        text = f"shows keys of the first document alone; for the first keys of each write `{document}(off, m)` with"
+        return tuple(f"`{n!r}` {text} `sinks({n.args[1]!r})` in m, or `k - start[{at}] < {n.args[1]!r}`" for n in first)
 
     @property
     def tables(self) -> dict[str, TableFacts]:
@@ -478,6 +473,7 @@ def check_reach(
                 beyond = simplify(conj(visible, substitute(when[node], diagonal), var(coordinate) >= have))
                 if not parameters.names_of(beyond).keys() & shapes.keys():
                     analysis = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
+                    # not known, and so not refused
                     shown[short] = bool(analysis.spans.count.any()) if analysis.exact else None
             left = [x for x in left if shown[x] is not False]
         for coordinate, node, axis, have in filter(shown.get, left):
@@ -487,15 +483,13 @@ def check_reach(
                 advice = f"one row for all batch entries is a table of one axis: `same({name})`, or `{name}[q]`"
             elif len(shape) == 2 and (shape[1 - axis], have) == (need, stops.get(node.args[1 - axis].name)):
                 advice = f"its axes are the other way round: give {name}.T"
-            raise ParameterError(
-                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
-                f"{advice}"
-            )
+            text = f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
+            raise ParameterError(f"{text}{advice}")
     for e in readers:
+        segments = parameters.segments_of_coordinates(e, tables)
         outside = {
-            name: stops[c] for c, name, first, last in parameters.segments_of_coordinates(e, tables)
-            if np.min(origin["bhqk".index(c)]) < first or stops[c] > last
-        }  # fmt: skip
+            n: stops[c] for c, n, first, last in segments if np.min(origin["bhqk".index(c)]) < first or stops[c] > last
+        }
         if not outside or parameters.names_of(e).keys() & shapes.keys():
             continue
         reader, seen = bind_in_part(e, tables), TRUE if e.type is BOOL else visible
@@ -510,10 +504,8 @@ def _advice(name: str, offsets: Array, stop: int) -> str:
     """The remedy for offsets that do not hold all positions below `stop`."""
     lengths = parameters.looks_like_lengths(name)
     if offsets[0] <= 0:
-        return (
-            f"`{name}[{len(offsets) - 1}]` = {offsets[-1]} is where the last segment ends: give the end, "
-            f"[*{name}, {stop}], or hide what lies beyond"
-        )
+        text = f"`{name}[{len(offsets) - 1}]` = {offsets[-1]} is where the last segment ends: give the end, "
+        return f"{text}[*{name}, {stop}], or hide what lies beyond"
     if offsets.sum() == stop:
         return lengths
     start = f"offsets begin with 0: [0, *{name}]"
@@ -521,7 +513,7 @@ def _advice(name: str, offsets: Array, stop: int) -> str:
 
 
 def _positive(n: Any) -> bool:
-    if type(n) is int:
+    if type(n) is int:  # the usual case, without numpy
         return n > 0
     return np.ndim(n) == 0 and np.asarray(n).dtype.kind in "iu" and n > 0
 
@@ -553,15 +545,14 @@ def check_lengths(
     if len(block) != 2 or not all(map(_positive, block)):
         raise ShapeError(f"block is {block}\n  tile sizes are two positive integers (queries, keys), in tokens")
     for length, tile in ((q_len, block[0]), (kv_len, block[1])):
-        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:
+        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:  # tile ranges are int32
             raise ShapeError(f"{length:,} tokens in tiles of {tile} are {tiles:,} tiles\n  take larger tiles")
     if not np.iterable(origin) or len(origin) != 4 or not all(map(placed, origin)):
         raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
     for x in origin[2:]:
         if type(x) is not int and np.ndim(x) and np.shape(x) != (batch,):
-            raise ShapeError(
-                f"origin has {np.size(x)} entries for {batch} batch entries\n  give one int, or one per batch entry"
-            )
+            text = f"origin has {np.size(x)} entries for {batch} batch entries\n  give one int, or one per batch entry"
+            raise ShapeError(text)
     if sizes is None:
         return
     if not np.iterable(sizes) or len(sizes) != 4 or not all(map(_positive, sizes)):
@@ -569,7 +560,5 @@ def check_lengths(
     far = whole(origin, (batch, heads, q_len, kv_len))
     for name, stop, size in zip(SIZES, far, sizes, strict=True):
         if stop > size:
-            raise ShapeError(
-                f"the crop ends at {stop} but {name} is {size}\n"
-                "  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)"
-            )
+            text = f"the crop ends at {stop} but {name} is {size}\n"
+            raise ShapeError(f"{text}  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)")

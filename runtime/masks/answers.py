@@ -89,9 +89,11 @@ def _difference(
     both = (first, second)
     try:  # each difference by itself is solved by row more often than both at once
         sides = (first - second, second - first)
+        # a part of the budget: the rest is for both at once
         witnesses = [_visible("equivalent", both, d, q_len, kv_len, budget=budget >> 8, **where) for d in sides]
     except Undecided:
         return _visible("equivalent", both, first ^ second, q_len, kv_len, budget=budget, **where)
+    # both sides may have one: the first of the two
     return min((at for at in witnesses if at is not None), default=None)
 
 
@@ -126,10 +128,11 @@ def score_lookups(
     values, visible = dict(left.params), TRUE
     if shown is not None:
         shown.require_bound()
-        left, right = separated(score, shown)
+        left, right = separated(score, shown)  # a name may stand for another table in each
         values = {**left.params, **right.params}
         visible = bind_in_part(right.expr, right.tables)
     e = bind_in_part(left.expr, left.tables)
+    # a grid that tells apart what either of them reads
     grid, _ = grid_of(make("both", (e, visible)), q_len, kv_len, batch, heads, (1, 1), origin)
     tables = {n: Table(v) for n, v in values.items() if isinstance(v, np.ndarray)}
     env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **{n: v for n, v in values.items() if n not in tables}}
@@ -143,7 +146,7 @@ def visible_pairs(
     """Visible pairs over every batch entry and head; a layout is made only where they cannot be counted by row."""
 
     def runs() -> Runs:
-        raise Beyond
+        raise Beyond  # there is no layout: only counting by row
 
     _refused((mask,), q_len, kv_len, batch, heads, origin, sizes)
     env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **mask.scalars}
@@ -153,6 +156,7 @@ def visible_pairs(
     try:
         return int(pair_counts(e, grid, scope, runs)[slice_of].sum())
     except Beyond:
+        # a layout has the runs that counting needs
         return mask.layout(q_len, kv_len, batch, heads, origin=origin, sizes=sizes).visible_pairs
 
 
@@ -187,10 +191,8 @@ def _answered(
     try:
         return ask(e, grid, scope)
     except Spent:
-        raise Undecided(
-            f"{question} is not decided within a budget of {budget:,} steps\n"
-            f"  ask about a part (shorter lengths, `origin`, `sizes`), or allow more: budget={4 * max(budget, 1 << 26)}"
-        ) from None
+        text = f"{question} is not decided within a budget of {budget:,} steps\n  ask about a part (shorter lengths, "
+        raise Undecided(f"{text}`origin`, `sizes`), or allow more: budget={4 * max(budget, 1 << 26)}") from None
 
 
 def _refused(

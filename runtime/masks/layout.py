@@ -37,10 +37,8 @@ def of_something(method: F) -> F:
     @wraps(method)
     def run(self: Layout, *args: Any, **kwargs: Any) -> Any:
         if not (self.q_len and self.kv_len):
-            raise ExportError(
-                f"{method.__name__}() of a layout of {self.q_len} x {self.kv_len} tokens\n"
-                "  there is nothing to show: leave out layouts without queries or keys"
-            )
+            text = f"{method.__name__}() of a layout of {self.q_len} x {self.kv_len} tokens\n"
+            raise ExportError(f"{text}  there is nothing to show: leave out layouts without queries or keys")
         return method(self, *args, **kwargs)
 
     return cast(F, run)
@@ -181,13 +179,12 @@ def make_layout(
     check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)
     q_len, kv_len, batch, heads = int(q_len), int(kv_len), int(batch), int(heads)  # numpy's would wrap
     mask.require_bound()
+    # the analysis would clamp a lookup past the end of its table
     check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
     tables = {n: Table(t) for n, t in mask.tables.items()}
     simple, _ = prepare(decided(bind_in_part(mask.expr, mask.tables), mask.scalars), None)
-    layout = Layout(
-        TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
-        (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr, WORK if budget is None else budget,
-        mask.shown,
-    )  # fmt: skip
+    whole, tile = TRUE if simple is None else simple, (int(pair[0]), int(pair[1]))
+    how = origin, sizes, exact, mask.expr, WORK if budget is None else budget, mask.shown
+    layout = Layout(whole, dict(mask.scalars), tables, q_len, kv_len, batch, heads, tile, *how)
     layout.analysis  # noqa: B018 - errors are raised here
     return layout

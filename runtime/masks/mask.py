@@ -113,7 +113,7 @@ class Mask(parameters.BoundExpr):
         check_room(shape, 1)
         env = {**coordinates(*shape), **self.scalars}
         with parameters.locating(self):
-            return visible(self.expr, env, self.tables, shape).copy()
+            return visible(self.expr, env, self.tables, shape).copy()  # a copy: what is broadcast cannot be written to
 
     @counting
     def layout(
@@ -248,10 +248,8 @@ class ScoreMod(parameters.BoundExpr):
         return answers.score_lookups(self, _mask_or_none(mask), q_len, kv_len, **where)
 
     def _no_arithmetic(self, other: Any) -> Any:
-        raise ParameterError(
-            "score mods compose with `then`: s.then(t) feeds the result of s to t as `score`; "
-            "to add biases write one text, for example `score + a[h] + c[q, k]`"
-        )
+        text = "score mods compose with `then`: s.then(t) feeds the result of s to t as `score`; "
+        raise ParameterError(f"{text}to add biases write one text, for example `score + a[h] + c[q, k]`")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
 
@@ -282,6 +280,7 @@ class Program:
         """
         if self.score is None:
             return None
+        # -inf in a table hides, too
         finite = {n: bool(np.isfinite(x).all()) for n, x in self.score.tables.items() if x.dtype.kind == "f"}
         hidden, _ = prepare(None, self.score.expr, finite)
         return None if hidden is None else Mask(hidden, only(self.score.params, hidden))
@@ -297,6 +296,7 @@ class Program:
         if hidden is None or self.mask is None:
             return hidden if self.mask is None else self.mask
         both = self.mask & hidden
+        # only the mask has places in a text: a part of the score mod is shown without one
         both.origin = replace(both.origin, source=self.mask.origin.source, sites=self.mask.origin.sites)
         return both
 
@@ -331,9 +331,8 @@ def _built(kind: Any, other: Any, name: Any, what: Any, params: Mapping[str, Any
         return kind(what, params)
     if isinstance(what, str):
         if (part := getattr(_program(what, name, name, params), name)) is None:
-            raise ParameterError(
-                f"this text has a {other.what} and no {kind.what}; use frisket.{other.what.split()[0]}"
-            )
+            text = f"this text has a {other.what} and no {kind.what}; use frisket.{other.what.split()[0]}"
+            raise ParameterError(text)
         return part
     return kind(*_from_python(what, name, params))
 
@@ -411,8 +410,8 @@ def program(text: str, /, name: str = "program", **params: Any) -> Program:
 def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Program:
     check_names(params)
     values = {n: parameters.as_value(n, v) for n, v in params.items()}
-    parsed = read(text, kind=kind, params=values, name=name)
-    values = {**parsed.defaults, **values}
+    parsed = read(text, kind=kind, params=values, name=name)  # values type the names of the text
+    values = {**parsed.defaults, **values}  # a value replaces a default
     for text in parsed.changed:
         warn_once(text)
     lone = parsed.expr  # a program of one expression: its type says what it is

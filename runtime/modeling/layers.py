@@ -36,13 +36,15 @@ def rotary_tables(positions: Any, head_dim: int, base: float = 10000.0) -> tuple
     if head_dim % 2:
         raise ShapeError(f"head_dim is {head_dim}; rotary positions turn pairs, so it is even")
     if framework_of(positions) == "torch":
-        import torch as xp
+        import torch as xp  # a program of JAX needs no torch
 
         steps: Any = xp.arange(0, head_dim, 2, dtype=xp.float32, device=positions.device)
+        # in float32: 16 bits do not tell far positions apart
         angles = positions.to(xp.float32)[..., None] * base ** (-steps / head_dim)
         angles = xp.cat((angles, angles), -1)
         return xp.sin(angles), xp.cos(angles)
     steps = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
+    # of one rank, as JAX may be set to refuse others
     turns = (base ** (-steps / head_dim)).reshape((1,) * jnp.ndim(positions) + (-1,))
     angles = jnp.asarray(positions, jnp.float32)[..., None] * turns
     angles = jnp.concatenate((angles, angles), -1)
@@ -90,6 +92,7 @@ def apply_rotary_pos_emb(
         raise ShapeError(f"tensor is {list(tensor.shape)}; it has 4 axes, {' '.join(layout)}")
     sin, cos = (_fitted(name, x, tensor, layout) for name, x in (("sin", sin), ("cos", cos)))
     if framework_of(tensor) == "torch":
+        # float32 tables would widen a tensor of 16 bits
         return (tensor * cos + rotate_half(tensor) * sin).to(tensor.dtype)
     with usual_promotion():
         return (tensor * cos + rotate_half(tensor) * sin).astype(tensor.dtype)
@@ -97,19 +100,18 @@ def apply_rotary_pos_emb(
 
 def _fitted(name: str, table: Any, tensor: Any, layout: str) -> Any:
     """A table as [batch or 1, heads or 1, length, head_dim], or with the last three axes in the order of `layout`."""
-    at, heads = LENGTH_OF[layout], -5 - LENGTH_OF[layout]
+    at, heads = LENGTH_OF[layout], -5 - LENGTH_OF[layout]  # heads and length are the axes -3 and -2, in either order
     shape, length = list(table.shape), tensor.shape[at]
     if len(shape) in (2, 3):
+        # the axis of heads, which such a table lacks
         table = table[..., None, :, :] if layout == "bhsd" else table[..., None, :]
     if len(table.shape) == 3:
         table = table[None]
     right = len(table.shape) == 4 and table.shape[heads] in (1, tensor.shape[heads]) and table.shape[at] >= length
     if not (right and table.shape[-1] in (1, tensor.shape[-1]) and table.shape[0] in (1, tensor.shape[0])):
-        raise ShapeError(
-            f"{name} is {shape} for a tensor {list(tensor.shape)} in layout {layout!r}; it is [length, head_dim] or "
-            f"[batch, length, head_dim], or has the axes of {layout!r} with 1 or {tensor.shape[heads]} heads; with at "
-            f"least {length} positions"
-        )
+        text = f"{name} is {shape} for a tensor {list(tensor.shape)} in layout {layout!r}; it is [length, head_dim] or "
+        text += f"[batch, length, head_dim], or has the axes of {layout!r} with 1 or {tensor.shape[heads]} heads; with "
+        raise ShapeError(f"{text}at least {length} positions")
     return table[:, :, :length] if layout == "bhsd" else table[:, :length]
 
 
@@ -165,10 +167,8 @@ def init_cache(
         if batch_axis or head_axis:
             raise ParameterError("batch_axis and head_axis are axes of a mesh; give mesh= too")
         return KVCache.create(batch, capacity, kv_heads, head_dim, v_dim, dtype)
-    return ShardedKVCache.create(
-        batch, capacity, kv_heads, head_dim, v_dim, dtype, mesh=mesh, axis=axis, batch_axis=batch_axis,
-        head_axis=head_axis,
-    )  # fmt: skip
+    axes = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
+    return ShardedKVCache.create(batch, capacity, kv_heads, head_dim, v_dim, dtype, mesh=mesh, **axes)
 
 
 @usual_promotion()
@@ -197,12 +197,10 @@ def concatenate_to_cache(
     if mask is None:
         return cache, seen
     mask = jnp.asarray(mask)
-    axes = zip(mask.shape[::-1], (capacity, new, None, cache.batch), strict=False)
+    axes = zip(mask.shape[::-1], (capacity, new, None, cache.batch), strict=False)  # any number of heads
     if mask.ndim > 4 or any(n != 1 and most not in (None, n) for n, most in axes):
-        raise ShapeError(
-            f"the mask is {mask.dtype}{list(mask.shape)}; it is [batch, heads, {new}, {capacity}], axes of 1 "
-            "broadcast: of the whole capacity of the cache"
-        )
+        text = f"the mask is {mask.dtype}{list(mask.shape)}; it is [batch, heads, {new}, {capacity}], axes of 1 "
+        raise ShapeError(f"{text}broadcast: of the whole capacity of the cache")
     refuse_additive(mask)
     return cache, jnp.logical_and(seen, mask > 0)  # traced numbers of a bias, 0 and below, hide every key
 

@@ -45,7 +45,7 @@ class BaseJAXAttentionModule(nn.Module):
         self, key: Any, value: Any, query_states: Any, attention_mask: Any
     ) -> tuple[Any, Any, Any]:
         few = getattr(self.config, "quantize_kv_cache", False)
-        has_cache = self.has_variable("cache", "cached_key")
+        has_cache = self.has_variable("cache", "cached_key")  # before `self.variable` makes it
         variables = {}  # by the name that a KVCache has for them
         for n, x in (("key", key), ("value", value)):
             variables[n[0]] = self.variable("cache", f"cached_{n}", jnp.zeros, x.shape, jnp.int8 if few else x.dtype)
@@ -57,6 +57,7 @@ class BaseJAXAttentionModule(nn.Module):
             return key, value, attention_mask
         kind: Any = KVCache
         fields: dict[str, Any] = {"k_scale": None, "v_scale": None} | {n: x.value for n, x in variables.items()}
+        # one index for all sequences
         fields |= {"lengths": jnp.full(len(key), index.value), "overflowed": jnp.zeros(len(key), bool)}
         if getattr(self.config, "use_sharded_kv_caching", False):
             kind = ShardedKVCache

@@ -37,11 +37,11 @@ def create_mesh(
     if any(d == 0 or d < -1 for d in dims) or dims.count(-1) > 1:
         raise ParameterError(f"axis_dims are {dims}; they are 1 or more, and at most one is -1, for what is left")
     known = math.prod(d for d in dims if d != -1)
-    shape = [len(devices) // known if d == -1 else d for d in dims]
+    shape = [len(devices) // known if d == -1 else d for d in dims]  # a remainder is an error below
     if math.prod(shape) != len(devices):
-        raise ParameterError(
-            f"axis_dims {dims} make {known}{' × n' if -1 in dims else ''} devices, and there are {len(devices)}"
-        )
+        text = f"axis_dims {dims} make {known}{' × n' if -1 in dims else ''} devices, and there are {len(devices)}"
+        raise ParameterError(text)
+    # JAX's default for the types of axes differs by version
     return jax.make_mesh(tuple(shape), names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 
@@ -63,11 +63,11 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
     >>> get_names_from_partition_spec({"w": P(("fsdp", "sp"), "tp"), "b": [P("tp"), P(None)]})
     ['fsdp', 'sp', 'tp']
     """
-    return list(dict.fromkeys(_names(partition_specs)))
+    return list(dict.fromkeys(_names(partition_specs)))  # in order, which a set has not
 
 
 def _names(specs: Any) -> Iterable[str]:
-    if isinstance(specs, str):
+    if isinstance(specs, str):  # first, as a text is iterable
         yield specs
     elif isinstance(specs, NamedSharding):
         yield from _names(specs.spec)
@@ -91,10 +91,8 @@ def get_ranks_and_size(mesh: Any) -> dict[str, Any]:
     parts = mesh.shape.get("tp", 1) * mesh.shape.get("sp", 1)
     size = max(1, parts // jax.local_device_count())
     group, rank = divmod(jax.process_index(), size)
-    return {
-        "mesh": mesh, "mp_node_size": size, "dp_node_size": jax.process_count() // size,
-        "dp_node_rank": group, "mp_node_rank": rank,
-    }  # fmt: skip
+    data: dict[str, Any] = {"mesh": mesh, "mp_node_size": size, "dp_node_size": jax.process_count() // size}
+    return data | {"dp_node_rank": group, "mp_node_rank": rank}
 
 
 T = TypeVar("T")

@@ -60,6 +60,7 @@ def _scaling(bits: int) -> str:
 def trained(lhs: Any, rhs: Any, dimension_numbers: Any, bits: int) -> Any:
     """The product with integers in the forward and the backward."""
     sides = ("lhs", "rhs", "dlhs_grad", "drhs_grad")
+    # int8 holds fewer bits, too, and devices multiply it
     types: dict[str, Any] = {f"{side}_qtype": jnp.int8 for side in sides}
     scalings: dict[str, Any] = {f"{side}_calibration_method": _scaling(bits) for side in sides}
     return dot_general_qt(lhs, rhs, dimension_numbers, DotGeneralQtConfig(**types, **scalings))
@@ -72,6 +73,7 @@ def rounded(x: Any, contracted: Any, bits: int) -> Any:
     return qwix.quantize(x, jnp.int8, channelwise_axes=channel_axes, calibration_method=_scaling(bits))
 
 
+# rounding has the gradient 0, which would go unnoticed
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 @usual_promotion()
 def served(lhs: Any, rhs: Any, dimension_numbers: Any, bits: int) -> Any:

@@ -98,8 +98,9 @@ class BaseOperation(ABC):
         if self.metadata is not None and self.metadata.backend is not None:
             return str(self.metadata.backend)
         backend = self.current_backend()
+        # JAX calls NVIDIA's and AMD's devices alike: an array says which
         name = platform_of(jax.numpy.zeros(())) if backend == "gpu" else backend
-        return name if name in {*Backend} else "native"
+        return name if name in {*Backend} else "native"  # JAX may run on others
 
 
 Made = TypeVar("Made", bound=type[BaseOperation])
@@ -172,7 +173,7 @@ class AttentionRegistry(OperationRegistry):
     True
     """
 
-    _known: ClassVar[dict[str, type[BaseOperation]]] = {}
+    _known: ClassVar[dict[str, type[BaseOperation]]] = {}  # a separate table: the base class holds all operations
 
     @classmethod
     def register(cls, impl_cls: Made) -> Made:

@@ -33,7 +33,7 @@ def array_to_json(x: Any) -> dict[str, Any]:
 
 
 def array_from_json(x: Mapping[str, Any]) -> Any:
-    flat = np.frombuffer(base64.b64decode(x["base64"]), jnp.dtype(x["dtype"]))
+    flat = np.frombuffer(base64.b64decode(x["base64"]), jnp.dtype(x["dtype"]))  # numpy alone knows no bfloat16
     return jnp.asarray(flat.reshape(x["shape"]))
 
 
@@ -135,10 +135,9 @@ class Platform(StrEnum):
     PALLAS = "pallas"
 
 
-DEFAULTS: dict[str, Any] = {  # of fields that are not None where nobody gives a value
-    "sequence_axis_name": "sp", "scan_ring_attention": True,
-    "dropout_prob": 0.0, "blocksize_b": 1,
-}  # fmt: skip
+# of fields that are not None where nobody gives a value
+DEFAULTS: dict[str, Any] = {"sequence_axis_name": "sp", "scan_ring_attention": True, "dropout_prob": 0.0}
+DEFAULTS |= {"blocksize_b": 1}
 IN_CONFIG = {"runtime_dtype": "attn_dtype", "runtime_softmax_dtype": "attn_softmax_dtype"}  # other names of fields
 
 
@@ -228,6 +227,7 @@ class AttentionMetadata(Record):
             raise ParameterError("partition_axis is not that of partition_manager; give one of them")
         if self.mesh is None:
             self.mesh = current_mesh() if manager.mesh is None else manager.mesh
+        # the manager splits over the mesh of these settings
         self.partition_axis, self.partition_manager = manager.paxis, replace(manager, mesh=self.mesh)
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             setattr(self, name, _dtype(name, getattr(self, name)))

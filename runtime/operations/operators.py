@@ -37,9 +37,8 @@ from frisket.runtime.sharding.partition import names_of as axes_of
 from .base import AttentionImpl, AttentionRegistry
 from .metadata import AttentionMetadata, AttentionOutput
 
-TABLES = (  # names of what comes as arrays
-    "attention_mask", "attention_bias", "query_segment_ids", "key_segment_ids", "query_positions", "key_positions",
-)  # fmt: skip
+# names of what comes as arrays
+TABLES = """attention_mask attention_bias query_segment_ids key_segment_ids query_positions key_positions""".split()
 
 
 class CallSizes(NamedTuple):
@@ -76,18 +75,18 @@ def problem(
     if name := next((n for n in values if n in TABLES), None):
         raise ParameterError(f"`{name}` is the name of what an operator is given as an array; call the table otherwise")
     tables: dict[str, Any] = {}
+    # a lookup is written by the shape, which a list has not
     bias = jnp.asarray(bias) if isinstance(bias, list | tuple) else bias
     array = mask if isinstance(mask, np.ndarray) or traced(mask) or framework_of(mask) == "jax" else None
     refuse_additive(array, bias)
+    # texts are checked with stand-ins: traced arrays have no values
     parts = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()}, called)
-    parts = parts.without(values)
+    parts = parts.without(values)  # values come with a call, and are no part of what is compiled
     masks, flags = [m for m in (parts.mask,) if m is not None], _flags(causal, window)
     scores = [s for s in (parts.score,) if s is not None]
     if align not in (None, "end", "start") or (align and (positions is not None or has_origin)):
-        raise ParameterError(
-            f"align is {align!r}; it is 'end', the last query at the last key, or 'start', query 0 at key 0, without "
-            "positions and origin"
-        )
+        text = f"align is {align!r}; it is 'end', the last query at the last key, or 'start', query 0 at key 0, "
+        raise ParameterError(f"{text}without positions and origin")
     if positions is not None:
         at = _by_place(tables, "positions", positions, lengths, has_origin)
         masks = [m.at(**at) for m in masks]
@@ -110,12 +109,11 @@ def problem(
         if jnp.issubdtype(array.dtype, jnp.integer):
             array = array != 0
         if array.dtype != bool:
-            raise ParameterError(
-                f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; or bias=mask\n"
-                "  integers are taken: those other than 0 are what is seen"
-            )
+            text = f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; or bias=mask\n"
+            raise ParameterError(f"{text}  integers are taken: those other than 0 are what is seen")
         masks.append(as_mask(_table(tables, "attention_mask", array, lengths, has_origin)))
     if not isinstance(scale, float | None):
+        # before the score mods, as a kernel scales
         scores, values["softmax_scale"] = [as_score("score * softmax_scale"), *scores], scale
     if soft_cap is not None:
         scores.append(as_score("softcap(logits_soft_cap)"))
@@ -152,12 +150,12 @@ def _by_place(tables: dict[str, Any], what: str, arrays: Any, lengths: CallSizes
     texts = {}
     for c, side, x, length in zip("qk", ("query", "key"), pair, lengths[2:4], strict=True):
         _check_place(f"{side} {what}", has_origin)
+        # arrays of numpy stay on the host, where a plan reads their values
         x, name = jnp.asarray(x) if not isinstance(x, np.ndarray) else x, f"{side}_{what}"
         if x.shape not in ((length,), (1, length), (lengths[0], length)) or not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ShapeError(
-                f"{what} of {'queries' if c == 'q' else 'keys'} are {x.dtype}{list(x.shape)}; they are integers "
-                f"[{lengths[0]}, {length}] or [{length}], of queries and keys in a pair: {what}=(of_q, of_k)"
-            )
+            text = f"{what} of {'queries' if c == 'q' else 'keys'} are {x.dtype}{list(x.shape)}; they are integers "
+            text += f"[{lengths[0]}, {length}] or [{length}], of queries and keys in a pair: {what}=(of_q, of_k)"
+            raise ShapeError(text)
         tables[name] = x
         texts[c] = f"{name}[{c}]" if x.ndim == 1 else f"{name}[{'b' if x.shape[0] > 1 else '0'}, {c}]"
     return texts
@@ -171,7 +169,7 @@ def _table(tables: dict[str, Any], name: str, x: Any, lengths: CallSizes, has_or
     _check_place(name.replace("_", " "), has_origin)
     axes, group = {4: "bhqk", 3: "bqk", 2: "bk"}.get(x.ndim, ""), lengths.heads // lengths.kv_heads
     places = {**{(a, n): a for a, n in zip("bhqk", lengths, strict=False)}, **{(a, 1): "0" for a in "bhqk"}}
-    places.setdefault(("h", lengths.kv_heads), f"h // {group}")
+    places.setdefault(("h", lengths.kv_heads), f"h // {group}")  # with as many key heads as heads it is h itself
     index = [places.get(axis) for axis in zip(axes, x.shape, strict=False)]
     if not axes or None in index:
         raise ShapeError(
@@ -185,9 +183,8 @@ def _table(tables: dict[str, Any], name: str, x: Any, lengths: CallSizes, has_or
 
 def _check_place(what: str, has_origin: bool) -> None:
     if has_origin:
-        raise ParameterError(
-            f"{what} go by places of the arrays, and `origin` moves those; give positions instead of origin"
-        )
+        text = f"{what} go by places of the arrays, and `origin` moves those; give positions instead of origin"
+        raise ParameterError(text)
 
 
 def sinks_of_heads(x: Any, lengths: CallSizes) -> Any:
@@ -196,12 +193,10 @@ def sinks_of_heads(x: Any, lengths: CallSizes) -> Any:
     if getattr(x, "ndim", 0) == 0 or x.shape == (heads,):
         return x
     if x.ndim == 1:
-        x = x[:, None] if len(x) == kv_heads else x[None]
+        x = x[:, None] if len(x) == kv_heads else x[None]  # one sink for each key head, or several for all heads
     if x.ndim != 2 or x.shape[0] not in (1, kv_heads, heads):
-        raise ShapeError(
-            f"softmax_aux is {list(x.shape)}; it is [{heads}] or [{kv_heads}], of heads or key heads, either with a "
-            "second axis of sinks, or [sinks], of all heads"
-        )
+        text = f"softmax_aux is {list(x.shape)}; it is [{heads}] or [{kv_heads}], of heads or key heads, either with a "
+        raise ShapeError(f"{text}second axis of sinks, or [sinks], of all heads")
     return jnp.repeat(jax.nn.logsumexp(jnp.asarray(x, jnp.float32), axis=1), heads // x.shape[0])
 
 
@@ -290,6 +285,7 @@ class FrisketAttention(AttentionImpl):
             raise ShapeError(f"query, key and value are {shapes}; they are [batch, length, heads, head_dim]")
         if softmax == jnp.float64 and converted[0].dtype != jnp.float64:
             raise ParameterError("a softmax in float64 takes queries, keys and values in float64: runtime_dtype=")
+        # the other specs are for bias, mask and result
         return [self.placed(x, spec) for x, spec in zip(converted, self.specs(converted[0]), strict=False)]
 
     def chosen(self) -> str | None:
@@ -299,7 +295,7 @@ class FrisketAttention(AttentionImpl):
         backends = [b for b in backends_of("jax") if b.language == self.metadata.platform]
         if len(backends) == 1:
             return backends[0].name
-        where = self.current_backend().replace("gpu", "cuda")
+        where = self.current_backend().replace("gpu", "cuda")  # backends have torch's names of platforms
         there = [b.name for b in backends if where in b.platforms]
         if not there:
             interpreted = backends[0].operators[0]
@@ -359,10 +355,9 @@ class RingAttention(FrisketAttention):
         if keywords.get("origin") is not None or keywords.get("sizes") is not None:
             raise ParameterError("ring attention takes whole sequences, without origin and sizes")
         if query.shape[1] != key.shape[1]:
-            raise ShapeError(
-                f"ring attention takes as many queries as keys, not {query.shape[1]} and {key.shape[1]}\n"
-                "  a step of decoding is for a cache over the devices: frisket.caches.jax"
-            )
+            text = f"ring attention takes as many queries as keys, not {query.shape[1]} and {key.shape[1]}\n"
+            raise ShapeError(f"{text}  a step of decoding is for a cache over the devices: frisket.caches.jax")
+        # a new object, as the deal of a call is no setting of the operator
         one = _Dealt(self.metadata, deal, query.shape[1])
         return FrisketAttention.forward_native(one, query, key, value, mask, **keywords)
 
@@ -377,13 +372,13 @@ class _Dealt(FrisketAttention):
         if deal is None:
             return
         if not isinstance(deal, Deal) or deal.ranks != self.ranks:
-            raise ParameterError(
-                f"deal is {deal!r}; it is an fk.parallel.Deal over {self.ranks} ranks of {self.axis!r}"
-            )
+            text = f"deal is {deal!r}; it is an fk.parallel.Deal over {self.ranks} ranks of {self.axis!r}"
+            raise ParameterError(text)
         if places != len(deal.order):
             raise ShapeError(f"arrays have {places} places, the deal {len(deal.order)}: deal.permute(x, axis=1)")
 
     def lengths(self, query: Any, key: Any) -> CallSizes:
+        # without padding: masks and tables have the length of the sequence
         length = query.shape[1] if self.deal is None else self.deal.length
         return CallSizes(query.shape[0], query.shape[2], length, length, key.shape[2])
 
@@ -407,19 +402,21 @@ class _Dealt(FrisketAttention):
         mesh, att = self.metadata.mesh, op_call.attention(options)
         assert mesh is not None  # there are several ranks
         split = self.specs(arrays[0])[0]
+        # the axis of the ring splits tokens, and nothing else
         batch = fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
+        # nor does the axis of batches split heads
         heads = fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *axes_of(batch)})
         variant: Any = "ring" if self.metadata.scan_ring_attention else "all-gather"
-        return attend(
-            att, *arrays, deal=deal, axis=self.axis, variant=variant, batch_axis=batch, head_axis=heads, mesh=mesh,
-            seed=seed, sinks=op_call.sinks, **op_call.params,
-        )  # fmt: skip
+        how: dict[str, Any] = {"axis": self.axis, "batch_axis": batch, "head_axis": heads, "mesh": mesh, "seed": seed}
+        q, k, v = arrays
+        return attend(att, q, k, v, deal=deal, variant=variant, sinks=op_call.sinks, **how, **op_call.params)
 
 
 def _known(op_call: OpCall) -> tuple[Mask, dict[str, Any]]:
     """(the clauses of a mask whose values are known, which show all that the mask shows; those values)."""
     if op_call.mask is None:
         return Mask(ir.TRUE), {}
+    # a deal is computed on the host
     values = {n: np.asarray(x) if hasattr(x, "ndim") else x for n, x in op_call.params.items() if not traced(x)}
     unknown = {n for n, x in op_call.params.items() if traced(x)}
     expr = ir.conj(*(e for e in ir.clauses(op_call.mask.expr) if not names_of(e).keys() & unknown))

@@ -25,17 +25,15 @@ def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "
     the attention. `torch_ring.attend` and `jax_ring.attend` say what else each takes.
     """
     if isinstance(att, OrderedAttention):
-        raise ParameterError(
-            "the attention has reorder=, and a rank holds a part of a sequence\n"
-            "  put all tokens in order first: order.apply(x), a deal of order.moved, and "
-            "frisket.compile(mask).at(**order.coordinates)"
-        )
+        text = "the attention has reorder=, and a rank holds a part of a sequence\n"
+        text += "  put all tokens in order first: order.apply(x), a deal of order.moved, and "
+        raise ParameterError(f"{text}frisket.compile(mask).at(**order.coordinates)")
     att, frameworks = att.now(more) if att.rereads else att, {*map(framework_of, (q, k, v))}
     if frameworks == {"jax", "numpy"}:
         q, k, v = (like_jax(x, q, k, v) for x in (q, k, v))
     framework = framework_of(q)
     if framework == "torch":
-        from . import torch_ring
+        from . import torch_ring  # a program may have one framework installed
 
         return torch_ring.attend(att, q, k, v, deal=deal, variant=variant, **more)
     if framework == "jax":

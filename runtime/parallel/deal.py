@@ -68,10 +68,10 @@ class TileCosts:
         """bool [reader, holder, place]: the tiles that queries of a rank may see, by the rank that holds them."""
         owner = np.empty(len(self.cost), np.int64)
         owner[partition] = np.arange(self.ranks)[:, None]
-        wide = len(self.cost) + 1
+        wide = len(self.cost) + 1  # a run may stop one past the last tile
         steps = np.zeros(self.ranks * wide, np.int64)
         line = owner[self.row] * wide
-        np.add.at(steps, line + self.start, 1)
+        np.add.at(steps, line + self.start, 1)  # `+=` would count a repeated index once
         np.add.at(steps, line + self.stop, -1)
         return np.asarray(np.cumsum(steps.reshape(self.ranks, wide), axis=1)[:, partition] > 0)
 
@@ -85,7 +85,7 @@ class TileCosts:
         """Tiles of keys that ranks send."""
         needs = self.needs(partition)
         size = needs[..., 1] - needs[..., 0]
-        return int(size.sum() - np.trace(size))
+        return int(size.sum() - np.trace(size))  # a rank sends nothing to itself
 
 
 def best(work: TileCosts) -> Array:
@@ -141,6 +141,7 @@ def layered(work: TileCosts, layers: int) -> Array:
         chunks = np.arange(a * work.ranks, b * work.ranks).reshape(work.ranks, b - a)
         cost = work.cost[chunks].sum(axis=1)
         at = np.empty(work.ranks, np.int64)
+        # stable: ranks on other CPUs have to make the same deal
         at[np.argsort(-load, kind="stable")] = np.argsort(cost, kind="stable")
         load += cost[at]
         parts.append(chunks[at])
@@ -172,7 +173,7 @@ def _mended(work: TileCosts, partition: Array) -> Array:
         n, i, j, gain = swap
         mine, theirs = partition[a, i : i + n].copy(), partition[b, j : j + n].copy()
         partition[a, i : i + n], partition[b, j : j + n] = theirs, mine
-        partition[a].sort()
+        partition[a].sort()  # a row of a partition ascends
         partition[b].sort()
         load[a] -= gain
         load[b] += gain
@@ -189,13 +190,13 @@ def _exchange(a: Array, b: Array, target: float, most: float) -> tuple[int, int,
         mine, theirs = (s[n:] - s[:-n] for s in sums)
         j = int(theirs.argmin())
         gains = mine - theirs[j]
-        gains = np.where((gains > 0) & (gains < most), gains, -np.inf)
+        gains = np.where((gains > 0) & (gains < most), gains, -np.inf)  # more would turn the two ranks round
         i = int(np.abs(gains - target).argmin())
         if gains[i] > 0 and (swap is None or abs(gains[i] - target) < abs(swap[3] - target)):
             swap = n, i, j, float(gains[i])
         if gains.max() >= target:
             break
-        n *= 2
+        n *= 2  # powers of 2: each length is a pass over both rows
     return swap
 
 
@@ -230,7 +231,7 @@ def deal(
 
 
 def _work(layout: Layout, ranks: int) -> TileCosts:
-    tiles = ranks * -(-layout.rows // ranks)
+    tiles = ranks * -(-layout.rows // ranks)  # ranks have as many tiles each: those past the length cost nothing
     runs = layout.runs
     row = np.repeat(np.arange(len(runs.row_ptr) - 1) % layout.rows, np.diff(runs.row_ptr))
     cost = np.zeros(tiles, np.int64)
@@ -325,6 +326,7 @@ class Deal:
         """`x`, an array of numpy, torch or JAX, in the deal's order along `axis`: length becomes ranks * shard, padding
         places hold `fill`. Split into equal parts, part r is that of rank r."""
         axis = self._axis(x, axis, self.length, "permute takes whole sequences")
+        # padding reads any token, and is filled below
         gathered = take(x, np.minimum(self.order, self.length - 1), axis)
         return _filled(gathered, self.order >= self.length, axis, fill)
 
@@ -345,10 +347,8 @@ class Deal:
 
     def _axis(self, x: Any, axis: int, size: int, what: str) -> int:
         if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != size:
-            raise ShapeError(
-                f"the array is {tuple(x.shape)}, and axis {axis} is to have {size:,} places\n"
-                f"  {what}: this deal is of {self.length:,} tokens over {self.ranks} ranks of {self.shard:,}"
-            )
+            text = f"the array is {tuple(x.shape)}, and axis {axis} is to have {size:,} places\n  {what}: "
+            raise ShapeError(f"{text}this deal is of {self.length:,} tokens over {self.ranks} ranks of {self.shard:,}")
         return axis % len(x.shape)
 
     # -- what it costs ----------------------------------------------------------------------------
@@ -373,6 +373,7 @@ class Deal:
         """int64 [ranks, ranks, 2]: `needs[r, s]` is the range of places on rank s, counted from 0 and rounded to tiles,
         that queries of rank r may see; (0, 0) where they see none."""
         places = self._work.needs(self.tiles) * self.tile
+        # rounded to tiles, a range may reach into padding
         return np.asarray(np.minimum(places, self.held[None, :, None]))
 
     def bytes(
@@ -409,6 +410,7 @@ class Deal:
         """Equal for equal deals under equal masks, in any process."""
         values = [(n, digest(x)) for n, x in sorted(self.mask.params.items())]
         text = f"{self.length} {self.tile} {self.ranks} {self.batch} {self.heads} {self.mask} {values}".encode()
+        # of one byte order: machines may differ
         return hashlib.sha256(text + self.tiles.astype("<i8").tobytes()).hexdigest()
 
 
@@ -466,6 +468,7 @@ def _looked_at(layout: Layout, grid: Any, s: Array, row: Array, column: Array) -
         k = column[i][:, None, None] * size + np.arange(size)
         inside = (q < grid.q_len) & (k < grid.kv_len)
         env = {"b": grid.b[s[i]][:, None, None], "h": grid.h[s[i]][:, None, None], "q": q, "k": k}
+        # a mask may read neither q nor k
         out[i] = (np.broadcast_to(scope.value(layout.mask, env), inside.shape) & inside).sum(axis=(1, 2))
     return out
 
@@ -499,10 +502,11 @@ def steps(deal: Deal) -> tuple[Step, ...]:
     for shift in range(deal.ranks):
         need = deal.needs[(rank + shift) % deal.ranks, rank]  # [from]
         size = need[:, 1] - need[:, 0]
-        length = int(size.max()) if shift else deal.shard
+        length = int(size.max()) if shift else deal.shard  # at shift 0 nothing is sent: the whole shard
         if not size.any():
             continue
         pairs = tuple((int(r), int((r + shift) % deal.ranks)) for r in rank if shift and size[r])
+        # all ranks send as many tokens, so that a slice may have to begin earlier to end inside the shard
         start = np.where(size > 0, np.minimum(need[:, 0], deal.shard - length), 0)
         reads = size[(rank - shift) % deal.ranks] > 0
         ring_steps.append(Step(shift, length, pairs, tuple(map(int, start)), tuple(map(bool, reads))))

@@ -88,9 +88,8 @@ def attend(
     axes = batch_axis, head_axis
     parts = {n: (a,) if isinstance(a, int) else tuple(a) for n, a in (split or {}).items()}
     if mesh is not None:
-        how: dict[str, Any] = {
-            "deal": deal, "axis": axis, "variant": variant, "batch_axis": batch_axis, "head_axis": head_axis,
-        }  # fmt: skip
+        how: dict[str, Any] = {"deal": deal, "axis": axis, "variant": variant, "batch_axis": batch_axis}
+        how["head_axis"] = head_axis
         local = partial(attend, att, split=split, return_lse=return_lse, **how)
         spec, rows = _spec(batch_axis, axis, head_axis), _spec(batch_axis, head_axis, axis)
         tables = _specs({"b": batch_axis, "h": head_axis, "q": axis, "k": axis}, att, parts)
@@ -103,6 +102,7 @@ def attend(
     arrays = {"q": q, "k": k, "v": v, **shard.values}
     sinks = att.options.sinks if sinks is None else sinks
     if sinks is not None:
+        # sinks are whole on every device, and a device takes those of its heads
         sinks = jnp.broadcast_to(jnp.asarray(sinks), (q.shape[2] * size(head_axis),))
         arrays["sinks"] = lax.dynamic_slice_in_dim(sinks, shard.first(1), q.shape[2])
     if seed is not None:
@@ -147,22 +147,17 @@ def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
     try:
         ranks = size(axis)
     except NameError:
-        raise ParameterError(
-            f"there is no mesh axis {axis!r} here\n  call attend inside jax.shard_map over a mesh that has it: axis="
-        ) from None
+        text = f"there is no mesh axis {axis!r} here\n  call attend inside jax.shard_map over a mesh that has it: axis="
+        raise ParameterError(text) from None
     mesh = jax.sharding.get_abstract_mesh()
     if left := [n for n in mesh.axis_names if n not in mesh.manual_axes]:
-        raise ParameterError(
-            f"jax.shard_map leaves mesh axis {left[0]!r} to automatic sharding\n"
-            "  without axis_names= it takes all axes, and arrays are split by its in_specs"
-        )
+        text = f"jax.shard_map leaves mesh axis {left[0]!r} to automatic sharding\n"
+        raise ParameterError(f"{text}  without axis_names= it takes all axes, and arrays are split by its in_specs")
     if ranks != deal.ranks:
         raise ShapeError(f"the deal is of {deal.ranks} ranks, mesh axis {axis!r} has {ranks} devices")
     if q.ndim != 4 or k.ndim != 4 or q.shape[1] != deal.shard or k.shape[1] != deal.shard:
-        raise ShapeError(
-            f"q is {tuple(q.shape)} and k {tuple(k.shape)}; they are [batch, {deal.shard}, heads, dim] on each of "
-            f"{deal.ranks} devices\n  what deal.permute(x, axis=1) gives, split over {axis!r}"
-        )
+        text = f"q is {tuple(q.shape)} and k {tuple(k.shape)}; they are [batch, {deal.shard}, heads, dim] on each of "
+        raise ShapeError(f"{text}{deal.ranks} devices\n  what deal.permute(x, axis=1) gives, split over {axis!r}")
 
 
 def _agreed_values(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
@@ -171,11 +166,10 @@ def _agreed_values(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[s
     values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
     values_hash = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
     shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in {"q": q, "k": k, "v": v, **shard.values}.items())
-    return {
-        "attention": program.expanded, "values of parameters": values_hash, "arrays": shapes, "variant": variant,
-        "deal": f"of {deal.length} tokens over {deal.ranks} ranks, {deal.digest[:16]}",
-        "option": f"dropout {shard.att.options.dropout}, scale {shard.att.options.scale}, split {dict(shard.split)}",
-    }  # fmt: skip
+    texts = {"attention": program.expanded, "values of parameters": values_hash, "arrays": shapes, "variant": variant}
+    texts["deal"] = f"of {deal.length} tokens over {deal.ranks} ranks, {deal.digest[:16]}"
+    options = shard.att.options
+    return texts | {"option": f"dropout {options.dropout}, scale {options.scale}, split {dict(shard.split)}"}
 
 
 def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
@@ -190,6 +184,7 @@ def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
     @usual_promotion()
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
         out, lse, lse_residual = run.forward(learned, fixed)
+        # names by which a policy of jax.checkpoint saves the results
         out, lse, lse_residual = _checkpoint(out, OUT), _checkpoint(lse, LSE), _checkpoint(lse_residual, LSE)
         return (out, lse), (learned, fixed, out, lse, lse_residual)
 
@@ -201,6 +196,7 @@ def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
         grads = run.backward(learned, fixed, rows)
         if "sinks" in learned:
             grads["sinks"] = of_sinks(learned["sinks"], *(rows[n] for n in ("out", "lse", "low", "dout", "dlse")))
+        # sums are in float32, and a cotangent has the dtype of its array
         return {n: grads[n].astype(x.dtype) for n, x in learned.items()}, None
 
     attended.defvjp(forwards, backwards)
@@ -211,9 +207,11 @@ def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
     """(out, lse, lse_residual) before any key: of the sinks alone."""
     q = learned["q"]
     batch, length, heads, _ = q.shape
+    # partial results of 16 bits would be rounded at every merge
     real = jnp.float64 if q.dtype == np.float64 else jnp.float32
     sinks = learned["sinks"].astype(real)[:, None] if "sinks" in learned else -jnp.inf
     lse = jnp.full((batch, heads, length), -jnp.inf, real)
+    # sinks count once, so they are in the state before the first step
     state = {"out": jnp.zeros((batch, length, heads, v_dim), real), "lse": jnp.maximum(lse, sinks), "q": q}
     state = varying_alike(state | {"low": jnp.zeros_like(lse)})[0]
     return state["out"], state["lse"], state["low"]
@@ -262,10 +260,12 @@ class _Ring:
                 local_keys, state = _barrier((local_keys, state)) if i else (local_keys, state)
                 ahead = self._received(local_keys, self.steps[i + 1])
 
+            # defaults bind the arrays of this step: the loop assigns the names again
             def run(state: Any, keys: Arrays = keys, k_at: Any = k_at) -> Any:
                 return step(keys, k_at, state)
 
             def skip(state: Any, keys: Arrays = keys) -> Any:
+                # `cond` wants branches of one type, which says over which axes a value differs
                 return state, _zeros({n: keys[n] for n in returned}, next(iter(keys.values())))
 
             if all(now.reads):
@@ -314,6 +314,7 @@ class _AllGather:
         keys, k_at = self._gathered({n: arrays[n] for n in self.axis})
         results = self.shard.forward(arrays["q"], _values_of(arrays), keys, k_at)
         if "sinks" in learned:
+            # kernels count no sinks: `_began` counts them, and nothing else
             results = merged((_began(learned, learned["v"].shape[3]), results), jnp, "bshd")
         return results[0].astype(arrays["q"].dtype), *results[1:]
 
@@ -354,7 +355,7 @@ def _zeros(arrays: Arrays, like: Any, dtype: Any = None) -> Arrays:
 def _tiles(x: Any, order: Any, tile: int, axis: int) -> Any:
     """Tiles of `tile` tokens in another order."""
     if (order == np.arange(len(order))).all():
-        return x
+        return x  # tiles in order need no copy
     shape = x.shape
     cut = x.reshape(*shape[:axis], len(order), tile, *shape[axis + 1 :])
     return jnp.take(cut, jnp.asarray(order), axis=axis).reshape(shape)
@@ -446,6 +447,7 @@ class Shard:
         for n in walk(table.expr):
             if n.op == "segment":
                 offsets, name = jnp.asarray(arrays[n.name]), f"segment {len(change)}"
+                # right: behind segments without tokens
                 index = jnp.searchsorted(offsets, value(substitute(n.args[0], change)), "right") - 1
                 env[name] = jnp.clip(index, 0, max(offsets.shape[0] - 2, 0))
                 change[n] = param(name, INT)
@@ -457,6 +459,7 @@ class Shard:
         at = {AT["q"]: self.positions(), AT["k"]: k_at, AT["b"]: self.first(0), AT["h"]: self.first(1)}
         params = tables | {n: x for n, x in at.items() if n in att.program.names}
         call = att.call(CallArgs(q, keys["k"], keys["v"], seed=seed, layout="bshd", params=params))
+        # without sinks, which are counted once, where parts are merged
         inner, learned, fixed = prepared(replace(call, sinks=None), att.options)
         return inner, *varying_alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
 
@@ -487,8 +490,9 @@ class Shard:
         sums: Arrays = {}
         for n, x in grads.items():
             if n not in ("q", "k", "v"):
-                sums[source[n]] = sums[source[n]] + x if source[n] in sums else x
+                sums[source[n]] = sums[source[n]] + x if source[n] in sums else x  # a table may have several slots
         floating = {n: x for n, x in tables.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        # vjp wants a cotangent of every result
         cotangents = {n: sums[n].astype(x.dtype) if n in sums else jnp.zeros_like(x) for n, x in floating.items()}
         dfloats, dmoving = back(cotangents)
         return grads["q"], dfloats, dmoving | {"k": grads["k"], "v": grads["v"]}
@@ -520,6 +524,7 @@ def agree(call: Mapping[str, str]) -> None:
     key = hashlib.sha256(text.encode()).hexdigest()
     if key in _met:
         return
+    # numbered by calls, not by their hash: processes at different calls meet, and say so
     mine, room = jax.process_index(), f"frisket/attend/{len(_met)}"
     _met.add(key)
     store: Any = distributed.global_state.client
@@ -539,7 +544,5 @@ def _of(store: Any, key: str, process: int) -> str:
         text: str = store.blocking_key_value_get(key, PATIENCE * 1000)
         return text
     except jax.errors.JaxRuntimeError as error:
-        raise PeerError(
-            f"process {process} has not come to this call of attend within {PATIENCE} s\n"
-            "  it has died, is at other work, or has another program"
-        ) from error
+        message = f"process {process} has not come to this call of attend within {PATIENCE} s\n"
+        raise PeerError(f"{message}  it has died, is at other work, or has another program") from error

@@ -74,13 +74,13 @@ def on_shard(att: Attention, where: ShardPlace, shapes: Mapping[str, tuple[int, 
     table is read at other coordinates than its own."""
     program = att.program
     if clashes := sorted(program.names & set(AT.values())):
-        raise ParameterError(
-            f"`{clashes[0]}` is a name of context parallel's own; rename it, for example `my_{clashes[0]}`"
-        )
+        text = f"`{clashes[0]}` is a name of context parallel's own; rename it, for example `my_{clashes[0]}`"
+        raise ParameterError(text)
     known = {**program.tables, **{n: np.broadcast_to(np.empty((), bool), s) for n, s in shapes.items()}}
     rewriter = _Rewriter(program, where, known)
     seen = None if program.mask is None else rewriter.rewritten(program.mask)
     padding = [rewriter.at[c] < where.length for c in "qk" if c in where.coordinates]
+    # without padding every place is a token
     if padding and where.places > where.length:
         seen = conj(*([] if seen is None else [seen]), *padding)
     score = None if program.score is None else rewriter.rewritten(program.score)
@@ -104,10 +104,8 @@ def check_covered(program: CallProgram, deal: Deal, brought: Collection[str], ba
     mine, theirs = Mask(TRUE) if program.mask is None else program.mask, deal.mask
     for c, n, have in (("b", batch, deal.batch), ("h", heads, deal.heads)):
         if c in uses(theirs.expr) and have < n:
-            raise ParameterError(
-                f"the deal's mask depends on {c} and is known for {have} of {n}\n  {theirs}\n"
-                f"  deal(..., batch={batch}, heads={heads})"
-            )
+            text = f"the deal's mask depends on {c} and is known for {have} of {n}\n  {theirs}\n"
+            raise ParameterError(f"{text}  deal(..., batch={batch}, heads={heads})")
     seen = clauses(mine.expr)
 
     def same(n: str) -> bool:
@@ -120,10 +118,8 @@ def check_covered(program: CallProgram, deal: Deal, brought: Collection[str], ba
             return
     except FrisketError:  # it cannot be told
         pass
-    raise ParameterError(
-        f"the deal brings what this mask shows:\n  {theirs}\nand attention may show more:\n  {mine}\n"
-        "  deal out for the attention's own mask, or take deal.under(mask, ...)"
-    )
+    text = f"the deal brings what this mask shows:\n  {theirs}\nand attention may show more:\n  {mine}\n"
+    raise ParameterError(f"{text}  deal out for the attention's own mask, or take deal.under(mask, ...)")
 
 
 def check_names(program: CallProgram, brought: Collection[str], split: Collection[str] = ()) -> None:
@@ -137,10 +133,9 @@ def check_names(program: CallProgram, brought: Collection[str], split: Collectio
 def check_sides(read: Expr, split_axes: tuple[int, ...]) -> None:
     """Raise `ParameterError` where a table is split along queries and keys: a rank would have one square of it."""
     if {"q", "k"} <= {a.name for i, a in enumerate(read.args) if i in split_axes and a.op == "var"}:
-        raise ParameterError(
-            f"`{read.name}` is split along queries and along keys; a rank needs its queries' rows of every key\n"
-            f"  it is read at [{', '.join(repr(a).splitlines()[-1] for a in read.args)}]; split one of these axes"
-        )
+        text = f"`{read.name}` is split along queries and along keys; a rank needs its queries' rows of every key\n"
+        text += f"  it is read at [{', '.join(repr(a).splitlines()[-1] for a in read.args)}]; split one of these axes"
+        raise ParameterError(text)
 
 
 class _Rewriter:
@@ -205,6 +200,7 @@ class _Rewriter:
             return len(e.args) == 1 and (e.op == "segment" or self._sorted(e.name)) and self._rises(e.args[0])
         if e.op in ("add", "sub", "floordiv"):
             by = e.args[1]
+            # a negative divisor would turn the order round
             return by.op == "lit" and (e.op != "floordiv" or by.name > 0) and self._rises(e.args[0])
         return False
 
@@ -234,9 +230,7 @@ class _Rewriter:
                 if n.op == "segment" or i not in range(len(n.args)):
                     raise ParameterError(f"`{n.name}` cannot be split along axis {i} as it is read; give it whole")
                 if n.args[i].op != "var":
-                    raise ParameterError(
-                        f"`{n.name}` is split along axis {i} and read there at `{n.args[i]!r}`, maybe on another "
-                        f"device\n  give it whole: split= without `{n.name}`"
-                    )
+                    text = f"`{n.name}` is split along axis {i} and read there at `{n.args[i]!r}`, maybe on another "
+                    raise ParameterError(f"{text}device\n  give it whole: split= without `{n.name}`")
                 if n.args[i].name == "k" and self.sent_with_keys.setdefault(n.name, i) != i:
                     raise ParameterError(f"`{n.name}` is split along two axes of keys; give it whole")

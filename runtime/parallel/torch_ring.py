@@ -49,10 +49,8 @@ class Wire:
 
     def __init__(self, group: Any = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise PeerError(
-                "there is no process group: call torch.distributed.init_process_group() in every process, as under "
-                "torchrun"
-            )
+            text = "there is no process group: call torch.distributed.init_process_group() in every process, as under "
+            raise PeerError(f"{text}torchrun")
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
@@ -65,6 +63,7 @@ class Wire:
         """Post messages to and from ranks of the group. The function that is returned waits for them."""
         ops = [("send to", rank, self._op(dist.isend, x, rank, tag)) for rank, x in go]
         ops += [("hear from", rank, self._op(dist.irecv, x, rank, tag)) for rank, x in come]
+        # NCCL fuses a batch; gloo's messages are posted one by one, so that an error names one rank
         batches = [ops] if self.together and ops else [[op] for op in ops]
         posted: list[tuple[Any, list[Any]]] = []
         for batch in batches:
@@ -121,7 +120,9 @@ class Wire:
         known = _agreed.setdefault(self.group, set())
         if key in known or self.size == 1:
             return
+        # entries of one length: a rank does not know how long the texts of others are
         mine = b"".join(_hash(x) + x.encode()[:_SHOWN].ljust(_SHOWN, b"\0") for x in call.values())
+        # a copy, as from_numpy warns of read-only memory
         out = torch.from_numpy(np.frombuffer(mine, np.uint8).copy()).to(device)
         every = {r: torch.empty_like(out) for r in range(self.size) if r != self.rank}
         self.start([(r, out) for r in every], every.items(), tag=_AGREEING)()
@@ -173,7 +174,7 @@ def steps(deal: Deal, rank: int, variant: Variant) -> tuple[RankStep, ...]:
     rounds = [[way] for way in ways] if variant == "ring" else [ways]
     out = []
     for round in rounds:
-        come = tuple((s, a, b) for s, _ in round for a, b in [needs[rank][s]] if b)
+        come = tuple((s, a, b) for s, _ in round for a, b in [needs[rank][s]] if b)  # (0, 0) where no key is read
         go = tuple((t, a, b) for _, t in round for a, b in [needs[t][rank]] if b and t != rank)
         out.append(RankStep(come, go, *_in_order(deal, come)))
     return tuple(out)
@@ -183,7 +184,7 @@ def _in_order(deal: Deal, come: tuple[Message, ...]) -> tuple[Any, Any]:
     runs = []
     for i, (rank, lo, hi) in enumerate(come):
         at = deal.positions(rank)[lo:hi]
-        if len(come) == 1:
+        if len(come) == 1:  # the keys of one rank ascend already
             return ((0, 0, hi - lo),), at
         cuts = [0, *(np.flatnonzero(np.diff(at) != 1) + 1).tolist(), hi - lo]
         runs += [(int(at[a]), i, a, b) for a, b in pairwise(cuts)]
@@ -224,10 +225,8 @@ def attend(
     within the timeout of the group; `ShapeError` and `ParameterError` for what does not fit the deal.
     """
     if recorded():
-        raise ParameterError(
-            "messages between ranks are no part of a graph that make_fx or torch.jit.trace records\n"
-            "  record what is before and behind context parallel attention, and call it in between"
-        )
+        text = "messages between ranks are no part of a graph that make_fx or torch.jit.trace records\n  record "
+        raise ParameterError(f"{text}what is before and behind context parallel attention, and call it in between")
     wire = Wire(group)
     q, k, v = cast(q, k, v)
     _check(q, k, v, deal, wire, variant)
@@ -256,7 +255,7 @@ def attend(
     real_tokens = int(deal.held[wire.rank])
     fixed = {n: x for n, x in params.items() if n not in learned}
     job = RingJob(att, wire, deal, variant, steps(deal, wire.rank, variant), seed, origin, sizes, fixed, tuple(learned))
-    qkv = [x[:, :, :real_tokens] for x in (q, k, v)]
+    qkv = [x[:, :, :real_tokens] for x in (q, k, v)]  # padding is no query and no key
     out, lse = _RingFunction.apply(job, *qkv, sinks, *learned.values())  # type: ignore[no-untyped-call]
     if real_tokens < deal.shard:
         out = pad(out, (0, 0, 0, deal.shard - real_tokens))
@@ -286,6 +285,7 @@ class RingJob:
         first = start(at), start(self.steps[i].keys)
         plain = first[0] is not None and first[1] is not None
         shards = self.att.shards
+        # consecutive positions are numbers of the call, so that all such steps share an attention
         where = "plain" if plain else (self.deal.digest, self.wire.rank, self.variant, i)
         if where not in shards:
             # sinks are one more part of the softmax, counted at the end
@@ -306,7 +306,7 @@ class RingJob:
             messages, wait = underway
             wait()
             if i + 1 < len(self.steps):
-                underway = self._start(i + 1, k, v)
+                underway = self._start(i + 1, k, v)  # posted before this step computes
             try:
                 if self.steps[i].come:
                     pairs = [_unpacked(x, k, v) for x in messages]
@@ -332,7 +332,7 @@ class RingJob:
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([k.reshape(-1), v.reshape(-1)])
+    return torch.cat([k.reshape(-1), v.reshape(-1)])  # one message for both
 
 
 def _unpacked(x: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -372,11 +372,13 @@ class _RingFunction(torch.autograd.Function):
                 rows_by_step[i] = rows
                 both = torch.logaddexp(lse, rows[0])
                 out = _share(lse, both).to(wide).unsqueeze(-1) * out
+                # what a row without keys in this step holds may be NaN
                 out += torch.where(rows[0].unsqueeze(-1) == -torch.inf, 0.0, mine.to(wide)) * (
                     _share(rows[0], both).to(wide).unsqueeze(-1)
                 )
                 lse = both
         rounded_lse = lse.to(wide)
+        # a large lse in float32 is too coarse for weights: the backward reads the rest of it
         lse_residual = torch.where(lse == -torch.inf, 0.0, lse - rounded_lse).to(wide)
         residuals: list[Any] = [None if sinks is None else _share(sinks[:, None].double(), lse).to(wide)]
         for i in range(len(job.steps)):  # (softmax_stats of rows, the share of their weights that a step has)
@@ -386,7 +388,7 @@ class _RingFunction(torch.autograd.Function):
         ctx.job = job
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, rounded_lse, sinks, *values, *residuals)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an unused result has None, not zeros that would be read
         return out, rounded_lse
 
     @staticmethod
@@ -395,9 +397,11 @@ class _RingFunction(torch.autograd.Function):
         job, needed = ctx.job, ctx.needs_input_grad[1:]
         q, k, v, out, lse, sinks, *values = ctx.saved_tensors
         values, (of_sinks, *residuals) = values[: len(job.learned)], values[len(job.learned) :]
+        # expanded zeros have no memory
         dout, dlse = out.new_zeros(()).expand(out.shape) if dout is None else written_out(dout), written_out(dlse)
         inputs = {"q": q, "k": k, "v": v, "sinks": sinks, **dict(zip(job.learned, values, strict=True))}
         targets = {n for n, need in zip(inputs, needed, strict=True) if need}
+        # gradients of keys and values are one message
         if targets & {"k", "v"}:
             targets |= {"k", "v"}
         sums = {n: torch.zeros_like(x, dtype=lse.dtype) for n, x in inputs.items() if n in targets}
@@ -418,6 +422,7 @@ class _RingFunction(torch.autograd.Function):
                     if name in grads:
                         sums[source] += grads[name]
             if "k" in sums:
+                # the messages of the step before have come while this one computed
                 for wait in home:
                     wait()
                 home = [_send_back(job.wire, job.steps[i], grads, k, v, sums)]
@@ -454,6 +459,7 @@ def _send_back(
             sums["k"][:, :, a:b] += dk
             sums["v"][:, :, a:b] += dv
         else:
+            # in the item size of the keys, as `Deal.bytes` counts
             go.append((s, _packed(dk.to(k.dtype), dv.to(k.dtype))))
     width = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
     come = [(t, k.new_empty(width * (b - a))) for t, a, b in step.go]
@@ -481,6 +487,7 @@ class _Shared(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         grads = [g for g, need in zip(cotangents, ctx.needs_input_grad[1:], strict=True) if need]
+        # one message for all, and sums in float32 at least
         whole = torch.cat(
             [g.reshape(-1).to(torch.float64 if g.dtype == torch.float64 else torch.float32) for g in grads]
         )
@@ -496,11 +503,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wire: Wire, deal: Deal, axis: int, mine: Tensor) -> Tensor:
         if not -mine.ndim <= axis < mine.ndim or mine.shape[axis] != deal.shard:
-            raise ShapeError(
-                f"a split table is {tuple(mine.shape)}; along axis {axis} it has this rank's {deal.shard} places"
-            )
+            text = f"a split table is {tuple(mine.shape)}; along axis {axis} it has this rank's {deal.shard} places"
+            raise ShapeError(text)
         ctx.what = wire, deal, axis
-        mine = mine.contiguous().resolve_neg()
+        mine = mine.contiguous().resolve_neg()  # messages are bytes, and a lazy negation is not in them
         every = [torch.empty_like(mine) if r != wire.rank else mine for r in range(wire.size)]
         others = [r for r in range(wire.size) if r != wire.rank]
         wire.start([(r, mine) for r in others], [(r, every[r]) for r in others])()
@@ -520,16 +526,13 @@ class _Gather(torch.autograd.Function):
 def _check(q: Tensor, k: Tensor, v: Tensor, deal: Deal, wire: Wire, variant: Variant) -> None:
     check_variant(variant)
     if deal.ranks != wire.size:
-        raise ShapeError(
-            f"the deal is for {deal.ranks} ranks, the group has {wire.size}: deal(mask, length, {wire.size})"
-        )
+        text = f"the deal is for {deal.ranks} ranks, the group has {wire.size}: deal(mask, length, {wire.size})"
+        raise ShapeError(text)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_plain(name, x)
         if x.ndim != 4 or x.shape[2] != deal.shard:
-            raise ShapeError(
-                f"{name} is {tuple(x.shape)}; it is (batch, heads, {deal.shard}, dim), this rank's part of "
-                f"deal.permute({name}, 2)"
-            )
+            text = f"{name} is {tuple(x.shape)}; it is (batch, heads, {deal.shard}, dim), this rank's part of "
+            raise ShapeError(f"{text}deal.permute({name}, 2)")
     if not q.dtype == k.dtype == v.dtype:
         raise ShapeError(f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; context parallel takes one dtype")
 

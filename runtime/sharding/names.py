@@ -59,7 +59,7 @@ class _NotGiven:
         return "EMPTY_VAL"
 
     def __reduce__(self) -> str:
-        return "EMPTY_VAL"
+        return "EMPTY_VAL"  # pickled by name, so that there is one object
 
 
 EMPTY_VAL: Any = _NotGiven()
@@ -211,14 +211,13 @@ AxisType = tuple[str, ...] | str | Any | None  # the mesh axes of one dimension
 RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
 
 
-__all__ = [
-    "BATCH", "BIAS_HEAD_SEQ", "BIAS_KV_SEQ", "DATA_PARALLEL", "DEFAULT_MASK_VALUE", "DP", "EMBED", "EMPTY",
-    "EMPTY_VAL", "EP", "EXPERT", "EXPERT_GATE", "EXPERT_PARALLEL", "FSDP", "FULLY_SHARDED_DATA_PARALLEL",
-    "GENERATION_MODES", "HEAD", "HEAD_DIM", "KV_HEAD", "KV_HEAD_DIM", "KV_LENGTH", "LENGTH", "MLP_INTERMEDIATE",
-    "MODES", "MODE_DECODE", "MODE_INSERT", "MODE_PREFILL", "MODE_TRAIN", "NOT_GIVEN", "QUERY_LENGTH",
-    "RUNTIME_MODE_TYPES", "SEQUENCE_PARALLEL", "SP", "TENSOR_PARALLEL", "TP", "VOCAB", "Array", "AttnKVSharding",
-    "AttnQSharding", "AxisIdxes", "AxisNames", "AxisType", "ColumnWise", "DType", "DynamicShardingAxes",
-    "ExpertActivations", "ExpertActivationsAlt", "ExpertColumnWise", "ExpertColumnWiseAlt", "ExpertRowWise",
-    "ExpertRowWiseAlt", "ExpertTensorParallel", "HiddenStateSharding", "Mesh", "PRNGKey", "Replicated", "RowWise",
-    "SColumnWise", "SRowWise", "Shape", "UnifiedExpertColumnWise", "UnifiedExpertRowWise",
-]  # fmt: skip
+__all__ = ["BATCH", "BIAS_HEAD_SEQ", "BIAS_KV_SEQ", "DATA_PARALLEL", "DEFAULT_MASK_VALUE", "DP", "EMBED", "EMPTY"]
+__all__ += ["EMPTY_VAL", "EP", "EXPERT", "EXPERT_GATE", "EXPERT_PARALLEL", "FSDP", "FULLY_SHARDED_DATA_PARALLEL"]
+__all__ += ["GENERATION_MODES", "HEAD", "HEAD_DIM", "KV_HEAD", "KV_HEAD_DIM", "KV_LENGTH", "LENGTH", "MLP_INTERMEDIATE"]
+__all__ += ["MODES", "MODE_DECODE", "MODE_INSERT", "MODE_PREFILL", "MODE_TRAIN", "NOT_GIVEN", "QUERY_LENGTH"]
+__all__ += ["RUNTIME_MODE_TYPES", "SEQUENCE_PARALLEL", "SP", "TENSOR_PARALLEL", "TP", "VOCAB", "Array"]
+__all__ += ["AttnKVSharding", "AttnQSharding", "AxisIdxes", "AxisNames", "AxisType", "ColumnWise", "DType"]
+__all__ += ["DynamicShardingAxes", "ExpertActivations", "ExpertActivationsAlt", "ExpertColumnWise"]
+__all__ += ["ExpertColumnWiseAlt", "ExpertRowWise", "ExpertRowWiseAlt", "ExpertTensorParallel", "HiddenStateSharding"]
+__all__ += ["Mesh", "PRNGKey", "Replicated", "RowWise", "SColumnWise", "SRowWise", "Shape", "UnifiedExpertColumnWise"]
+__all__ += ["UnifiedExpertRowWise"]

@@ -81,25 +81,24 @@ def fitting(mesh: Mapping[str, int], axes: Any, size: int | None, used: set[str]
 
 MeshAxes = str | tuple[str, ...] | None
 
-FIELDS = {  # semantic axis -> field of a PartitionAxis
-    n.BATCH: "batch_axis", n.LENGTH: "sequence_axis", n.QUERY_LENGTH: "query_sequence_axis",
-    n.KV_LENGTH: "key_sequence_axis", n.HEAD: "head_axis", n.KV_HEAD: "kv_head_axis",
-    n.HEAD_DIM: "attention_dim_axis", n.KV_HEAD_DIM: "attention_kv_dim_axis", n.EMBED: "hidden_state_axis",
-    n.MLP_INTERMEDIATE: "mlp_intermediate_axis", n.VOCAB: "vocab_axis", n.EXPERT: "expert_axis",
-    n.EXPERT_GATE: "expert_gate_axis", n.BIAS_HEAD_SEQ: "bias_head_sequence_axis",
-    n.BIAS_KV_SEQ: "bias_key_sequence_axis", n.DATA_PARALLEL: "data_parallel_axis",
-    n.FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis", n.TENSOR_PARALLEL: "tensor_parallel_axis",
-    n.SEQUENCE_PARALLEL: "sequence_parallel_axis", n.EXPERT_PARALLEL: "expert_parallel_axis",
-}  # fmt: skip
-DEFAULTS = {  # field -> the fields it is read from where nobody sets it
-    "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
-    "sequence_axis": ("sequence_parallel_axis",), "query_sequence_axis": ("sequence_parallel_axis",),
-    "key_sequence_axis": ("sequence_parallel_axis",), "head_axis": ("tensor_parallel_axis",),
-    "kv_head_axis": ("tensor_parallel_axis",), "hidden_state_axis": ("tensor_parallel_axis",),
-    "mlp_intermediate_axis": ("tensor_parallel_axis",), "vocab_axis": ("tensor_parallel_axis",),
-    "expert_axis": ("expert_parallel_axis",), "decode_batch_axis": ("batch_axis",), "decode_head_axis": ("head_axis",),
-    "decode_kv_head_axis": ("kv_head_axis",), "decode_key_sequence_axis": ("key_sequence_axis",),
-}  # fmt: skip
+# semantic axis -> field of a PartitionAxis
+FIELDS = {n.BATCH: "batch_axis", n.LENGTH: "sequence_axis", n.QUERY_LENGTH: "query_sequence_axis"}
+FIELDS |= {n.KV_LENGTH: "key_sequence_axis", n.HEAD: "head_axis", n.KV_HEAD: "kv_head_axis"}
+FIELDS |= {n.HEAD_DIM: "attention_dim_axis", n.KV_HEAD_DIM: "attention_kv_dim_axis", n.EMBED: "hidden_state_axis"}
+FIELDS |= {n.MLP_INTERMEDIATE: "mlp_intermediate_axis", n.VOCAB: "vocab_axis", n.EXPERT: "expert_axis"}
+FIELDS |= {n.EXPERT_GATE: "expert_gate_axis", n.BIAS_HEAD_SEQ: "bias_head_sequence_axis"}
+FIELDS |= {n.BIAS_KV_SEQ: "bias_key_sequence_axis", n.DATA_PARALLEL: "data_parallel_axis"}
+FIELDS |= {n.FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis", n.TENSOR_PARALLEL: "tensor_parallel_axis"}
+FIELDS |= {n.SEQUENCE_PARALLEL: "sequence_parallel_axis", n.EXPERT_PARALLEL: "expert_parallel_axis"}
+# field -> the fields it is read from where nobody sets it
+DEFAULTS: dict[str, tuple[str, ...]] = {"batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
+DEFAULTS |= {"sequence_axis": ("sequence_parallel_axis",), "query_sequence_axis": ("sequence_parallel_axis",)}
+DEFAULTS |= {"key_sequence_axis": ("sequence_parallel_axis",), "head_axis": ("tensor_parallel_axis",)}
+DEFAULTS |= {"kv_head_axis": ("tensor_parallel_axis",), "hidden_state_axis": ("tensor_parallel_axis",)}
+DEFAULTS |= {"mlp_intermediate_axis": ("tensor_parallel_axis",), "vocab_axis": ("tensor_parallel_axis",)}
+DEFAULTS |= {"expert_axis": ("expert_parallel_axis",), "decode_batch_axis": ("batch_axis",)}
+DEFAULTS |= {"decode_head_axis": ("head_axis",), "decode_kv_head_axis": ("kv_head_axis",)}
+DEFAULTS |= {"decode_key_sequence_axis": ("key_sequence_axis",)}
 
 
 @dataclass(frozen=True)
@@ -150,12 +149,13 @@ class PartitionAxis:
     decode_attention_kv_dim_axis: MeshAxes = None
 
     def __post_init__(self) -> None:
+        # in this order: what other fields follow from comes first
         for f in fields(self):
             value = getattr(self, f.name)
             if value is EMPTY_VAL:
                 names = tuple(name for source in DEFAULTS[f.name] for name in names_of(getattr(self, source)))
                 value = names[0] if len(names) == 1 else names or None
-            value = tuple(value) if isinstance(value, list) else value
+            value = tuple(value) if isinstance(value, list) else value  # a tuple: a partition axis has a hash
             if not (value is None or isinstance(value, str | tuple)) or not all(
                 isinstance(name, str) for name in names_of(value)
             ):
@@ -254,10 +254,8 @@ class PartitionManager:
         names = [name for axes in entries for name in names_of(axes)]
         # without a shape both stay: the axis may not divide one of the two
         if shape is not None and (twice := [name for name in names if names.count(name) > 1]):
-            raise ParameterError(
-                f"mesh axis {twice[0]!r} would split two dimensions of {list(shape)}: {_spec(*entries)}\n"
-                "  give one of them other axes in the PartitionAxis, or None"
-            )
+            text = f"mesh axis {twice[0]!r} would split two dimensions of {list(shape)}: {_spec(*entries)}\n"
+            raise ParameterError(f"{text}  give one of them other axes in the PartitionAxis, or None")
         return _spec(*entries)  # type: ignore[no-any-return]
 
     def shard(
@@ -274,10 +272,8 @@ class PartitionManager:
         """`x` split by a spec, fitted to its shape; `x` itself where that splits nothing."""
         mesh = current_mesh(self.mesh)
         if mesh is None:
-            raise ParameterError(
-                "there is no mesh to split over\n  give one, PartitionManager(paxis, mesh), or call under "
-                "`with jax.set_mesh(mesh):`"
-            )
+            text = "there is no mesh to split over\n  give one, PartitionManager(paxis, mesh), or call under "
+            raise ParameterError(f"{text}`with jax.set_mesh(mesh):`")
         spec = self.fit(spec, x.shape, mesh)
         if not any(map(names_of, spec)):
             return x
@@ -286,7 +282,7 @@ class PartitionManager:
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     def __enter__(self) -> PartitionManager:
-        _tokens.set((*_tokens.get(), _current.set(self)))
+        _tokens.set((*_tokens.get(), _current.set(self)))  # a stack, as one manager may be entered more than once
         return self
 
     def __exit__(self, *error: object) -> None:
