@@ -57,7 +57,7 @@ def caret(source: str, span: Span, name: str = "mask") -> tuple[str, str]:
     offset = max(0, min(column - 60, len(line) - SHOWN))  # a window around the caret: a page of text helps nobody
     if len(line) > SHOWN:
         width = min(width, 100)
-    shown = "".join(c if c.isprintable() else " " for c in line[offset : offset + SHOWN])
+    shown = "".join(c if c.isprintable() else " " for c in line[offset : offset + SHOWN])  # a tab would move the carets
     return f"{name} {row}:{column + 1}", f"{shown}\n{' ' * (column - offset)}{'^' * width}"
 
 
@@ -82,7 +82,7 @@ class MaskSyntaxError(FrisketError, SyntaxError):
     problems: list[Problem] = field(default_factory=list)
     name: str = "mask"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # tracebacks print `msg` of a SyntaxError, not its str
         self.msg = self.render()
         super().__init__(self.msg)
 
@@ -100,7 +100,7 @@ class MaskSyntaxError(FrisketError, SyntaxError):
     def __str__(self) -> str:
         return self.render()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # `args` has the rendered text alone, `__init__` takes three fields
         return (type(self), (self.source, self.problems, self.name))
 
 

@@ -90,7 +90,7 @@ def explain_tile(
         return np.broadcast_to(evaluate(e, grid, tables), (len(q), len(k)))
 
     def first(where: Any) -> tuple[int, int, int, int] | None:
-        at = int(np.argmax(where))
+        at = int(np.argmax(where))  # 0 where no entry holds, too: the entry itself tells
         i, j = divmod(at, len(k))
         return (int(env["b"]), int(env["h"]), int(q[i]), int(k[j])) if where[i, j] else None
 
@@ -118,7 +118,7 @@ def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:
         return _deciding(e.args[0], not truth, value)
     if e.op in ("and", "or"):
         parts = list(e.args)
-        if truth == (e.op == "and"):
+        if truth == (e.op == "and"):  # each part has to equal `truth`: all of them are the reason
             return [c for a in parts for c in _deciding(a, truth, value)]
         holds = {a: value(a) == truth for a in parts}
         for a in parts:
@@ -132,6 +132,7 @@ def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:
     if e.op == "where":
         c, x, y = e.args
         condition = value(c)
+        # otherwise the branch differs between positions: neither is the reason
         if condition.all() or not condition.any():
             chosen = x if condition.all() else y
             return _deciding(c, bool(condition.all()), value) + _deciding(chosen, truth, value)

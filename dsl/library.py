@@ -130,4 +130,4 @@ def library() -> Mapping[str, Entry]:
     >>> list(library())[:3]
     ['full', 'causal', 'causal(offset)']
     """
-    return MappingProxyType({e.signature: e for e in _read()})
+    return MappingProxyType({e.signature: e for e in _read()})  # all callers share it

@@ -79,7 +79,7 @@ class KnownNames(Operators):
                 )
                 return None
             return name, type_, frozenset()
-        if rank is None:
+        if rank is None:  # `extent` and `dot` do not tell how many axes a table has
             guess: Guess | None = self.guesses.setdefault(name, Guess((frame.site or node).span))
         else:
             guess = self.guess(frame, node, name, rank)

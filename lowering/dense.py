@@ -100,9 +100,9 @@ def _rows(
         m = scores(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape))
     m = np.where(seen, m, m.dtype.type(-np.inf))
     top = m.max(axis=-1, initial=-np.inf)
-    shift = _finite(np.maximum(top, sink))
+    shift = _finite(np.maximum(top, sink))  # a row that sees nothing: -inf - -inf is NaN
     p = np.exp(m - shift[..., None])
-    total = p.sum(axis=-1) + np.exp(np.where(sink == shift, 0, sink - shift))
+    total = p.sum(axis=-1) + np.exp(np.where(sink == shift, 0, sink - shift))  # so is inf - inf, of an infinite sink
     lse = np.log(total) + shift
     if "lse" in stored:
         p = np.exp(m - _finite(lse)[..., None])
@@ -111,6 +111,7 @@ def _rows(
     drop = np.ones(shape, p.dtype)
     if keep_mask is not None:
         survives = np.broadcast_to(evaluate(keep_mask, env, tables), shape)
+        # kernels have the rate as a float32
         drop = np.where(survives, 1 / (1 - p.dtype.type(np.float32(rate))), p.dtype.type(0))
     return _DenseRows(env, p, drop, top, lse)
 
@@ -205,6 +206,7 @@ def gradients(
             shape = np.shape(tables[g.source])
             into = grads["dtables"].setdefault(g.source, np.zeros(shape, parts.dtype))
             at = [np.clip(evaluate(e, rows.env, tables), 0, n - 1) for e, n in zip(g.index, shape, strict=True)]
+            # an entry may be read at several positions, which `+=` would add once
             np.add.at(into, tuple(np.broadcast_to(i, parts.shape) for i in at), parts)
         return grads
 

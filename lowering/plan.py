@@ -538,7 +538,7 @@ def records(runs: Runs, slices: int, rows: int) -> tuple[NDArray[np.int32], NDAr
     firsts = np.flatnonzero(opens)
     lasts = np.append(firsts[1:], n)[: len(firsts)] - 1
     lo, hi = runs.start[firsts], runs.stop[lasts]
-    full_lo, full_hi = hi.copy(), hi.copy()
+    full_lo, full_hi = hi.copy(), hi.copy()  # without a full run the full part is empty, at the end
     full = runs.kind == FULL
     full_lo[record[full]], full_hi[record[full]] = runs.start[full], runs.stop[full]
     owner = line[firsts]
@@ -571,5 +571,5 @@ def share(bounds: Array, count: Array, slice_of: Array) -> Spans:
         if len(seen) < len(bounds):
             first = np.array([int(np.argmax(place == i)) for i in range(len(seen))])
             bounds, count, slice_of = bounds[first], count[first], place[slice_of]
-    bounds, count = (np.ascontiguousarray(x, np.int32) for x in (bounds, count))
+    bounds, count = (np.ascontiguousarray(x, np.int32) for x in (bounds, count))  # kernels read both by pointer
     return Spans(bounds, count, slice_of.astype(np.int32))
