@@ -297,7 +297,7 @@ def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
     checker.misspelled()
     if checker.problems:
         problems = sorted(checker.problems.values(), key=lambda p: (p.span.start, -p.span.stop))
-        raise MaskSyntaxError(checker.text, problems[:20], checker.name)  # one mistake may have hundreds of followers
+        raise MaskSyntaxError(checker.text, problems[:20], checker.name)  # one mistake may be followed by hundreds
     return {kind: e for kind, e in exprs.items() if e is not None}
 
 

@@ -456,7 +456,7 @@ def named(root: Expr) -> tuple[Leaf, ...]:
 def _named(node: Expr) -> tuple[Leaf, ...]:
     below = [a.leaves for a in node.args if a.leaves]
     mine = node.op in ("var", "param", "extent", "lookup", "segment")
-    if len(below) == 1 and not mine:  # nearly every node has the leaves of one argument: no tuple of its own is built
+    if len(below) == 1 and not mine:  # nearly every node has the leaves of one argument: it shares their tuple
         return below[0]
     by_name = {leaf[:2]: leaf for leaves in below for leaf in leaves}
     if mine:

@@ -40,7 +40,7 @@ RUN_LIMIT = 1 << 28  # past every position that is compared with the ends of run
 
 def whole(origin: Origin, lengths: Sizes) -> Sizes:
     """The sizes of the whole problem when none are given: the problem ends where the call does."""
-    b, h, q, k = (x if type(x) is int else int(np.max(x)) for x in origin)
+    b, h, q, k = (x if type(x) is int else int(np.max(x)) for x in origin)  # a plain number needs no array
     return b + lengths[0], h + lengths[1], q + lengths[2], k + lengths[3]
 
 
@@ -131,6 +131,7 @@ class LoopPlan:
 
     def holding(self, limits: Mapping[str, float]) -> LoopPlan:
         """The plan for slots and tables with Ints up to `limits`: in 64 bits, if mask or score may leave 32."""
+        # dropout draws from 32-bit words, whatever the width
         parts = [e for e in (self.mask, self.score, self.weight) if e is not None]
         if self.int64 or needs_int64(parts, limits, np.inf):
             return replace(self, int64=True)
@@ -156,6 +157,7 @@ class LoopPlan:
             lines.append("bounds   read from the span table")
         else:
             for name in ("first", "full_first", "full_last", "last"):
+                # the 1 of `first = q0 - s0 + 1` has to be read as a strict bound
                 lines.append(f"{name:10} = {show(getattr(self.bounds, name), self._names())}")
         lines.append(f"guard    {'a row may be empty: -inf is checked' if self.guard else 'no row is empty'}")
         lines += [f"slot     {s.name} = {s.value if s.source is None else s.source}" for s in self.slots]

@@ -131,6 +131,7 @@ def _intervals(
         None if full is not None or not rowwise else tuple(_visible(t) for t in theirs),
         full,
         simplify(conj(*(t.needs for t in both))),
+        # a condition on a query alone leaves gaps between the queries of a row
         rowwise and all(not t.asks for t in both),
         tuple(dict.fromkeys((c.value, simplify(c.rising)) for c in curves)),
         tuple(dict.fromkeys(a for a in diagonals if a is not None)),
@@ -276,7 +277,7 @@ def _united(tiles: Array, bq: int) -> Array | None:
 
 
 def _pieces(start: Array, stop: Array) -> Array:
-    if (start[:, 1:] < start[:, :-1]).any():
+    if (start[:, 1:] < start[:, :-1]).any():  # sorted rows need no second sort
         order = np.argsort(start, axis=1, kind="stable")
         start, stop = np.take_along_axis(start, order, 1), np.take_along_axis(stop, order, 1)
     reach = np.maximum.accumulate(stop, axis=1)

@@ -232,6 +232,7 @@ class _Refined:
 
     def _add(self, boxes: Array, kind: int) -> None:
         self.scope.spent += _RUN * int((boxes[2] - boxes[1]).sum())
+        # tiles and kinds fit 32 bits: half the memory of the answer
         self.done.append(np.concatenate([boxes, np.full((1, boxes.shape[1]), kind)]).astype(np.int32))
 
     def _classified(self, boxes: Array) -> Array:
@@ -315,7 +316,7 @@ def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope, look: bool) -> A
     bq, bk = grid.block
     each = steps(mask)
     _ask_points(mask, env, kind, _witnesses, 14, scope)
-    if bq * bk > 1024:
+    if bq * bk > 1024:  # the points of a smaller tile would cost nearly as much as all of it
         _ask_points(mask, env, kind, _lattice, 256, scope)
         _ask_points(mask, env, kind, _lines, 5 * bk, scope)
     _ask_pieces(mask, env, kind, cut_off(grid, tiles), scope)
@@ -393,6 +394,7 @@ def _lattice(env: Mapping[str, Array]) -> dict[str, Array]:
     i, j = np.arange(16)[:, None], np.arange(16)[None, :]
     q0, q1, k0, k1 = (env[n][:, None, None] for n in ("q0", "q1", "k0", "k1"))
     q = q0 + (q1 - q0) * i // 15
+    # rows are shifted, or a stripe could pass between all points
     k = k0 + ((k1 - k0) * j // 15 + 5 * i) % (k1 - k0 + 1)
     return {"b": env["b"][:, None, None], "h": env["h"][:, None, None], "q": q, "k": k}
 
@@ -413,6 +415,7 @@ def _look(mask: Expr, grid: Grid, env: Mapping[str, Array], scope: Scope) -> Arr
     inside = (q <= last_q) & (k <= last_k)
     points = {
         "b": env["b"][:, None, None], "h": env["h"][:, None, None],
+        # positions past the lengths may leave tables or 64 bits: the last one stands for them
         "q": np.minimum(q, last_q), "k": np.minimum(k, last_k),
     }  # fmt: skip
     seen = scope.value(mask, points) & inside
@@ -450,6 +453,7 @@ def pieces(mask: Expr, env: Mapping[str, Array], value: Callable[..., Array]) ->
         c, p = (np.broadcast_to(value(e, fixed), (n,)) for e in (shift, period))
         while True:
             room = np.bincount(owner, minlength=n)[owner] < _MOST
+            # a period that is not positive cuts nothing, and may not divide
             mine, by = c[owner], np.maximum(p[owner], 1)
             at = ((box[lo] + mine) // by + 1) * by - mine  # the first position past lo where a new stretch begins
             split = np.flatnonzero((p[owner] > 1) & (at <= box[hi]) & room)

@@ -34,6 +34,7 @@ class LaneGradients:
     def __init__(self, tiles: AtenTiles, gradients: Sequence[Gradient]) -> None:
         self.tiles, self.gradients = tiles, gradients
         weights = [x.weight for x in gradients]
+        # a factor of 1 would take a pass over every tile
         self.programs = [None if w.op == "lit" and w.name == 1 else tiles.program(w) for w in weights]
         self.indices = [[tiles.program(e) for e in x.index] if x.over == "scatter" else [] for x in gradients]
         self.buffers = [self._new(x) for x in gradients]
@@ -65,6 +66,7 @@ class LaneGradients:
         ):
             part = t.cells(block, dm)
             if program is not None:
+                # a program may overwrite its score
                 part = part * t.at(program, block, piece, None if raw is None else raw.clone())
                 if hidden is not None:
                     part.masked_fill_(t.cells(block, hidden), 0.0)
@@ -89,7 +91,7 @@ class LaneGradients:
         length = width + height - 1
         sums = wide.flatten(-2)[..., : height * length].unflatten(-1, (height, length)).sum(-2)
         first = block.step.start - piece.start + t.geometry.kv_len - width
-        if block.slides(piece) and block.by_row:
+        if block.slides(piece) and block.by_row:  # all rows have the same diagonals
             sums = sums.sum(0, keepdim=True)
         m = block.heads
         if not block.by_row or len(sums) == 1:

@@ -165,6 +165,7 @@ class _Forward(AtenTiles):
                 value = self.keys(self.values, block, piece, self.input_dtype if self.half else self.dtype)
                 if hidden is not None:
                     t.masked_fill_(hidden, 0.0)
+                    # 0 times a NaN of a value that no query sees is NaN
                     value = value.masked_fill(hidden.all(1).unsqueeze(-1), 0.0)
                 if self.half:
                     product = self.rough_product(self.rounded(t, "weights", unit), value).to(self.dtype).mul_(unit)
@@ -178,7 +179,7 @@ class _Forward(AtenTiles):
         if whole is None:
             self._store(block, acc, top, total)
         else:
-            self.parts[whole, part] = acc.clone(), top, total
+            self.parts[whole, part] = acc.clone(), top, total  # the thread's next block writes to the same buffer
 
     def _sum(self, block: Block, top: Tensor, total: Tensor) -> Tensor:
         """The divisor of weights at the end, at least 1 and at most 2^60: sums, sinks and dropout's factor."""

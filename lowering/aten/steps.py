@@ -134,6 +134,7 @@ def cut(step: RowStep, member: Heads, budget: int) -> Iterator[Block]:
 def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int]) -> list[RowStep]:
     """The steps of one slice of the span table, in order. A row that sees no key has no pieces."""
     count = spans.count[slice_]
+    # tokens of a long call may leave the 32 bits of spans
     tokens = np.minimum(spans.bounds[slice_].astype(np.int64) * block[1], geometry.kv_len)
     tokens[np.arange(tokens.shape[1]) >= count[:, None]] = 0
     bare = tokens[..., 2] <= tokens[..., 1]  # nothing full: say so in one way, all of it behind
@@ -292,7 +293,7 @@ def spread(run: Callable[[T], None], blocks: list[T]) -> None:
     if not tasks:
         drain()
     for done in tasks:
-        done.result()
+        done.result()  # raises what the thread raised
 
 
 @memo(4)

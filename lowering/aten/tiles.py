@@ -136,6 +136,7 @@ class AtenTiles:
         factor = self.geometry.scale * self.factor
         keys = self.keys(self.k, block, piece, self.dtype)
         if 1 < block.rows <= MAX_VECTOR_ROWS:
+            # the keys as left factor: a product of few rows is slow
             return s.copy_(self.torch.bmm(keys, (query * factor).mT).mT)
         return s.baddbmm_(query, keys.mT, beta=0, alpha=factor)
 
@@ -149,7 +150,7 @@ class AtenTiles:
         for name, program in self.strips.items():
             env[name] = self._strip(name, program, block, piece)
         value = self.score(env, self.tables)
-        if value.data_ptr() != cells.data_ptr():
+        if value.data_ptr() != cells.data_ptr():  # the program may have worked in place
             cells.copy_(value)
 
     def hide(self, block: Block, piece: KeyPiece, s: Tensor, hidden: float = -math.inf) -> None:
@@ -171,7 +172,7 @@ class AtenTiles:
         step = block.step
         still = self.still and block.slides(piece)
         place: tuple[int, ...] = (lo - step.start, hi - lo, step.height)
-        if not still:
+        if not still:  # a mask by distance looks alike from every row
             place += (step.start, step.count if block.by_row else 0, piece.stride)
         known = self.memory if still else self.recent
         cover = known.get(place)
@@ -273,6 +274,7 @@ class AtenTiles:
             yield slice(None), self.keys(x, block, piece)
             return
         count, m = block.step.count, block.heads
+        # rows so far apart share no key
         spacing = min(count, -(-piece.width // piece.stride) if piece.stride else count)
         for i in range(spacing):
             start = piece.start + i * piece.stride
@@ -394,6 +396,7 @@ def vectors(g: Geometry) -> bool:
 
 
 def _entry(vector: Any, b: int) -> int:
+    # a vector of one entry serves all batch entries
     return int(vector[b] if getattr(vector, "shape", (1,)) != (1,) else vector[0])
 
 

@@ -155,7 +155,7 @@ class Flags:
             low, high = np.maximum(low, _column(self.keys[0])), np.minimum(high, _column(self.keys[1]))
         if self.queries is not None:
             high = np.where((at >= _column(self.queries[0])) & (at < _column(self.queries[1])), high, 0)
-        return low, np.maximum(low, high)
+        return low, np.maximum(low, high)  # a query that sees nothing, with no negative number of keys
 
     def empty_rows(self, geometry: Geometry) -> bool:
         """Whether some query sees no key."""
@@ -254,6 +254,7 @@ class _Binding:
         """The flags of documents, from the keys that every query sees."""
         g = self.geometry
         one = len(form.document) == 1 and not form.by_rows and flags.keys is None and flags.queries is None
+        # queries and keys at the same positions read the same values
         if one and g.q_len == g.kv_len and type(self.q) is int and self.q == self.k:
             return self.of_tokens(form.document[0], flags)
         low, stop = (np.array(x) for x in flags.visible(g))
@@ -302,6 +303,7 @@ class _Binding:
         starts = np.flatnonzero(opens)
         values, entry = at[opens], starts // g.q_len
         order = np.lexsort((values, entry))
+        # tokens of a document that another one interrupts are no document of cu_seqlens
         again = (np.diff(values[order]) == 0) & (np.diff(entry[order]) == 0)
         if again.any():
             return _torn(e, int(entry[order][:-1][again].min()))

@@ -102,10 +102,12 @@ def printed(
     for node in known:
         args = [texts[a] for a in node.args]
         text = leaf(node, args) or operator(node, args, table, backend)
+        # a value that its user needs later is computed as soon as it is known
         sooner = any(known[u] != known[node] for u in users[node])
         sooner |= node in inner and known[node] in (SCALAR, ROW)
         sooner |= node in early and known[node] != POSITION
         often = len(users[node]) > 1 or (bool(users[node]) and (node in roots or len(text.text) > LONG))
+        # on a separate line a mask may restrict the load
         load = node.op in ("lookup", "gathered") and known[node] == POSITION
         if node.args and (sooner or often or load):
             page.lines.append(Line(node, name(node, known[node]), text.text, known[node]))
@@ -185,6 +187,7 @@ def _cheaper(e: Expr) -> Expr:
         n = e.args[1].name
         if n == 0:
             return lit(1) if e.type is INT else lit(1.0)
+        # binary powers: a few products, where `pow` is a call
         if n in range(1, 65):
             return _power(e.args[0], int(n))
     return e
@@ -227,6 +230,6 @@ def _power(x: Expr, n: int) -> Expr:
 def _folded(e: Expr) -> Expr:
     try:
         value = evaluate(e, {}).item()
-    except EvaluationError:
+    except EvaluationError:  # the value is asked for at run time, and the error is raised there
         return e
     return lit(bool(value) if e.type is BOOL else value)

@@ -104,6 +104,7 @@ def _function(
             body.line(f"return {alike.format(value.text) if root.op == 'lit' else value.text}")
         body.line(f"return {name}")
     text = str(body)
+    # no dot before the name: torch.minimum is not the prelude's
     used = [PRELUDE[name] for name in PRELUDE if re.search(rf"(?<![.\w]){name}\(", text)]
     return "\n".join([d.strip("\n") + "\n\n" for d in used] + [text]) if used else text
 

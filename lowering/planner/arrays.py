@@ -64,12 +64,14 @@ TORCH = Words("torch", expr_torch.TORCH, _torch_prelude, HEADERS["torch"], (("",
 
 def _plain(op: str, by: Expr) -> bool:
     """Whether a literal needs no guard: no division by zero, no shift out of range."""
+    # shifts of 31 and more leave the 32 bits that a planner may have
     return by.op == "lit" and (0 <= by.name < 31 if op in ("shl", "shr") else by.name != 0)
 
 
 @memo(group="sources")
 def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     """The source text of a planner. `wide`: positions and Floats have 64 bits."""
+    # the header's names are taken: a table of the user's may have one
     skeleton = "".join([*READING.values(), SHARED, INTERVALS, PIECES, words.header, _IDS])
     names = Names(re.findall(r"[A-Za-z_]\w*", skeleton))
     body = _ArrayBody(plan, words, names)
@@ -109,6 +111,7 @@ class PlannerBody:
         self.ranks = dict.fromkeys(plan.tables, 1)
         for n in walk(*self.roots):
             if n.op == "lookup" or n.op in RANGES:
+                # a range has two ends for each axis
                 self.ranks[n.name] = len(n.args) // (1 if n.op == "lookup" else 2)
             elif n.op == "extent":
                 self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)

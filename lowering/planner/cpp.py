@@ -74,6 +74,7 @@ def function(plan: Planner, name: str = "frisket_plan") -> str:
 
 def questions(plan: Planner) -> tuple[Expr, ...]:
     """The roots of a planner, and what else tells that a piece is empty, to be asked one after another."""
+    # each is asked on its own line, so that the first true one ends the search
     disjoint = () if plan.disjoint is FALSE else plan.disjoint.args if plan.disjoint.op == "or" else (plan.disjoint,)
     return plan.roots if plan.seen else (*plan.roots, *disjoint)
 
@@ -219,7 +220,7 @@ def _literal(e: Expr) -> Text:
         return Text("true" if e.name else "false")
     if e.type is FLOAT and not math.isfinite(e.name):
         return Text("NOT_A_NUMBER") if math.isnan(e.name) else Text("INF" if e.name > 0 else "-INF", PREFIX)
-    if e.type is INT and e.name == -(2**63):
+    if e.type is INT and e.name == -(2**63):  # C reads it as a minus before a number that fits no type
         return Text("INT64_MIN")
     text = f"{e.name}L" if e.type is INT and abs(e.name) >= 2**31 else repr(e.name)
     return Text(text, PREFIX if text[0] == "-" else ATOM)

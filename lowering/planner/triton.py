@@ -160,6 +160,7 @@ class _TritonBody(PlannerBody):
         sizes = tuple(n for n in SIZES if n in self.free)
         ranges = tuple(self.ranges.values())
         ends = 2 * (len(self.plan.seen) + len(self.plan.hidden) + 2) + 1
+        # tl.sort takes powers of two
         pieces = 1 << (ends - 1).bit_length() if self.plan.seen else 0
         body = Page()
         names = [*HEAD, *sizes, *(self.known[n] for n in self.plan.scalars)]

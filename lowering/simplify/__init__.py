@@ -33,7 +33,7 @@ def prepare(
             seen, rest = FALSE, SCORE
             break
         seen, rest = conj(seen, more), run(rest)
-    whole = run(conj(mask if mask is not None else TRUE, seen))
+    whole = run(conj(mask if mask is not None else TRUE, seen))  # together: terms of both may imply one another
     if counts is not None:
         counts.update(run.counts)
     return None if whole is TRUE else whole, None if rest is SCORE else rest

@@ -18,6 +18,7 @@ from .rules_order import comparison_in_order
 def normal(node: Expr) -> Expr | None:
     """The canonical form of a comparison, or a constant where signs decide."""
     op, form = relation(node.op, *node.args)
+    # sums of such numbers in another order may leave 64 bits
     if form.large:
         return comparison_in_order(node)
     again = recombined(form)

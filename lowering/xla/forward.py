@@ -92,6 +92,7 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
 
     shape = (q.shape[0], q.shape[2], t.length)
     lines = [t.full(shape, x) for x in (-np.inf, -np.inf, *[0.0] * static.lse_residual)]
+    # what rounding to 16 bits left out takes a second array, which a backward alone reads
     outs = [t.full((*q.shape[:3], v_dim), 0.0, q.dtype)] * (1 + (static.lse_residual and q.dtype.itemsize == 2))
     outs, lines = lax.fori_loop(0, t.steps, row, (outs, lines))
     out, *rest = (x[:, :q_len] for x in outs)
@@ -130,6 +131,7 @@ def _written(t: XlaTiles, tile_row: TileRow, results: Any, state: Any, sinks: An
     if sinks is not None:
         sink = lax.dynamic_slice(sinks, (tile_row.h,), (t.static.heads,)).reshape(1, t.kvs, t.groups, 1)
         peak = jnp.maximum(top, sink)
+        # the difference of two infinite sinks is NaN
         shrink, share = jnp.exp(top - peak), jnp.exp(jnp.where(sink == peak, 0, sink - peak))
         top, total, acc = peak, total * shrink + share, acc * shrink[..., None]
     out = acc * (t.keep / jnp.where(total == 0, 1, total))[..., None]

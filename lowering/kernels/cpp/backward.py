@@ -68,7 +68,7 @@ class BackwardKernel(CppKernel):
             self._function(f"weight{n}", f"Vec weight{n}({ARGUMENTS})", "reals(1)")
             for axis in range(len(g.index) if g.over == "scatter" else 0):
                 self._function(f"index{n}_{axis}", f"Ints index{n}_{axis}({ARGUMENTS})", "ints(0)")
-        over = ", ".join(OVER[g.over] for g in derived.gradients) or "HEADS"
+        over = ", ".join(OVER[g.over] for g in derived.gradients) or "HEADS"  # C++ has no empty array
         guarded = self.plan.guard or derived.guard
         line("enum Over { HEADS, ROWS_OF_QUERIES, COLUMNS, DIAGONALS, ENTRIES };")
         line(f"const int CAPTURED = {len(derived.gradients)};")

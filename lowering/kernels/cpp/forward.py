@@ -80,6 +80,7 @@ class CppKernel:
             for n, e in self.roots.items()
             if e is not None
         }
+        # after `prepared`: a table by distance is written in its operators
         self.ready, self.distances = by_distance(self.ready)
         self.ready |= self.distances
         names = Names({*KEYWORDS, *MACROS, *NUMBERS, "fixed", "row", "column", "score"})
@@ -184,6 +185,7 @@ class CppKernel:
 
     def constants(self) -> dict[str, int]:
         most = tallest(self.head_dim, self.v_dim, self.target.precision == "bf16x6")  # one text for every length
+        # tiles of any call have to fit the buffers, whose size is a constant
         tile = {"BLOCK_Q": max(self.target.block_q, most), "BLOCK_K": self.target.block_k}
         return tile | {"HEAD_DIM": self.head_dim, "V_DIM": self.v_dim, "PAGE": self.plan.page}
 

@@ -72,6 +72,7 @@ def emit(plan: LoopPlan, *, gradients: bool = True, placed: frozenset[str] = fro
     scalars += [f"first {n}" for n in COORDINATES if n in placed and n in read]
     writer = _Writer(plan, tables, tuple(scalars))
     texts = [writer.function(name, root, backward_of(plan).guard) for name, root in ready.items()]
+    # a slope of 1 has no text, and the engine asks for a function
     if gradients and plan.score is not None and "score_mod_bwd" not in roots:
         texts.append(writer.unchanged())
     functions = tuple(n for n in MODS if n in roots or (n == "score_mod_bwd" and plan.score is not None and gradients))

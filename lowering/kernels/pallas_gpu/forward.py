@@ -61,6 +61,7 @@ def walked(spans: Spans | DeviceSpans) -> GpuWalk:
 
     tiles = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
     count = xp.stack([spans.count, tiles], -1).astype(xp.int32)
+    # stable: rows of equal work come in one order on every run
     order = xp.argsort(-tiles, axis=-1, stable=True).astype(xp.int32)
     return GpuWalk(spans.slice_of, order, count, spans.bounds)
 
@@ -158,7 +159,7 @@ def emit(
     rough = not {n.op for root in roots(plan) for n in walk(root)} & INEXACT
     e = Expressions(roots(plan), tanh=target.tanh if rough else "exact")
     dim, v_dim = dims(geometry.head_dim), dims(geometry.v_dim)
-    folded = plan.score is None and geometry.scale > 0
+    folded = plan.score is None and geometry.scale > 0  # a negative scale would turn maxima into minima
     operands = [*e.operands(plan), *["sinks"] * sinks]
     listed = ", ".join(["slice_of", "order", "count", "records", *operands])
     return filled(

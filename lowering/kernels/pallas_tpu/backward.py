@@ -199,7 +199,9 @@ class _TpuKernel:
         names = ("lse", "delta")
         index, part = (self.program.holes[n] for n in ("own", "part"))
         lse, delta = (
-            f"wide({n}[{index}], BLOCK_K)" if down else f"of_rows_ref[0, 0, {i}:{i + 1}]" for i, n in enumerate(names)
+            # upright along the rows of a tile, or flat along its columns
+            f"wide({n}[{index}], BLOCK_K)" if down else f"of_rows_ref[0, 0, {i}:{i + 1}]"
+            for i, n in enumerate(names)
         )
         refs = {n: f"{n}_ref[0, {part if n in ('q', 'dout') else 0}]" for n in ("q", "k", "v", "dout")}
         lines = [
@@ -353,7 +355,7 @@ class _TpuQueryGradients(_TpuQueryRows):
             )
             self.gives("q", "dq", spec, shape, self.turned, "dq [batch, q_len, heads, dim]")
             self.finish.append(f"dq_ref[0, {part}] = (dq[{index}] * SCALE).astype(dq_ref.dtype)")
-            self.needs(TEXT["finite"])
+            self.needs(TEXT["finite"])  # a tile with the mask may have keys behind the last one, which may be NaN
             assignments, ds = self.times("ds", self.slope)
             keys = "keys = finite(k_ref[0, 0]) if partial else k_ref[0, 0]"
             lines += [*assignments, keys, f"dq[{index}] += rows_by_columns({ds}, keys)"]
@@ -440,7 +442,7 @@ class _TpuKeyGradients(_TpuKernel):
     def _dv(self) -> list[str]:
         self.finish.append("dv_ref[0, 0] = dv[...].astype(dv_ref.dtype)")
         return [
-            "douts = dout_ref[0, 0]",
+            "douts = dout_ref[0, 0]",  # rows behind the last query may hold NaN, and 0 times NaN is NaN
             "if partial and q_len % BLOCK_Q:",
             "    inside = lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len - q_tile * BLOCK_Q",
             "    douts = jnp.where(inside, douts, jnp.zeros_like(douts))",

@@ -183,7 +183,7 @@ def written(
     root: Expr, names: Mapping[Expr, Text], look: Callable[[Expr, str], Text], temporary: str
 ) -> tuple[list[str], str]:
     """The (assignments to `temporary` 0, 1, ..., text of the value) of `root`, with `names` for known values."""
-    at_hand = {e: param(f"{i} at hand", e.type) for i, e in enumerate(names)}
+    at_hand = {e: param(f"{i} at hand", e.type) for i, e in enumerate(names)}  # no parameter has a space in its name
     shown = {at_hand[e]: shown for e, shown in names.items()}
 
     def leaf(e: Expr, args: list[Text]) -> Text | None:

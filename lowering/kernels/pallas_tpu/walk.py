@@ -147,6 +147,7 @@ def _listed(
 def _counted(xp: Any, places: Any, room: int) -> Any:
     """The number of `places` [slices, ..] at each of the first `room`."""
     slices = len(places)
+    # places past the room count in one more bin, which is cut off
     at = (xp.minimum(places, room) + (room + 1) * xp.arange(slices)[:, None]).reshape(-1)
     size = slices * (room + 1)
     counts = np.bincount(at, minlength=size) if xp is np else xp.bincount(at, length=size)

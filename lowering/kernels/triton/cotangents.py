@@ -175,6 +175,7 @@ class GradientKernel(RowKernel):
         if not value.isidentifier():
             lines.append(f"{name} = {value}")
             value = name
+        # 0 times an infinite slope is NaN
         return lines, f"tl.where(p == 0.0, 0.0, dm * {value})" if self.careful else f"dm * {value}"
 
     def read(self, gradient: Gradient) -> str:

@@ -73,6 +73,7 @@ def in_products(root: Expr, when: Mapping[str, int]) -> Expr:
     done: dict[Expr, Expr] = {}
     for node in walk(scaled):
         rebuilt = rebuild(node, tuple(done[a] for a in node.args))
+        # what decides an Int or a Bool keeps the rounding of the language: it may decide a tile
         done[node] = rebuilt if node.type is not FLOAT or node in deciding else _merged(rebuilt, when)
     return done[scaled]
 
@@ -86,10 +87,11 @@ def _merged(e: Expr, when: Mapping[str, int]) -> Expr:
     if e.op not in ("mul", "div"):
         return e
     x, y = e.args
-    if e.op == "mul" and _level(x, when) < _level(y, when):
+    if e.op == "mul" and _level(x, when) < _level(y, when):  # the factor second, whichever way it is written
         x, y = y, x
     if e.op == "mul" and _level(x, when) == POSITION and _level(y, when) in (ROW, COLUMN):
         return _times_line(e, x, y, when)
+    # a factor that varies, or a product of constants, moves nowhere
     if _level(y, when) != SCALAR or _level(x, when) == SCALAR:
         return e
     if e.op == "div":

@@ -116,6 +116,7 @@ def parts(dim: int) -> tuple[int, ...]:
     """
     most = 1 << (dim.bit_length() - 1)
     rest = padded(dim - most)
+    # two parts only where they are less than one padded power of two
     return (most, rest) if dim > 64 and dim > most > rest else (padded(dim),)
 
 
@@ -335,7 +336,7 @@ class TritonWriter:
             return self._lookup(node, args)
         if node.op == GATHERED:
             return Text(f"along({args[0].text}, away{LOAD_MASK})")
-        if node.op == "div" and node in self.decisive:
+        if node.op == "div" and node in self.decisive:  # an Int or a Bool depends on it: the last bit may decide a tile
             return Text(f"tl.div_rn({args[0].text}, {args[1].text})")
         if node.op == "tanh" and self.approximate and node not in self.decisive:
             return Text(f"tanh_approximate({args[0].text})")
@@ -461,6 +462,7 @@ def bounds_of(plan: LoopPlan) -> dict[str, Expr]:
 def masked(*terms: str, other: str = ", other=0.0") -> str:
     """The mask of a load, or with no `other` of a store; an empty term asks for nothing."""
     terms = tuple(t for t in terms if t)
+    # `&` binds tighter than `<` in Python
     joined = " & ".join(f"({t})" if "<" in t and len(terms) > 1 else t for t in terms)
     return f", mask={joined}{other}" if joined else ""
 
@@ -540,6 +542,7 @@ def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, resul
             return _stride(match[1], match[2], form.dims, plan.page)
         if n in steps:
             text = " * ".join(f"tl.cast({x}, tl.int64)" if i else x for i, x in enumerate(steps[n])) or "1"
+            # tells the compiler that 16 divides it: loads may be wide
             return f"({text}) // 16 * 16" if n in form.aligned else text
         if n in real:
             return f"tl.load(Real + {real.index(n)})"
