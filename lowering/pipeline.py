@@ -91,11 +91,7 @@ PIPELINE: tuple[Callable[[Compilation], Any], ...] = (expr, simplified, facts, l
 def stages(c: Compilation) -> Stages:
     """The record of all stages."""
     return Stages(
-        # fields of `Stages` are named after the functions
-        **{stage.__name__: stage(c) for stage in PIPELINE},
-        rules=c.work.rules,
-        engines=c.engines,
-        awaits=c.awaits,
+        **{stage.__name__: stage(c) for stage in PIPELINE}, rules=c.work.rules, engines=c.engines, awaits=c.awaits
     )
 
 

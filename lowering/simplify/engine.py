@@ -54,9 +54,7 @@ class Simplifier:
             if node in self.done:
                 stack.pop()
                 continue
-            if (
-                node.settled is self.rules
-            ):  # the node remembers it across calls: rules that change nothing do not run again
+            if node.settled is self.rules:  # remembered across calls: rules that change nothing do not run again
                 self.done[node] = node
                 continue
             missing = [a for a in node.args if a not in self.done]

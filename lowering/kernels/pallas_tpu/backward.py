@@ -199,9 +199,7 @@ class _TpuKernel:
         names = ("lse", "delta")
         index, part = (self.program.holes[n] for n in ("own", "part"))
         lse, delta = (
-            # upright along the rows of a tile, or flat along its columns
-            f"wide({n}[{index}], BLOCK_K)" if down else f"of_rows_ref[0, 0, {i}:{i + 1}]"
-            for i, n in enumerate(names)
+            f"wide({n}[{index}], BLOCK_K)" if down else f"of_rows_ref[0, 0, {i}:{i + 1}]" for i, n in enumerate(names)
         )
         refs = {n: f"{n}_ref[0, {part if n in ('q', 'dout') else 0}]" for n in ("q", "k", "v", "dout")}
         lines = [
