@@ -115,8 +115,7 @@ class Checker(Walk):
     def _lookup(self, node: Node, frame: Frame) -> Steps:
         base, *items = node.args
         table = self.table(frame, base, len(items))
-        parts = yield from self.parts(items, frame)
-        indices = self.integers(frame, "an index", parts)
+        indices = self.integers(frame, "an index", (yield from self.parts(items, frame)))
         # both were read before either is refused, so that one report has the errors of both
         if table is None or indices is None:
             return ERROR
@@ -228,8 +227,7 @@ class Checker(Walk):
             if isinstance(bare, str):
                 # names the culprit when the parameter turns out to be unused
                 self.passed.setdefault(bare, (definition, param))
-        parts = yield from self.parts(list(coordinates.values()), frame)
-        moves = self.integers(frame, "a coordinate", parts)
+        moves = self.integers(frame, "a coordinate", (yield from self.parts(list(coordinates.values()), frame)))
         inner = Frame(
             # errors inside the library are shown at the call in the text, which is all that its writer sees
             definition.text, names, frame.site or (node if definition.library else None),

@@ -202,8 +202,7 @@ def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
         start, stop = (int(evaluate(a, env or {})) for a in node.args[:2])
         terms = [substitute(node.args[2], {make("bound", (), height): literal(j)}) for j in range(start, stop)]
         while kind in ("min", "max") and len(terms) > 2:  # a balanced tree, whose depth fits the stack
-            rest = terms[len(terms) // 2 * 2 :]
-            terms = [build(JOIN[kind], *pair) for pair in zip(terms[::2], terms[1::2])] + rest
+            terms = [build(JOIN[kind], *pair) for pair in zip(terms[::2], terms[1::2])] + terms[len(terms) // 2 * 2 :]
         if not terms:
             whole = _of_nothing(kind, start, stop, node.type)
         elif kind in ("any", "all"):

@@ -125,8 +125,7 @@ def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:
             if holds[a].all():
                 return _deciding(a, truth, value)
         for a in e.args:  # none alone: those without which it would not hold
-            rest = [holds[x] for x in parts if x is not a]
-            if np.logical_or.reduce(rest).all():
+            if np.logical_or.reduce([holds[x] for x in parts if x is not a]).all():
                 parts.remove(a)
         return [make(e.op, tuple(parts), None, e.type)]
     if e.op == "where":

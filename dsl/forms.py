@@ -88,8 +88,7 @@ def at(w: Walk, node: Node, frame: Frame, args: list[Node], keywords: dict[str, 
     if len(args) != 1 or not keywords or bad is not None:
         return w.report(frame, bad or node, "`at` re-reads one expression elsewhere", f"it is `{FORMS['at']}`")
     body = yield args[0], frame
-    parts = yield from w.parts([a.args[0] for a in keywords.values()], frame)
-    moves = w.integers(frame, "a coordinate", parts)
+    moves = w.integers(frame, "a coordinate", (yield from w.parts([a.args[0] for a in keywords.values()], frame)))
     if moves is None or body.expr is None:
         return ERROR
     w.charge(body.expr, node, frame)
@@ -161,8 +160,7 @@ def reduce(w: Walk, node: Node, frame: Frame) -> Steps:
         return w.report(frame, node, f"there is no reduction `{kind.text}`", "it is any, all, sum, min or max")
     if variable.text in RESERVED:
         return w.report(frame, node, f"`{variable.text}` is reserved", "call the variable `j`")
-    ends = yield from w.parts([low, high], frame)
-    bounds = w.integers(frame, "a bound", ends)
+    bounds = w.integers(frame, "a bound", (yield from w.parts([low, high], frame)))
     fine = bounds is not None and _range(w, kind.text, bounds, node, frame)
     w.fresh += 1
     # numbered: nested reductions may use one name for their variables

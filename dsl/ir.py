@@ -350,8 +350,7 @@ def transform(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """Apply `change` to every node, bottom up, each distinct node once."""
     done: dict[Expr, Expr] = {}
     for node in walk(root):
-        args = tuple(done[a] for a in node.args)
-        done[node] = change(rebuild(node, args))
+        done[node] = change(rebuild(node, tuple(done[a] for a in node.args)))
     return done[root]
 
 

@@ -105,5 +105,4 @@ class KnownNames(Operators):
             near = get_close_matches(name, candidates, 1, 0.75) if guess.rank == 0 and guess.type is BOOL else []
             if near and "." not in name:
                 remedy = f"did you mean `{near[0]}`? A parameter of that name is declared: `param {name}: bool`"
-                problem = Problem(f"unknown name `{name}`", guess.span, remedy)
-                self.problems.setdefault(guess.span, problem)
+                self.problems.setdefault(guess.span, Problem(f"unknown name `{name}`", guess.span, remedy))

@@ -341,8 +341,7 @@ def _declare(name: str, rank: int | None) -> str:
 def _cast(quoted: str) -> str:
     """The text `int(x)` of a quoted text, without doubled parentheses."""
     text = quoted.strip("`")
-    bare = text.startswith("(") and text.endswith(")") and ")" not in text[:-1]
-    return f"int{text}" if bare else f"int({text})"
+    return f"int{text}" if text.startswith("(") and text.endswith(")") and ")" not in text[:-1] else f"int({text})"
 
 
 def _compared(quoted: str, sign: str = ">=") -> str:

@@ -121,8 +121,7 @@ def _unused(unused: list[str], checker: Checker) -> str:
             f"its parameter `{param}`\n  use `{param}` in `def {definition.signature} = ...`, or remove both"
         )
     # a name with a dot is a parameter of a definition without a call
-    open_ = [n for n in checker.used if n not in checker.known and "." not in n]
-    near = nearest(unused[0], open_)
+    near = nearest(unused[0], [n for n in checker.used if n not in checker.known and "." not in n])
     remedy = f"; the text says `{near}`: give it as {near}=..." if near else "; remove it"
     return f"{names} {verb} given but not used{remedy}"
 

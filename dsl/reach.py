@@ -50,8 +50,7 @@ def interval_of(e: Expr, args: list[Interval]) -> Interval:
         return _square(args[0]) if e.args[0] is e.args[1] else _product(args[0], args[1])  # x * x is never below 0
     if e.op == "abs":
         lo, hi = args[0]
-        ends = None if lo is None or hi is None else max(abs(lo), abs(hi))
-        return (lo if lo is not None and lo > 0 else 0, ends)
+        return (lo if lo is not None and lo > 0 else 0, None if lo is None or hi is None else max(abs(lo), abs(hi)))
     if e.op in ("min", "max"):
         return _extreme(e.op, args[0], args[1])
     if e.op == "where":
@@ -96,8 +95,7 @@ def _product(a: Interval, b: Interval) -> Interval:
 
 def _square(a: Interval) -> Interval:
     lo, hi = a
-    ends = None if lo is None or hi is None else max(lo * lo, hi * hi)
-    return (lo * lo if lo is not None and lo > 0 else 0, ends)
+    return (lo * lo if lo is not None and lo > 0 else 0, None if lo is None or hi is None else max(lo * lo, hi * hi))
 
 
 def _extreme(op: str, a: Interval, b: Interval) -> Interval:

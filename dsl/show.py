@@ -161,8 +161,7 @@ class _Printer:
         if e.op == "pow":
             return level, [(args[0], ATOM), " ** ", (args[1], UNARY)]
         # `a < b < c` would read as a chain, and `a & b & c` as one node: such operands take parentheses
-        first = level + 1 if level == COMPARE or e.op in ("and", "or") else level
-        out: list[Piece] = [(args[0], first)]
+        out: list[Piece] = [(args[0], level + 1 if level == COMPARE or e.op in ("and", "or") else level)]
         for a in args[1:]:
             out += [f" {sign} ", (a, level + 1)]
         return level, out

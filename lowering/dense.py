@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.evaluate import OPERATORS, evaluate, unrolled
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import SIZES, Expr
 from frisket.dsl.types import FLOAT
 
 from .derive import derivatives
@@ -50,11 +50,10 @@ def coordinates(
         shape[axis] = n
         return np.asarray(start, np.int64).reshape(-1, 1, 1, 1) + np.arange(n).reshape(shape)
 
-    names = ("B", "H", "Q_LEN", "KV_LEN")
     return {
         "b": along(b0, batch, 0), "h": along(h0, heads, 1),
         "q": along(q0, q_len, 2), "k": along(k0, kv_len, 3),
-        **dict(zip(names, full, strict=True)),
+        **dict(zip(SIZES, full, strict=True)),
     }  # fmt: skip
 
 

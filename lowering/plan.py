@@ -292,8 +292,7 @@ def make_plan(
     if ours:  # operands that only names tell apart: in an order that names do not decide
         parts, formulas = ([simplify(renamed(e, ours)) for e in group] for group in (parts, formulas))
     names = _Names({new: name for name, new in ours.items()})
-    lifted = [names.lift(e) for e in parts] + [names.lift(e, units=False) for e in formulas]
-    exprs = iter(lifted)
+    exprs = iter([names.lift(e) for e in parts] + [names.lift(e, units=False) for e in formulas])
     new_mask = next(exprs) if mask is not None else None
     new_score = next(exprs) if score is not None else None
     new_bounds = Bounds(*exprs) if bounds is not None else None
@@ -361,8 +360,7 @@ class _Names:
         ends = ends_of(mask, axis, facts if reach < RUN_LIMIT else frozenset())
         if ends is None:
             return None
-        parts = [e for e in (ends.first, ends.last) if e is not None]
-        if not wide and needs_int64(parts, limits):
+        if not wide and needs_int64([e for e in (ends.first, ends.last) if e is not None], limits):
             return None
         first, last = (None if e is None else self.lift(e, units=False) for e in (ends.first, ends.last))
         return Ends(first, last, self.lift(ends.asks), self.lift(ends.rest))

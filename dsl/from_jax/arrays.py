@@ -307,8 +307,7 @@ class Reductions:
 
     def reduce(self, kind: str) -> Callable[..., Element]:
         def meaning(p: Mapping[str, Any], x: Array) -> Element:
-            probe = x.at((ZERO,) * len(x.shape))
-            if (kind in ("any", "all")) != (probe.type is BOOL):
+            if (kind in ("any", "all")) != (x.at((ZERO,) * len(x.shape)).type is BOOL):
                 raise Refused("a bitwise reduction of integers, or a largest Bool; use jnp.any or jnp.all")
             return self.over(kind, p["axes"], x)
 

@@ -240,8 +240,7 @@ def _called(eqn: Any) -> Any:
     """The inner jaxpr of jit, custom_jvp_call, remat and similar equations; nothing for other equations."""
     if eqn.primitive.name in ("scan", "while"):  # their bodies run many times
         return None
-    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    return next((eqn.params[n] for n in names if n in eqn.params), None)
+    return next((eqn.params[n] for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if n in eqn.params), None)
 
 
 ONCE = frozenset({"dot_general", "rev"})
@@ -252,8 +251,7 @@ def _computed_once(eqn: Any) -> bool:
     name = eqn.primitive.name
     old = tuple(eqn.invars[0].aval.shape) if eqn.invars else ()
     if name == "slice":
-        new = eqn.outvars[0].aval.shape
-        return any(n not in (1, m) for n, m in zip(new, old, strict=True))
+        return any(n not in (1, m) for n, m in zip(eqn.outvars[0].aval.shape, old, strict=True))
     if name == "reshape":
         return not only_units(old, eqn.outvars[0].aval.shape)
     if name in ("concatenate", "stack"):  # captured scalars beside one another stay parameters
@@ -412,8 +410,7 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
         raise TraceError(f"the function returns an array ({size}); return one number or Bool: index or reduce it")
     arrays = [(n, x) for n, x, _ in reached(fn) if n and hasattr(x, "shape") and hasattr(x, "dtype")]
     reader = Reader(naming, arrays, replaced, Widths({}))
-    consts = [reader.constant(c) for c in closed.consts]
-    (out,) = reader.run(closed.jaxpr, consts, [scalar(e) for e in exprs])
+    (out,) = reader.run(closed.jaxpr, [reader.constant(c) for c in closed.consts], [scalar(e) for e in exprs])
     return Symbol(out.at())
 
 

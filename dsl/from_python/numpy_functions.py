@@ -135,8 +135,7 @@ class TracedTable:
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(x, Symbol) for x in args):
             return array_function(func, args, kwargs)
-        plain = [x.array if isinstance(x, TracedTable) else x for x in args]
-        return self._again(func(*plain, **kwargs))
+        return self._again(func(*[x.array if isinstance(x, TracedTable) else x for x in args], **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.array, name)
@@ -155,8 +154,7 @@ def _forward(name: str) -> Any:
     def method(self: TracedTable, *others: Any) -> Any:
         if any(isinstance(o, Symbol) for o in others):
             operand(self, f"`{name.strip('_')}`")  # raises: an array has to be indexed before it meets a position
-        plain = [o.array if isinstance(o, TracedTable) else o for o in others]
-        return self._again(getattr(self.array, name)(*plain))
+        return self._again(getattr(self.array, name)(*[o.array if isinstance(o, TracedTable) else o for o in others]))
 
     return method
 

@@ -128,8 +128,7 @@ def aligned(symbols: Sequence[Symbol], label: str = "an operation") -> tuple[lis
         axes.append(new)
         for a, mapping in mine:
             mapping[a.bound] = new.bound if a.size == wide.size else ir.ZERO
-    exprs = [ir.substitute(s.expr, m) if m else s.expr for s, m in zip(symbols, moves)]
-    return exprs, tuple(reversed(axes))
+    return [ir.substitute(s.expr, m) if m else s.expr for s, m in zip(symbols, moves)], tuple(reversed(axes))
 
 
 def elementwise(make: Callable[..., Expr], *values: Any, label: str) -> Symbol:

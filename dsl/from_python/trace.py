@@ -251,8 +251,7 @@ class _Tracer:
     def copied(self, fn: Any) -> Any:
         """A copy of `fn` with every array it can reach replaced."""
         if isinstance(fn, functools.partial):
-            parameters = list(inspect.signature(fn.func).parameters)
-            args = [self.value(a, n) for a, n in zip(fn.args, parameters)]
+            args = [self.value(a, n) for a, n in zip(fn.args, list(inspect.signature(fn.func).parameters))]
             keywords = {n: self.value(v, n) for n, v in fn.keywords.items()}
             return functools.partial(self.copied(fn.func), *args, **keywords)
         if isinstance(fn, MethodType):

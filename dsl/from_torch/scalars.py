@@ -427,8 +427,7 @@ def inner(input: Any, other: Any) -> Symbol:
 
 def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Symbol:
     x, y = operand(elements, "`isin`"), operand(test_elements, "`isin`")
-    flat = reshape(y, -1)
-    member = reduced("any", apply_binary("eq", x[..., None] if x.ndim else x, flat), -1)
+    member = reduced("any", apply_binary("eq", x[..., None] if x.ndim else x, reshape(y, -1)), -1)
     return ~member if invert else member
 
 
@@ -466,8 +465,7 @@ def permute(input: Any, *dims: Any) -> Symbol:
 def moveaxis(input: Any, source: int, destination: int) -> Symbol:
     x = operand(input, "`moveaxis`")
     axes = list(x.axes)
-    source_axis = axes.pop(source)
-    axes.insert(destination % x.ndim, source_axis)
+    axes.insert(destination % x.ndim, axes.pop(source))
     return Symbol(x.expr, tuple(axes))
 
 

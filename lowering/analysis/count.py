@@ -464,9 +464,8 @@ def _ends(disjuncts: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]] | 
     if any(pair is None or (e in turning and pair[1]) for e, pair in known.items()):
         return None
     period = math.lcm(turn, *(pair[0] for pair in known.values() if pair is not None))
-    gains = [known[e] for e in edges]
     # the ends, too, are to come back to the same digits
-    again = [turn // math.gcd(turn, g[1] * (period // g[0])) for g in gains if g is not None]
+    again = [turn // math.gcd(turn, g[1] * (period // g[0])) for g in [known[e] for e in edges] if g is not None]
     period *= math.lcm(1, *again)
     return period, list(edges), list(signs)
 

@@ -243,8 +243,7 @@ def _rows_without(mask: Expr, at: dict[str, int], q: Array, keys: tuple[int, int
     scope.spend(max(len(q) * len(some), _CALL) * (steps(mask) + _EACH))
     seen = np.broadcast_to(scope.value(mask, {**at, "q": q[:, None], "k": some}), (len(q), len(some)))
     for row in q[~seen.any(axis=1)]:
-        whole = {**at, "q0": int(row), "q1": int(row), "k0": keys[0], "k1": keys[1]}
-        if _search(mask, whole, scope) is None:
+        if _search(mask, {**at, "q0": int(row), "q1": int(row), "k0": keys[0], "k1": keys[1]}, scope) is None:
             return int(row)
     return None
 

@@ -55,8 +55,7 @@ def point(e: Expr) -> Range:
 @memo(group="expressions")
 def ends(e: Expr) -> Range:
     """The range of an Int or Float over the rectangle."""
-    variables = depends(e)
-    if not variables:
+    if not depends(e):
         return point(e)
     if e.op == "var":
         return Range(Q0, Q1, True, True) if e.name == "q" else Range(K0, K1, True, True)
@@ -146,8 +145,7 @@ def _mul(e: Expr) -> Range:
     if x.lo is None or x.hi is None or y.lo is None or y.hi is None:
         return TOP
     corners = (x.lo * y.lo, x.lo * y.hi, x.hi * y.lo, x.hi * y.hi)
-    free = independent(*e.args) and x.attained and y.attained
-    return _float_result(e, _least(*corners), _most(*corners), free)
+    return _float_result(e, _least(*corners), _most(*corners), independent(*e.args) and x.attained and y.attained)
 
 
 def _div(e: Expr) -> Range:

@@ -103,8 +103,7 @@ def analyse(
     if transposed:
         expr = simplify(swap(expr))
         grid = Grid(kv_len, q_len, (block[1], block[0]), grid.b, grid.h, grid.k, grid.q)
-    full = sizes or whole(origin, (batch, heads, q_len, kv_len))
-    env = {**dict(zip(SIZES, full, strict=True)), **(params or {})}
+    env = {**dict(zip(SIZES, sizes or whole(origin, (batch, heads, q_len, kv_len)), strict=True)), **(params or {})}
     scope = Scope(env, bound, work)
     formula = None
     intervals = _intervals(expr, grid, scope)

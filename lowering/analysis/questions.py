@@ -306,8 +306,7 @@ def _some_term(term: Expr) -> Expr:
 
 
 def _apart(bounds: Iterable[Expr], r: Expr) -> bool:
-    variables = frozenset[str]().union(*(depends(x) for x in bounds))
-    return not variables & depends(r)
+    return not frozenset[str]().union(*(depends(x) for x in bounds)) & depends(r)
 
 
 def _some_literal(e: Expr) -> Expr:

@@ -121,8 +121,7 @@ class Scope:
             out.extend(args)
             return args[0]
 
-        root = make("answers", tuple(parts))
-        evaluate(root, {**self.env, **env}, self.arrays, {**self.hooks(), "answers": keep})
+        evaluate(make("answers", tuple(parts)), {**self.env, **env}, self.arrays, {**self.hooks(), "answers": keep})
         return out
 
     def hooks(self) -> dict[str, Any]:
@@ -245,8 +244,7 @@ class _Refined:
             boxes = boxes[:, ~empty]
         s, r0, r1, c0, c1 = boxes
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
-        env = {**_corners(self.grid, boxes), "single": single}
-        yes, no, both = _answers(self.questions, env, self.scope, len(s))
+        yes, no, both = _answers(self.questions, {**_corners(self.grid, boxes), "single": single}, self.scope, len(s))
         # outside the lengths is False: a box with a cut tile is not FULL, and its cut tiles are narrower
         cut = cut_off(self.grid, boxes)
         full, partial = yes & ~cut & ~no, (both | (yes & cut & single)) & ~no
@@ -372,8 +370,7 @@ def _ask_pieces(mask: Expr, env: Mapping[str, Array], kind: Array, cut: Array, s
         full, empty = (np.logical_and.reduceat(x, heads) for x in (yes, no))
         both = np.logical_or.reduceat(seen | yes, heads) & (np.logical_or.reduceat(hidden | no, heads) | cut[mine])
         kind[mine] = np.where(empty, EMPTY, np.where(both, PARTIAL, np.where(full, FULL, -1)))
-        missed = int(np.count_nonzero(kind[mine] < 0))
-        scope.spent += len(owner) * each * missed // len(mine)
+        scope.spent += len(owner) * each * int(np.count_nonzero(kind[mine] < 0)) // len(mine)
 
 
 def _witnesses(env: Mapping[str, Array]) -> dict[str, Array]:

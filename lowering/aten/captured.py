@@ -75,8 +75,7 @@ class LaneGradients:
             elif gradient.over == "row":
                 t.put(buffer, block, part.sum(3).flatten(1, 2), add=True)
             elif gradient.over == "column":
-                some = buffer[..., block.heads.first : block.heads.last]
-                for rows, place in t.disjoint_views(some, block, piece):
+                for rows, place in t.disjoint_views(buffer[..., block.heads.first : block.heads.last], block, piece):
                     place.add_(part[rows].sum(2).mT)
             elif gradient.over == "diagonal":
                 self._diagonals(block, piece, buffer, part)

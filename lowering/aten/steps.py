@@ -179,8 +179,7 @@ def heads(spans: Spans, geometry: Geometry) -> dict[int, list[Heads]]:
     group = geometry.heads // geometry.kv_heads
     by_slice: dict[int, list[Heads]] = {}
     for b in range(geometry.batch):
-        rows = spans.slice_of[b].reshape(geometry.kv_heads, group)
-        for kv, row in enumerate(rows.tolist()):
+        for kv, row in enumerate(spans.slice_of[b].reshape(geometry.kv_heads, group).tolist()):
             cuts = [0, *(i for i in range(1, group) if row[i] != row[i - 1]), group]
             for first, last in itertools.pairwise(cuts):
                 known = by_slice.setdefault(row[first], [])
@@ -205,8 +204,7 @@ def rows_of_step(step: RowStep, by: int, count: int) -> RowStep:
 
 def shares(n: int, room: int) -> list[range]:
     parts = -(-n // max(1, min(room, n)))
-    cuts = [n * i // parts for i in range(parts + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+    return [range(a, b) for a, b in itertools.pairwise([n * i // parts for i in range(parts + 1)])]
 
 
 def chunks(pieces: tuple[KeyPiece, ...], room: int) -> list[list[KeyPiece]]:

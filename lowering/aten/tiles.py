@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.dsl.ir import Expr, binary, lit, rebuild, uses, walk
+from frisket.dsl.ir import SIZES, Expr, binary, lit, rebuild, uses, walk
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
@@ -69,8 +69,7 @@ class AtenTiles:
         self.pages = tables[plan.pages].long() if plan.pages is not None else None
         self.q = self.grouped(self.worked(qkv[0]))
         self.k = qkv[1] if self.stored else self.worked(qkv[1])
-        sizes = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
-        self.env = {**sizes, **slots}
+        self.env = {**dict(zip(SIZES, geometry.full, strict=True)), **slots}
         self.buffers = local()  # of each thread, reused by its blocks
         self.memory: dict[tuple[int, ...], Tensor] = {}  # masks that depend on q - k only, by place
         self.recent: dict[tuple[int, ...], Tensor] = {}  # masks that all heads share, the last few
@@ -246,8 +245,7 @@ class AtenTiles:
         if not block.by_row:
             return part[:, start : start + piece.width]
         first = part[0, start : start + piece.width]
-        shape = (block.step.count, *first.shape)
-        return first.as_strided(shape, (piece.stride * first.stride(0), *first.stride()))
+        return first.as_strided((block.step.count, *first.shape), (piece.stride * first.stride(0), *first.stride()))
 
     def _read(self, x: Tensor, b: int, heads: slice, start: int, stop: int) -> Tensor:
         """The stored keys [start, stop) of a batch entry, [heads, stop - start, dim]."""

@@ -74,8 +74,7 @@ class Packing:
         keys = np.stack([np.append(0, self.k1)[: len(self.k1)], self.k0, self.k1], axis=1).reshape(-1)
         rest = keys[-1] if len(keys) else 0
         corners = np.array([[0, *queries, total_q, total_q], [0, *keys, rest, total_k]], np.int32)
-        moves = (np.diff(corners, axis=1) > 0).any(axis=0)
-        return np.ascontiguousarray(corners[:, np.append(True, moves)])
+        return np.ascontiguousarray(corners[:, np.append(True, (np.diff(corners, axis=1) > 0).any(axis=0))])
 
 
 def packing(q: Array, first: Array, stop: Array) -> Packing:
@@ -88,8 +87,7 @@ def packing(q: Array, first: Array, stop: Array) -> Packing:
     doc, r1, k0, k1 = np.cumsum(opens) - 1, q[end] + 1, first[at], stop[end]
     stands = (k1 - r1)[doc] + q  # the key where each query stands
     left = _width(stands - first, first == k0[doc])
-    right = _width(stop - 1 - stands, stop == k1[doc])
-    return Packing(q, first, stop, doc, q[at], r1, k0, k1, left, right)
+    return Packing(q, first, stop, doc, q[at], r1, k0, k1, left, _width(stop - 1 - stands, stop == k1[doc]))
 
 
 def _width(distance: Array, free: Array) -> int:
@@ -266,8 +264,7 @@ class _Binding:
             if form.first:  # in one Expr, for they share lookups
                 low = np.maximum(low, self.value(reduce(partial(build, "max"), form.first), b=b, q=q) - origin)
             if form.last:
-                last = self.value(reduce(partial(build, "min"), form.last), b=b, q=q)
-                stop = np.minimum(stop, last + 1 - origin)
+                stop = np.minimum(stop, self.value(reduce(partial(build, "min"), form.last), b=b, q=q) + 1 - origin)
         for e in form.document:
             mine, theirs = (np.broadcast_to(self.value(e, b=b, q=x), x.shape) for x in (q, k))
             for entry in range(g.batch):

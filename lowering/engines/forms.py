@@ -257,8 +257,7 @@ def _bias(e: Expr) -> tuple[Expr, Expr, str] | None:
                 continue
             for kind, expr, sign in (("k - q", K - Q, 1), ("k - q", Q - K, -1), ("-|q - k|", abs(Q - K), -1)):
                 if away.args[0] is expr:
-                    minus = (sign < 0) != (e.op == "sub")
-                    return rest, build("neg", slope) if minus else slope, kind
+                    return rest, build("neg", slope) if ((sign < 0) != (e.op == "sub")) else slope, kind
     return None
 
 

@@ -155,8 +155,7 @@ def operator(node: Expr, args: list[Text], table: Mapping[str, str], backend: st
         # a - (b - c) keeps its parentheses, and comparisons do not chain
         right = binds + (symbol not in ASSOCIATIVE)
         left = binds + (binds == COMPARISON)
-        parts = [args[0].inside(left), *(a.inside(right) for a in args[1:])]
-        return Text(f" {symbol} ".join(parts), binds)
+        return Text(f" {symbol} ".join([args[0].inside(left), *(a.inside(right) for a in args[1:])]), binds)
     if row[0] in "-~":
         return Text(row.format(args[0].inside(PREFIX)), PREFIX)
     if row.startswith("{}"):  # a method

@@ -241,8 +241,7 @@ def _of_coordinates(mask: Expr, tables: Mapping[str, Array], length: int) -> Ite
     names = sorted((n for n in both if n not in equal), key=lambda n: -np.count_nonzero(np.diff(values[n])))
     if not 2 <= len(names) <= AXES:
         return
-    axes = [OrderDigit(i, int(values[n].max()) + 1) for i, n in enumerate(names)]
-    inner, outer, sizes = _tiles(axes, None)
+    inner, outer, sizes = _tiles([OrderDigit(i, int(values[n].max()) + 1) for i, n in enumerate(names)], None)
     keys = [values[names[d.place]] // d.step % d.radix for d in (*inner, *outer)]
     groups = [n for n in both if n in equal]
     shapes = ", ".join(" x ".join(map(str, reversed(s))) for s in sizes)
@@ -306,8 +305,7 @@ def _of_chain(chain: tuple[int, ...], length: int) -> Iterator[Candidate]:
         alone = [a for a, alone in zip(axes, choices, strict=True) if alone]
         if not tiled or len(alone) > MOST_ALONE:
             continue
-        first = [a for a in tiled if 1 < a.radix <= SHORT and len(tiled) > 2]
-        for whole in (None, *first):
+        for whole in (None, *[a for a in tiled if 1 < a.radix <= SHORT and len(tiled) > 2]):
             inner, outer, sizes = _tiles(tiled, whole) if len(tiled) > 1 else ([], tiled, [])
             labels = []
             if len(tiled) > 1:

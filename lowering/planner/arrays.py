@@ -73,8 +73,7 @@ def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     """The source text of a planner. `wide`: positions and Floats have 64 bits."""
     # the header's names are taken: a table of the user's may have one
     skeleton = "".join([*READING.values(), SHARED, INTERVALS, PIECES, words.header, _IDS])
-    names = Names(re.findall(r"[A-Za-z_]\w*", skeleton))
-    body = _ArrayBody(plan, words, names)
+    body = _ArrayBody(plan, words, Names(re.findall(r"[A-Za-z_]\w*", skeleton)))
     inside = body.text()
     page = Page()
     page.line('"""Which tiles of keys each tile of queries reads: spans of', "", f"    {show(plan.mask)}", "")

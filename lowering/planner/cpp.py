@@ -38,8 +38,7 @@ WISHES = {"range_min": "least", "range_max": "most"}
 
 def prelude() -> str:
     """The text that all C++ planners share."""
-    parts = ("cpp.hpp", "cpp_pieces.hpp")
-    return "\n".join((files(__package__) / name).read_text(encoding="utf-8") for name in parts)
+    return "\n".join((files(__package__) / name).read_text(encoding="utf-8") for name in ("cpp.hpp", "cpp_pieces.hpp"))
 
 
 @memo(group="sources")

@@ -105,8 +105,7 @@ def planner(
         # an integer that may not fit would give wrong tiles: questions leave out such clauses
         if all(fits(e, limits, wide) for e in roots):
             return Planner(mask, *bounds, FALSE, FALSE, FALSE, _wide(roots, limits))
-    questions = (always(mask), never(mask), _whole(mixed(mask)))
-    yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in questions)
+    yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in (always(mask), never(mask), _whole(mixed(mask))))
     disjoint = _safe(points(_no_common_ids(mask, {*_named(yes, no, both)}), sorted_), limits, wide)
     return Planner(mask, (), (), yes, no, both, _wide([yes, no, both], limits), disjoint)
 

@@ -77,8 +77,7 @@ def _kinds(roots: Iterable[Expr]) -> dict[str, tuple[str, ...]]:
 
 def ranked(roots: list[Expr]) -> list[str]:
     """The parameters of some Exprs, in an order that depends only on their use."""
-    kinds = _kinds(roots)
-    start = {n: digest(*kind) for n, kind in sorted(kinds.items())}
+    start = {n: digest(*kind) for n, kind in sorted(_kinds(roots).items())}
     # kinds tell all parameters apart: no graph is built
     if len(set(start.values())) == len(start):
         return sorted(start, key=lambda n: start[n])

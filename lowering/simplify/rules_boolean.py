@@ -274,8 +274,7 @@ def choose(node: Expr) -> Expr | None:
         common = [t for t in groups[0] if t in groups[1]]
         if common:
             join = conj if op == "and" else disj
-            rests = (join(*(t for t in g if t not in common)) for g in groups)
-            return join(*common, where(cond, *rests))
+            return join(*common, where(cond, *(join(*(t for t in g if t not in common)) for g in groups)))
     return None
 
 

@@ -148,8 +148,7 @@ def _sign_is(rel: str, x: Expr, value: int) -> Expr | None:
 
 def _extreme_is(rel: str, op: str, x: Expr, limit: int, value: int) -> Expr:
     """The bounds equivalent to min(x, limit) == value."""
-    beyond = value > limit if op == "min" else value < limit
-    if beyond:
+    if value > limit if op == "min" else value < limit:
         return FALSE if rel == "eq" else TRUE
     if value != limit:
         return build(rel, x, lit(value))

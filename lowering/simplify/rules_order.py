@@ -81,8 +81,7 @@ def _undominated(op: str, parts: list[Expr]) -> list[Expr]:
     """Operands without those that are never the smallest (largest): in min(x, y, x + 1) the last."""
     operands: list[Expr] = []
     for i, a in enumerate(parts):
-        others = [*operands, *parts[i + 1 :]]
-        if not any(ordered(a, o) if op == "min" else ordered(o, a) for o in others):
+        if not any(ordered(a, o) if op == "min" else ordered(o, a) for o in [*operands, *parts[i + 1 :]]):
             operands.append(a)
     return operands
 

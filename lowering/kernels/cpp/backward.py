@@ -51,8 +51,7 @@ class BackwardKernel(CppKernel):
 
     def source(self) -> str:
         walk = ("scores", "backward", "backward_walk", "backward_work")
-        parts = [self.head(), *map(part, ARITHMETIC), self.expressions(), *map(part, walk), self.entries()]
-        return "\n".join(parts)
+        return "\n".join([self.head(), *map(part, ARITHMETIC), self.expressions(), *map(part, walk), self.entries()])
 
     def entries(self) -> str:
         kernel = 'extern "C" int64_t frisket_backward(const Call *call) { return backward(call); }\n'

@@ -126,8 +126,7 @@ def _paged(e: Expr, by_bits: str, divided: str) -> bool:
 
 def _level(e: Expr) -> frozenset[str]:
     """The level of a node: `k` where the value is a vector, because it depends on the key or the score."""
-    variables = uses(e)
-    wide = bool(variables & {"k", "score"}) or any(n.op in ("ahead", "behind") for n in walk(e))
+    wide = bool(uses(e) & {"k", "score"}) or any(n.op in ("ahead", "behind") for n in walk(e))
     return frozenset({"k"}) if wide else frozenset()
 
 

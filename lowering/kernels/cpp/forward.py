@@ -134,8 +134,7 @@ class CppKernel:
             return "k" if node.name == "first" else str(node.name)
         if node.op not in LOOKUPS:
             return "at"
-        index = node.args[node.op != "lookup" :]
-        return "_".join([self.names[node.name], *map(self._called, index)])
+        return "_".join([self.names[node.name], *map(self._called, node.args[node.op != "lookup" :])])
 
     # -- the source -------------------------------------------------------------------------------
 
@@ -174,8 +173,7 @@ class CppKernel:
         page.line(f"#define EIGHT {eight}  // entries of k and v are {kinds}")
         page.line(f"typedef {real} Entry;  // of q and out", f"typedef {entry} Stored;  // of k and v", "")
         page.line(*(f"const int {name} = {value};" for name, value in self.constants().items()))
-        flags = {"SCORED": "modified", "DROPPED": "kept", "SCALED": "scale_of_value"}
-        for name, root in flags.items():
+        for name, root in {"SCORED": "modified", "DROPPED": "kept", "SCALED": "scale_of_value"}.items():
             page.line(f"const bool {name} = {'true' if root in self.ready else 'false'};")
         page.line(f"const bool BY_HEAD = {'true' if 'h' in self.used else 'false'};  // heads differ")
         page.line(f"const bool MOVED = {'true' if self.permuted else 'false'};  // rows are in the order of tables")
@@ -274,8 +272,7 @@ class CppKernel:
         """The number n where the head is read as h // n and in no other way, otherwise 0."""
         divisors = {1}
         for root in self.roots.values():
-            nodes = list(walk(root)) if root is not None else []
-            for e in nodes:
+            for e in list(walk(root)) if root is not None else []:
                 shared = e.op == "floordiv" and e.args[1].op == "lit" and e.args[1].name > 0
                 divisors |= {e.args[1].name if shared and i == 0 else 0 for i, a in enumerate(e.args) if a is var("h")}
         sizes = divisors - {1}

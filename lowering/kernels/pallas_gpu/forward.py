@@ -120,8 +120,7 @@ def _refused_lookup(plan: LoopPlan, g: Geometry) -> str:
         )
     for e in inputs.distances:
         used = {v for n in walk(e) for v in uses(n)}
-        copies = (g.batch if "b" in used else 1) * (g.heads if "h" in used else 1)
-        size = copies * SWIZZLE * 4 * (g.q_len + g.kv_len)
+        size = (g.batch if "b" in used else 1) * (g.heads if "h" in used else 1) * SWIZZLE * 4 * (g.q_len + g.kv_len)
         if size > SKEWED:
             return (
                 f"values by q - k take {size >> 20} MiB in kernels for Hopper, for {g.q_len} queries by {g.kv_len} "

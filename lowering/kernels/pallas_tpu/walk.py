@@ -167,8 +167,7 @@ def _search(xp: Any, bounds: Any, length: Any, slice_of: NDArray[np.int32], most
     longest = first[:, -1].max()
     shift = ((longest - 1) >> xp.arange(31) >= entries).sum()  # the least that is enough
     past = _counted(xp, -(-first[:, 1:] >> shift), entries).cumsum(-1)  # rows that end at or before an anchor
-    anchor = xp.minimum(past, rows - 1)
-    flat = [xp.asarray(x.reshape(-1), np.int32) for x in (slice_of, shift, anchor, first, records)]
+    flat = [xp.asarray(x.reshape(-1), np.int32) for x in (slice_of, shift, xp.minimum(past, rows - 1), first, records)]
     return TpuSearch(xp.asarray(longest, np.int32), *flat)
 
 

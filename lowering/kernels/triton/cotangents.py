@@ -81,8 +81,7 @@ class GradientKernel(RowKernel):
         arrays = [
             (f"D{n.upper()}", f"d{n}", "e" if n == "v" and dims.v_dim != dims.head_dim else "d") for n in gradients
         ]
-        totals = [(s.buffer, s.total) for s, _ in self.sums]
-        self.part = PartSums(dims, arrays, totals, dims.group if swapped else 1)
+        self.part = PartSums(dims, arrays, [(s.buffer, s.total) for s, _ in self.sums], dims.group if swapped else 1)
         more = [e for e in (self.slope, self.keep_mask, *(w for _, w in self.sums), *others) if e is not None]
         super().__init__(plan, dims, target, more, swapped=swapped)
         self.full = [*self.score, *more]  # what full tiles ask for
@@ -248,9 +247,8 @@ class CapturedKernel(GradientKernel):
         """The holes of seen.tpl: the condition that the mask shows any position of a tile, and the lines before it."""
         if not self.bounds:
             return {"seen": "seen > 0"}
-        roots = [self.bounds["first"], self.bounds["last"]]
         return {
-            "formulas": self.lines(roots, SCALAR, set(self.hoisted)),
+            "formulas": self.lines([self.bounds["first"], self.bounds["last"]], SCALAR, set(self.hoisted)),
             "bounds": [f"{name} = {self.bound(name)}" for name in ("first", "last")],
             "seen": "(first < (tile + 1) * BLOCK_K) & (last >= tile * BLOCK_K)",
         }
@@ -447,5 +445,4 @@ class _Scatter(_Walk):
         return [f"Counted,  # int64, {what}, in units", "PerUnit,  # float32: how many units make 1, a power of two"]
 
     def each(self, written: set[str]) -> dict[str, Any]:
-        into = self.into(written, "visible")
-        return {"total": False, "fixed": self.fixed, "atomic": not self.fixed, "into": into}
+        return {"total": False, "fixed": self.fixed, "atomic": not self.fixed, "into": self.into(written, "visible")}

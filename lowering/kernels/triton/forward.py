@@ -322,10 +322,9 @@ class PartSums:
     def stores_of_totals(self) -> list[str]:
         """The lines that store the totals of a head there."""
         head = " + head - kv_head * GROUP" if self.heads > 1 else ""
-        offsets = self.offsets[len(self.arrays) :]
         return [
             f"tl.store(Acc + part_at * {self.numbers} + {offset}{head}, {total}, mask=present)"
-            for offset, (_, total) in zip(offsets, self.totals)
+            for offset, (_, total) in zip(self.offsets[len(self.arrays) :], self.totals)
         ]
 
     def kernel(self, name: str, length: str, buffers: Sequence[str]) -> TritonKernel:

@@ -455,8 +455,7 @@ def bounds_of(plan: LoopPlan) -> dict[str, Expr]:
     """The bounds of the closed form by name; empty where there is none."""
     if plan.bounds is None or plan.mask is None:
         return {}
-    names = ("first", "full_first", "full_last", "last")
-    return {n: expr.machine(getattr(plan.bounds, n)) for n in names}
+    return {n: expr.machine(getattr(plan.bounds, n)) for n in ("first", "full_first", "full_last", "last")}
 
 
 def masked(*terms: str, other: str = ", other=0.0") -> str:
