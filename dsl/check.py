@@ -167,10 +167,9 @@ class Checker(Walk):
         return function.apply(self, frame, (yield from self.parts(arg_nodes, frame)))
 
     def _call_definition(
-        self, node: Node, frame: Frame, overloads: dict[int, Definition], arg_nodes: list[Node],
-        keywords: dict[str, Node],
-    ) -> Value | Steps:  # fmt: skip
-        name, n = node.value.text, len(arg_nodes)
+        self, node: Node, frame: Frame, overloads: dict[int, Definition], nodes: list[Node], keywords: dict[str, Node]
+    ) -> Value | Steps:
+        name, n = node.value.text, len(nodes)
         definition = overloads.get(n)
         coordinates = {c: a.args[0] for c, a in keywords.items()}
         if strange := next((c for c in coordinates if c not in COORDINATES), None):
@@ -183,11 +182,11 @@ class Checker(Walk):
             return self.report(frame, keywords[strange], f"`{strange}` {what}", remedy)
         # `causal(q, k)` as a mask_mod is called: entries without parameters take positions by place
         if definition is None and 0 in overloads and n in (2, 4) and not coordinates:
-            definition, coordinates, arg_nodes = overloads[0], dict(zip(COORDINATES[-n:], arg_nodes)), []
+            definition, coordinates, nodes = overloads[0], dict(zip(COORDINATES[-n:], nodes)), []
         if definition is None:
             for more in (2, 4):
                 if n - more in overloads and n > max(overloads):  # else some of a longer form are missing
-                    args = [frame.text[a.start : a.stop] for a in arg_nodes]
+                    args = [frame.text[a.start : a.stop] for a in nodes]
                     pairs = [f"{c} = {a}" for c, a in zip(COORDINATES[-more:], args[n - more :])]
                     shown = ", ".join(args[: n - more] + pairs)
                     return self.report(
@@ -195,7 +194,7 @@ class Checker(Walk):
                         f"coordinates are keywords: `{name}({shown})`",
                     )  # fmt: skip
             return self.arity(node, frame, _signatures(overloads).removeprefix("it is "), n)
-        return self._expand(node, frame, definition, arg_nodes, coordinates)
+        return self._expand(node, frame, definition, nodes, coordinates)
 
     def _expand(
         self, node: Node, frame: Frame, definition: Definition, arg_nodes: list[Node], coordinates: Mapping[str, Node]

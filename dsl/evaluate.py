@@ -133,7 +133,7 @@ class _Evaluation:
                 part = np.broadcast_to(part, (len(several), *part.shape[1:]))
                 parts = list(part)  # one after the other, as written: Floats depend on it
             else:
-                parts = [_ALL_AT_ONCE[kind](part, axis=0)]
+                parts = [_ALL_AT_ONCE[kind].reduce(part, axis=0)]
             for x in parts:
                 total = x if total is None else fold(total, x)
         assert total is not None
@@ -178,9 +178,7 @@ def unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> E
 
 
 JOIN = {"any": "or", "all": "and", "sum": "add", "min": "min", "max": "max"}
-_ALL_AT_ONCE: dict[str, Any] = {
-    "any": np.logical_or.reduce, "all": np.logical_and.reduce, "min": np.minimum.reduce, "max": np.maximum.reduce,
-}  # fmt: skip
+_ALL_AT_ONCE = {"any": np.logical_or, "all": np.logical_and, "min": np.minimum, "max": np.maximum}
 
 
 def _of_nothing(kind: str, start: int, stop: int, type: Type) -> Expr:

@@ -16,7 +16,7 @@ import numpy as np
 
 from .errors import BudgetError
 from .evaluate import evaluate
-from .ir import COMPARISONS, Expr, expanded, free_names, make, walk
+from .ir import COMPARISONS, Expr, Named, expanded, free_names, make, walk
 from .notebook import sentence
 from .show import places, show
 
@@ -78,9 +78,8 @@ class TileExplanation:
 
 
 def explain_tile(
-    mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None = None, shown: Expr | None = None, *,
-    cut: bool = False,
-) -> TileExplanation:  # fmt: skip
+    mask: Expr, env: Named, tables: Named | None = None, shown: Expr | None = None, *, cut: bool = False
+) -> TileExplanation:
     """Explain `mask` over a tile: `q` and `k` of `env` are ranges of positions inside the lengths; `cut` says that the
     tile reaches beyond them, where everything counts as hidden."""
     q, k = np.asarray(env["q"]), np.asarray(env["k"])

@@ -46,6 +46,7 @@ FLOAT_FUNCTIONS = frozenset("exp exp2 log log2 log1p tanh sigmoid sin cos tan sq
 REDUCTIONS = frozenset({"any", "all", "sum", "min", "max"})
 
 Key = tuple[Any, ...]
+Named = Mapping[str, Any]  # values or arrays, by name
 Operand: TypeAlias = "Expr | bool | int | float"
 
 

@@ -35,9 +35,8 @@ def exactly(x: Any) -> Array:
 
 
 def coordinates(
-    batch: int, heads: int, q_len: int, kv_len: int, origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0),
-    sizes: tuple[int, int, int, int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    batch: int, heads: int, q_len: int, kv_len: int, origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None
+) -> dict[str, Any]:
     """Values of `b h q k B H Q_LEN KV_LEN` over a crop, shaped to broadcast as [batch, heads, q, k].
 
     The q and k entries of `origin` may be vectors with one entry per batch.

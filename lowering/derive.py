@@ -245,7 +245,7 @@ DERIVATIVES: dict[str, Row] = {
     "sqrt": lambda c, out, x: (c / (2.0 * out),),
     "rsqrt": lambda c, out, x: (c * (-0.5 * (out * out * out)),),
     "erf": lambda c, out, x: (c * (2.0 / math.sqrt(math.pi) * function("exp", -(x * x))),),
-}  # fmt: skip
+}
 # Float operators whose derivative is 0 or that take no Float.
 FLAT = frozenset({"sign", "float", "random"})
 

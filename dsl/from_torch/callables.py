@@ -32,7 +32,7 @@ from frisket.dsl.errors import TraceError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.from_python.symbol import Symbol, context, handles, operand, table
 from frisket.dsl.from_python.user_line import fail, is_users, user_frame
-from frisket.dsl.ir import lit
+from frisket.dsl.ir import Named, lit
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
@@ -88,9 +88,8 @@ RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial poisson dropout "
     "alpha_dropout feature_dropout dropout1d dropout2d dropout3d rrelu manual_seed".split()
 )
-FACTORIES = {"zeros_like": "zeros", "ones_like": "ones", "full_like": "full", "empty_like": "empty",
-             "new_zeros": "zeros", "new_ones": "ones", "new_full": "full", "new_tensor": "tensor",
-             "new_empty": "empty"}  # fmt: skip
+_MADE = ("zeros", "ones", "full", "empty")
+FACTORIES = {f"{n}_like": n for n in _MADE} | {f"new_{n}": n for n in (*_MADE, "tensor")}
 # Computed at once where no position enters and nothing is learned: a mask does not go through a whole array again.
 WHOLE = frozenset("max min prod norm dot vdot inner matmul mv isin".split()) | frozenset(REDUCTIONS)
 ADVICE = {
@@ -107,9 +106,8 @@ class Front:
     trace looked at; None: tensors have no values."""
 
     def __init__(
-        self, naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str],
-        read: dict[int, Any] | None,
-    ) -> None:  # fmt: skip
+        self, naming: Callable[[str, Any], str], values: Named, wishes: Mapping[int, str], read: dict[int, Any] | None
+    ) -> None:
         self.torch = sys.modules["torch"]
         self.naming, self.values, self.wishes, self.read = naming, values, wishes, read
         self.constants: dict[int, Any] = {}  # tensors that the function made itself, by id
@@ -416,9 +414,8 @@ def _mode() -> Any:
 
 @contextmanager
 def active(
-    naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str],
-    read: dict[int, Any] | None,
-) -> Iterator[None]:  # fmt: skip
+    naming: Callable[[str, Any], str], values: Named, wishes: Mapping[int, str], read: dict[int, Any] | None
+) -> Iterator[None]:
     """Trace torch's functions and captured tensors in this thread, whatever modes the user has on."""
     torch = sys.modules["torch"]
     if read is not None and torch.compiler.is_compiling():

@@ -239,10 +239,9 @@ def _at_least(form: Linear) -> Conjunction | None:
     if len(both) + len(key.terms) > 1:  # two atoms that move with the key cannot be solved for either
         return None
     ((atom, factor),) = both or key.terms
-    # factor * atom + rest >= 0
-    return _limit(atom, "low", -linear(_over(rest, factor))) if factor > 0 else (
-        _limit(atom, "high", linear(_over(rest, -factor)))
-    )  # fmt: skip
+    if factor > 0:  # factor * atom + rest >= 0
+        return _limit(atom, "low", -linear(_over(rest, factor)))
+    return _limit(atom, "high", linear(_over(rest, -factor)))
 
 
 def _limit(atom: Expr, side: str, f: Linear) -> Conjunction | None:

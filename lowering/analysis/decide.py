@@ -316,10 +316,8 @@ def _from_runs(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:
         s, r, c = (x[at : at + step] for x in (runs.slice[index], runs.row[index], column))
         q, k = r[:, None, None] * bq + np.arange(bq)[:, None], c[:, None, None] * bk + np.arange(bk)
         inside = (q < grid.q_len) & (k < grid.kv_len)
-        env = {
-            "b": grid.b[s][:, None, None], "h": grid.h[s][:, None, None],
-            "q": q + grid.q[s][:, None, None], "k": k + grid.k[s][:, None, None],
-        }  # fmt: skip
+        b, h, q0, k0 = (x[s][:, None, None] for x in (grid.b, grid.h, grid.q, grid.k))
+        env = {"b": b, "h": h, "q": q + q0, "k": k + k0}
         seen = np.broadcast_to(scope.value(mask, env), inside.shape) & inside
         np.add.at(out, (s, r), seen.sum(axis=2))
     return out.reshape(len(grid.b), -1)[:, : grid.q_len]

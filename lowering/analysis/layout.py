@@ -181,11 +181,8 @@ def _rows(grid: Grid) -> dict[str, Array]:
     """The first and last query of every row of tiles, and the keys of the crop: [slices, rows]."""
     start = np.arange(grid.rows) * grid.block[0]
     stop = np.minimum(start + grid.block[0], grid.q_len)
-    q, k = grid.q[:, None], grid.k[:, None]
-    return {
-        "b": grid.b[:, None], "h": grid.h[:, None],
-        "q0": q + start, "q1": q + stop - 1, "k0": k, "k1": k + grid.kv_len - 1,
-    }  # fmt: skip
+    b, h, q, k = (x[:, None] for x in (grid.b, grid.h, grid.q, grid.k))
+    return {"b": b, "h": h, "q0": q + start, "q1": q + stop - 1, "k0": k, "k1": k + grid.kv_len - 1}
 
 
 def _reads(expr: Expr) -> bool:

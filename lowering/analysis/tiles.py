@@ -269,11 +269,8 @@ def _corners(grid: Grid, boxes: Array) -> dict[str, Array]:
     bq, bk = grid.block
     q_last, k_last = np.minimum(r1 * bq, grid.q_len) - 1, np.minimum(c1 * bk, grid.kv_len) - 1
     narrow = np.where(c1 == grid.columns, grid.kv_len - (grid.columns - 1) * bk, bk)
-    return {
-        "b": grid.b[s], "h": grid.h[s],
-        "q0": grid.q[s] + r0 * bq, "q1": grid.q[s] + q_last,
-        "k0": grid.k[s] + c0 * bk, "k1": grid.k[s] + k_last, "tk": narrow,
-    }  # fmt: skip
+    b, h, q, k = (x[s] for x in (grid.b, grid.h, grid.q, grid.k))
+    return {"b": b, "h": h, "q0": q + r0 * bq, "q1": q + q_last, "k0": k + c0 * bk, "k1": k + k_last, "tk": narrow}
 
 
 def _answers(questions: Sequence[Expr], env: Mapping[str, Any], scope: Scope, n: int) -> list[Array]:
@@ -408,13 +405,10 @@ def _look(mask: Expr, grid: Grid, env: Mapping[str, Array], scope: Scope) -> Arr
     bq, bk = grid.block
     q = env["q0"][:, None, None] + np.arange(bq)[:, None]
     k = env["k0"][:, None, None] + np.arange(bk)
-    last_q, last_k = env["q1"][:, None, None], env["k1"][:, None, None]
+    b, h, last_q, last_k = (env[n][:, None, None] for n in ("b", "h", "q1", "k1"))
     inside = (q <= last_q) & (k <= last_k)
-    points = {
-        "b": env["b"][:, None, None], "h": env["h"][:, None, None],
-        # positions past the lengths may leave tables or 64 bits: the last one stands for them
-        "q": np.minimum(q, last_q), "k": np.minimum(k, last_k),
-    }  # fmt: skip
+    # positions past the lengths may leave tables or 64 bits: the last one stands for them
+    points = {"b": b, "h": h, "q": np.minimum(q, last_q), "k": np.minimum(k, last_k)}
     seen = scope.value(mask, points) & inside
     return np.where(seen.all(axis=(1, 2)), FULL, np.where(seen.any(axis=(1, 2)), PARTIAL, EMPTY))
 

@@ -13,9 +13,10 @@ A sum of float32 is wrong by up to 2**-24 of its partial sums for every value ad
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from frisket.dsl.ir import Named
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, by_source
 from frisket.lowering.plan import Geometry
@@ -177,17 +178,15 @@ _program = memo(group="programs")(TileProgram)
 
 
 def folded(
-    gradients: Sequence[Gradient], buffers: Sequence[Tensor], geometry: Geometry,
-    slots: Mapping[str, Any], tables: Mapping[str, Tensor],
-) -> dict[str, Tensor]:  # fmt: skip
+    gradients: Sequence[Gradient], buffers: Sequence[Tensor], geometry: Geometry, slots: Named, tables: Named
+) -> dict[str, Tensor]:
     """`derive.by_source` on torch; `slots` and `tables` are those of the forward, by plan name."""
     return by_source(gradients, buffers, tables, lambda g, x, shape: fold(g, x, shape, geometry, slots, tables))
 
 
 def fold(
-    gradient: Gradient, buffer: Tensor, shape: Sequence[int], geometry: Geometry,
-    slots: Mapping[str, Any], tables: Mapping[str, Tensor],
-) -> Tensor:  # fmt: skip
+    gradient: Gradient, buffer: Tensor, shape: Sequence[int], geometry: Geometry, slots: Named, tables: Named
+) -> Tensor:
     """Sum `buffer` into an array of `shape`, the table's; 0-d for a slot. In float64 or better (`sums`), equal calls
     give equal bits; the result has the buffer's dtype and device."""
     import torch

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import unroll
-from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, uses, walk
+from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, Named, uses, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 
@@ -186,10 +186,7 @@ class TileProgram:
             return value
         return torch.tensor(value, dtype={BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
 
-    def _run(
-        self, torch: Any, step: Instruction, args: list[Value], env: Mapping[str, Value],
-        tables: Mapping[str, Tensor],
-    ) -> Value:  # fmt: skip
+    def _run(self, torch: Any, step: Instruction, args: list[Value], env: Mapping[str, Value], tables: Named) -> Value:
         node = step.node
         if node.op == "lit":
             return node.name

@@ -186,7 +186,7 @@ def _rows(todo: list[RowStep]) -> list[tuple[int, int, int, int]] | None:
 
 def _results(
     tiles: AtenTiles, rows: list[tuple[int, int, int, int]], known: list[tuple[Heads, int, Tensor]]
-) -> Iterator[tuple[Any, Tensor, Tensor]]:  # fmt: skip
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
     torch, q_len = tiles.torch, tiles.geometry.q_len
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     for m, j, far in known:

@@ -8,10 +8,11 @@ there is no score mod, torch's built-in flash kernel does the block and the piec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from frisket.dsl.ir import Named
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
 from .flash import FUSED, flash, fusible, sliding
@@ -26,9 +27,8 @@ TILE = 1 << 18  # numbers of stored keys that are converted together
 
 
 def forward(
-    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
-    slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    sinks: Tensor | None = None, top: bool = True, softmax_stats: bool = False,
+    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Named, tables: Named,
+    target: Target, *, sinks: Tensor | None = None, top: bool = True, softmax_stats: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The forward: (out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) for q [batch, heads, q_len,
     head_dim] and k, v [batch, kv_heads, kv_len, dim]. Scores, lse and top are float32, float64 when q is float64.

@@ -350,7 +350,7 @@ def _program(e: Expr, dtype: Any) -> TileProgram:
 @memo(group="programs")
 def _score_programs(
     score: Expr, dtype: Any, strips: bool, unit: float
-) -> tuple[TileProgram, dict[str, TileProgram], float]:  # fmt: skip
+) -> tuple[TileProgram, dict[str, TileProgram], float]:
     """The program of the score mod times the unit, the programs of the parts computed as strips, by name, and the
     factor of the scores that the program takes."""
     linear = _linear(score, unit)

@@ -83,10 +83,12 @@ def levels(*roots: Expr, when: Mapping[str, int] = LEVELS) -> dict[Expr, int]:
     return known
 
 
+Leaf = Callable[[Expr, list[Text]], Text | None]  # the text of a node that is no operator, from those of its operands
+
+
 def printed(
-    roots: Iterable[Expr], table: Mapping[str, str], leaf: Callable[[Expr, list[Text]], Text | None],
-    name: Callable[[Expr, int], str], backend: str, inner: Collection[Expr] = (), when: Mapping[str, int] = LEVELS,
-    early: Collection[Expr] = (),
+    roots: Iterable[Expr], table: Mapping[str, str], leaf: Leaf, name: Callable[[Expr, int], str], backend: str,
+    inner: Collection[Expr] = (), when: Mapping[str, int] = LEVELS, early: Collection[Expr] = (),
 ) -> Printed:  # fmt: skip
     """Print `roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
     node of a level; the roots in `inner` are used per position, those in `early` too and computed as early as possible.
@@ -126,9 +128,8 @@ def unknown(node: Expr, backend: str) -> LoweringError:
 
 
 def named_lines(
-    root: Expr, leaf: Callable[[Expr, list[Text]], Text | None], table: Mapping[str, str], backend: str,
-    users: Mapping[Expr, int], name: Callable[[], str],
-) -> tuple[list[str], Text]:  # fmt: skip
+    root: Expr, leaf: Leaf, table: Mapping[str, str], backend: str, users: Mapping[Expr, int], name: Callable[[], str]
+) -> tuple[list[str], Text]:
     """The lines that name nodes with several `users` or of a long text, and the text of the value; the rest as of
     `printed`."""
     lines: list[str] = []

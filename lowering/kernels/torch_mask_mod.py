@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, transform, uses, walk
@@ -58,9 +58,8 @@ def mask_mod(
 
 
 def score_mod(
-    score: Expr, tables: Mapping[str, tuple[int, ...]], *, reach: Mapping[str, int], int64: bool = False,
-    title: str = "",
-) -> str:  # fmt: skip
+    score: Expr, tables: Mapping[str, Sequence[int]], *, reach: Mapping[str, int], int64: bool = False, title: str = ""
+) -> str:
     """The source of a function that gives `score_mod(score, b, h, q_idx, kv_idx)`; Float is float32, Float tables too.
 
     >>> from frisket.dsl.ir import lookup

@@ -61,7 +61,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.evaluate import evaluate, table_array
-from frisket.dsl.ir import Expr, lit, lookup, rebuild, transform, uses, var, walk
+from frisket.dsl.ir import Expr, Named, lit, lookup, rebuild, transform, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.dsl.work import steps
 from frisket.lowering.kernels.expr import same_remainder
@@ -336,9 +336,8 @@ def _tiles(
 
 
 def folded(
-    e: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any], tables: Mapping[str, Array],
-    reserved: Collection[str] = (),
-) -> tuple[Expr, dict[str, Array]]:  # fmt: skip
+    e: Expr, places: Mapping[str, Array], scalars: Named, tables: Mapping[str, Array], reserved: Collection[str] = ()
+) -> tuple[Expr, dict[str, Array]]:
     """`e` at `places` of q and of k, either or both, and the tables it reads then. Each largest part that depends on
     one of them becomes a table: `doc[q]` is read in one step, not through the position, and its order can be seen.
     A table of several axes, such as `t[q // 16, k // 16]`, has the values of each axis in the order they are read. The
@@ -469,9 +468,7 @@ def _indices(node: Expr, name: str, env: Mapping[str, Any], tables: Mapping[str,
     return numbers
 
 
-def _edges(
-    mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Array], of_q: Array, of_k: Array
-) -> tuple[Array, Array] | None:  # fmt: skip
+def _edges(mask: Expr, env: Named, tables: Named, of_q: Array, of_k: Array) -> tuple[Array, Array] | None:
     """The visible pairs among the first positions of all nodes; None where there are none or too many."""
     q, k = (np.unique(x, return_index=True)[1] for x in (of_q, of_k))
     if len(q) * len(k) * steps(mask) > STEPS:

@@ -26,8 +26,7 @@ from .arrays import PlannerBody, sides
 from .planner import CLASSES, SEARCHES, Planner
 
 AXES = 64  # of a table, as in cpp.hpp
-HEAD = ("slices", "q_len", "kv_len", "bq", "bk", "room", "most", "from_b", "from_h", "from_q", "from_k", "bounds",
-        "count")  # fmt: skip
+HEAD = tuple("slices q_len kv_len bq bk room most from_b from_h from_q from_k bounds count".split())
 TYPES = {INT: "Int", FLOAT: "Real", BOOL: "bool"}
 ROWS = {**CPP, "and": "{} && {}", "or": "{} || {}", "xor": "{} != {}", "isfinite": "bounded({})"}
 LOOSE = {**BINDS, "&&": 0, "||": -1}

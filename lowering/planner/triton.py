@@ -34,9 +34,7 @@ TRITON = {
     "sqrt": "tl.sqrt({})", "rsqrt": "(1.0 / tl.sqrt({}))",
 }  # fmt: skip
 TYPES = {INT: "tl.int64", FLOAT: "tl.float64", BOOL: "tl.int1"}
-HEAD = (
-    "Bounds", "Count", "Left", "Work", "Place", "line_count", "rows", "q_len", "kv_len", "bq", "bk", "room", "records",
-)  # fmt: skip
+HEAD = tuple("Bounds Count Left Work Place line_count rows q_len kv_len bq bk room records".split())
 
 
 @dataclass(frozen=True)

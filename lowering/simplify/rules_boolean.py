@@ -308,4 +308,4 @@ RULES = [
     rule("where-or-true", where(p, r, True), lambda p, r: build("or", negate(p), r)),
     rule("where-or-false", where(p, r, False), p & r),
     rule("choose", "where", choose),
-]  # fmt: skip
+]

@@ -185,4 +185,4 @@ RULES = [
     rule("bool-ne-self", ne(p, p), FALSE),
     rule("bool-eq", "eq", lambda e: build("not", build("xor", *e.args)), of=BOOL),
     rule("bool-ne", "ne", lambda e: build("xor", *e.args), of=BOOL),
-]  # fmt: skip
+]

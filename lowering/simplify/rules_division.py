@@ -210,4 +210,4 @@ RULES = [
     rule("bitxor-equal", ne(x ^ y, 0), ne(x, y)),
     rule("bitxor-equal", eq(x ^ m, n), lambda x, m, n: eq(x, m.name ^ n.name)),
     rule("bitxor-equal", ne(x ^ m, n), lambda x, m, n: ne(x, m.name ^ n.name)),
-]  # fmt: skip
+]

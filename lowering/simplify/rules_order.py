@@ -121,4 +121,4 @@ RULES = [
     *(rule("order-chain", op, chain_in_order) for op in ("mul", "min", "max", "bitand", "bitor", "bitxor")),
     rule("order-sum", "add", pair_in_order, of=FLOAT),
     *(rule("order-comparison", op, comparison_in_order, of=FLOAT) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
-]  # fmt: skip
+]

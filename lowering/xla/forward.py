@@ -8,11 +8,11 @@ as many as a step has room for, or go one at a time where the mask differs betwe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from frisket.dsl.ir import Named
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 @usual_promotion()
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
-    lse_residual: bool = False,
+    slots: Named, tables: Named, target: Target, *, sinks: jax.Array | None = None, lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The forward: (out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from q
     [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.

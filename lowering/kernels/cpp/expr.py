@@ -35,8 +35,8 @@ CPP: dict[str, str] = exprs.SHARED | {
     "seeded": "seeded({})", "stirred": "stirred({}, {})",
 }  # fmt: skip
 
-BINDS = {"|": 1, "^": 2, "&": 3, "==": 4, "!=": 4, "<": 5, "<=": 5, ">": 5, ">=": 5, "<<": 6, ">>": 6,
-         "+": 7, "-": 7, "*": 8, "/": 8}  # fmt: skip
+_SIGNS = ("|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* /")  # from loose to tight
+BINDS = {sign: n for n, signs in enumerate(_SIGNS, 1) for sign in signs.split()}
 COMPARES = {"==", "!=", "<", "<=", ">", ">="}
 WORD = ("seeded", "stirred")  # operators with a 32-bit word for a value
 FIRST = var("first")  # the first key of a vector

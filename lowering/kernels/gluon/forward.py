@@ -172,7 +172,7 @@ class GluonForward(RowKernel):
             "tiles": self.tiles(),
             "rescale": "rescale" if self.sinks else "1.0",
             "whole": "total" if rate is None else f"(total * (1.0 - {self.arguments[rate].name}))",
-        }  # fmt: skip
+        }
 
     def _passed(self, common: dict[str, Any]) -> list[str]:
         """The arguments of `consume` that its expressions read."""

@@ -100,11 +100,10 @@ def dkv(
 
 
 def terms(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool = True,
-    search: bool = False,
-) -> Source:  # fmt: skip
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, n: int, strided: bool = True, search: bool = False
+) -> Source:
     """The kernel of the shares of all positions in the gradient of this number."""
-    gradients = {number: backward_of(plan).gradients[number]}
+    gradients = {n: backward_of(plan).gradients[n]}
     return _Terms(plan, target.dq or target, geometry, dtype, gradients, strided=strided, search=search).source()
 
 
@@ -311,7 +310,7 @@ class _TpuKernel:
             aliases=[f"input_output_aliases={{{len(refs) - 1}: 0}},"] * len(self.zeros),
             operands=", ".join(["*scalars", *arrays.values(), *blocks]),
             result=f"[{', '.join(self.shown)}]",
-        )  # fmt: skip
+        )
         return Source(text, self.entry, tuple(self.results))
 
 

@@ -68,7 +68,7 @@ class RowKernel(TritonWriter):
         roots = [*self.bounds.values(), *inner]
         super().__init__(
             plan, dims, roots, inner, precision=target.precision, tanh=target.tanh, swapped=swapped, when=when
-        )  # fmt: skip
+        )
         # a table that lists the programs has their order
         ordered = target.order != "forward" and not shrinking(self.bounds) and not self.listed
         origins = {"q" if swapped else "k"} if self.rows else set()
