@@ -65,6 +65,7 @@ class Packing:
     @property
     def fits(self) -> bool:
         low, high = self.shown
+        # the widths are those of the farthest query: others of a document may see less
         return self.ordered and bool((low == self.first).all() and (high == self.stop).all())
 
     def cumulative(self, total_q: int, total_k: int) -> NDArray[np.int32]:
@@ -81,6 +82,7 @@ def packing(q: Array, first: Array, stop: Array) -> Packing:
     """Documents fitted to queries `q` of the packed sequence, in order, that see keys `[first, stop)`, none of them
     empty. Neighbouring queries without a common key are of two documents."""
     opens = np.ones(len(q), bool)
+    # an absent query sees nothing, and so ends a document
     opens[1:] = (q[1:] > q[:-1] + 1) | (first[1:] >= stop[:-1]) | (stop[1:] <= first[:-1])
     at = np.flatnonzero(opens)
     end = np.append(at[1:], len(q))[: len(at)] - 1
@@ -163,6 +165,7 @@ class Flags:
     def __str__(self) -> str:
         parts, corner = [], "" if self.documents is not None or not self.ahead else " from the bottom right"
         left, right = self.left, self.right
+        # "causal from the top left" says more than a width that depends on the lengths
         if corner and any(x is not None and _is(x, 0) for x in self.top_left) and not _is(right, 0):
             (left, right), corner = self.top_left, " from the top left"
         if right is not None:
@@ -208,6 +211,7 @@ class _Binding:
         g = self.geometry
         ahead, shift = g.kv_len - g.q_len, self.q - self.k  # i - j = (q - k) - shift
         high, low = self.ends(form.high, "min"), self.ends(form.low, "max")
+        # a bound that reaches past the arrays is none: a call without a window runs a faster kernel
         left = None if high is None else _unless(high - shift + ahead, g.kv_len - 1)
         right = None if low is None else _unless(shift - low - ahead, g.q_len - 1)
         keys = None if form.by_rows else self.valid(form.first, form.last, self.k, g.kv_len)
@@ -315,6 +319,7 @@ def _torn(e: Expr, entry: int) -> str:
 def _runs(mine: Array, theirs: Array) -> tuple[Array, Array] | None:
     """The keys `[first, stop)` with a query's value; None where equal values are not adjacent."""
     starts = np.flatnonzero(np.append(True, theirs[1:] != theirs[:-1]))
+    # by runs, as a sequence has far fewer documents than tokens
     values, order = np.unique(theirs[starts], return_index=True)
     if len(values) != len(starts):
         return None

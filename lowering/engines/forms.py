@@ -76,6 +76,7 @@ class EngineForm:
         if self.softcap is not None:
             expr = build("mul", self.softcap, build("tanh", build("div", expr, self.softcap)))
         if self.slope is not None:
+            # the two agree where the mask is causal, and vendors differ in which they compute
             away = K - Q if self.distance == "k - q" else -abs(Q - K)
             expr = build("add", expr, build("mul", build("float", away), self.slope))
         return None if expr is SCORE else expr

@@ -65,6 +65,7 @@ class Names:
         self._used = {*reserved, *keyword.kwlist}
 
     def new(self, wish: str) -> str:
+        # Python folds other letters, so that two names could become one
         wish = wish if wish.isidentifier() and wish.isascii() else "x"
         while wish in self._used:
             wish += "_"
@@ -73,7 +74,7 @@ class Names:
 
     def numbered(self, stem: str) -> str:
         n = 0
-        while f"{stem}{n}" in self._used:
+        while f"{stem}{n}" in self._used:  # from 0 on: a text must not depend on what was printed before
             n += 1
         return self.new(f"{stem}{n}")
 

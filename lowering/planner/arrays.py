@@ -165,6 +165,7 @@ class _ArrayBody(PlannerBody):
         if e.op in ("lookup", "segment") or e.op in SEARCHES:
             return self.call(e, args)
         if e.op in _BY_LITERAL and _plain(e.op, e.args[1]):
+            # the function of the header guards against 0, which a literal shows not to be
             symbol = _BY_LITERAL[e.op]
             binds = PRECEDENCE[symbol]
             return Text(f"{args[0].inside(binds)} {symbol} {args[1].text}", binds)
@@ -185,11 +186,13 @@ class _ArrayBody(PlannerBody):
         if not ranging:
             return self.call(e, lows)
         join, other = _JOINS[e.op]
+        # ranged axes come last, so that the others number the rows
         view = f"front({table}, ({', '.join(map(str, ranging))},))" if half > 1 else table
         row = "0"
         if fixed:
             shape = self.named(view, "turned")
             row = f"leading({', '.join([shape, *(lows[i].text for i in fixed)])})"
+        # two ranges of one table share what is built for it, by its text
         wish = f"{table}_{'least' if e.op == 'range_min' else 'most'}"
         if len(ranging) == 1:
             i = ranging[0]
@@ -221,6 +224,7 @@ class _ArrayBody(PlannerBody):
         for name, type in self.plan.scalars.items():
             page.line(f'{self.known[name]} = scalar(scalars["{name}"], {type}, q)')
         page.line(*(f'{self.known[name]} = tables["{name}"]' for name in self.plan.tables))
+        # before the rows: what is built of a table is the same for all of them
         page.line(*(f"{name} = {text}" for text, name in self.built.items()))
         page.line(
             "bq, bk = block", "rows, columns = -(-q_len // bq), -(-kv_len // bk)", "row = arange(rows, q)[:, None]"
@@ -230,6 +234,7 @@ class _ArrayBody(PlannerBody):
     def _intervals(self, page: Page) -> None:
         page.blank()
         with page.block("def tiles(first, last):"):
+            # by a sum with zeros: a bound may be one number for all rows
             page.line("first, last = q0 * 0 + first, q0 * 0 + last")
             page.line("start = clip((first - k0) // bk, 0, columns)")
             page.line("return start, where(last >= first, clip((last - k0) // bk + 1, 0, columns), start)")
@@ -269,5 +274,6 @@ class _ArrayBody(PlannerBody):
         page.line("start = where(arange(room, q) == 0, q0 * 0, columns)  # one open piece a row")
         page.line("kind = where(start == 0, OPEN, EMPTY)")
         page.line("start, kind = repeated(finer, widths(columns, room), (start, kind))")
+        # no loop until all is decided: shapes are fixed before the kinds are known
         page.line("overflow = (kind == OPEN).any()")
         page.line("start, kind = joined(start, where(kind == OPEN, PARTIAL, kind), columns)")

@@ -81,6 +81,7 @@ def arguments(plan: LoopPlan) -> dict[str, Argument]:
     for t in plan.every_table:
         wish = NAMED.get(t.source, t.source)
         name = names.new(f"{wish}_{t.derived.split('_')[1]}" if t in plan.run_tables else wish)
+        # a table of one axis reads better without a number
         axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
         sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
         by_name[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
@@ -93,6 +94,7 @@ def rows_of_tables(plan: LoopPlan) -> dict[str, int]:
     query_axes: dict[str, set[int]] = {}
     for node in walk(*roots):
         if node.op == "lookup":
+            # two reads with q on different axes leave no one axis to count rows along
             axes = [i for i, a in enumerate(node.args[:-1]) if a is QUERY]
             query_axes.setdefault(node.name, set()).add(axes[0] if len(axes) == 1 else -1)
     return {n: axes.pop() for n, axes in query_axes.items() if len(axes) == 1 and -1 not in axes}
@@ -100,7 +102,7 @@ def rows_of_tables(plan: LoopPlan) -> dict[str, int]:
 
 def near(shape: Sequence[int], strides: Sequence[int], axis: int, rows: int) -> bool:
     """Whether so many rows of a table, along one of its axes, are within 2**31 entries of one another."""
-    return rows * strides[axis] + shape[-1] * strides[-1] < 1 << 31
+    return rows * strides[axis] + shape[-1] * strides[-1] < 1 << 31  # Triton computes such offsets in 32 bits
 
 
 def reserved_names(plan: LoopPlan) -> Names:
@@ -114,6 +116,7 @@ def parts(dim: int) -> tuple[int, ...]:
     >>> parts(96), parts(128), parts(72), parts(112), parts(40)
     ((64, 32), (128,), (64, 16), (128,), (64,))
     """
+    # dots take powers of two, and a padded one multiplies zeros
     most = 1 << (dim.bit_length() - 1)
     rest = padded(dim - most)
     # two parts only where they are less than one padded power of two
@@ -140,7 +143,7 @@ class Parameters:
     def origins(self) -> list[str]:
         """The origins that the expressions and bounds ask for."""
         of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1", "q_line"], "k": ["k", "k0", "k1", "k_line"]}
-        if self.closed:
+        if self.closed:  # the formulas count from the first query and the first key of the call
             return [n for n, names in of.items() if n in "qk" or self.used.intersection(names)]
         return [n for n, names in of.items() if self.used.intersection(names)]
 
@@ -148,7 +151,7 @@ class Parameters:
         """The scalars whose value must not make a new kernel."""
         slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
         sizes = [n for t in self.plan.every_table for n in arguments(self.plan)[t.name].sizes]
-        records = ["records"] if self.tabled else []
+        records = ["records"] if self.tabled else []  # their number changes with the mask
         return [
             *numbers,
             *records,
@@ -162,6 +165,7 @@ class Parameters:
     def _steps(self) -> list[str]:
         """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
         roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
+        # a load for each position is wider where its strides are known to be divisible: those stay specialised
         wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
         tables = [arguments(self.plan)[t.name] for t in self.plan.every_table if t.name not in wide]
         return [n for t in tables for n in t.strides[:-1]]
@@ -173,6 +177,7 @@ class Parameters:
     def holes(self, numbers: Sequence[str]) -> dict[str, Any]:
         """The holes of a kernel's decorator and of parameters.tpl; `numbers` are integers of the kernel's own."""
         named, origins = arguments(self.plan), self.origins()
+        # Triton makes a kernel for each divisibility by 16 of an argument, unless told not to
         varying = ", ".join(f'"{n}"' for n in self.run_time(numbers))
         jit = [f"@triton.jit(do_not_specialize=[{varying}])"]
         if len(varying) >= 80:
@@ -265,6 +270,7 @@ def check_tile(target: Target) -> None:
 def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[TritonKernel], head: str = MODULE) -> str:
     """The text of a module: its head, by a skeleton, the constants and functions that the kernels use, and the
     kernels."""
+    # the head comes last: it holds only what the kernels below turn out to use
     texts = "\n\n".join(k.text for k in kernels)
     prelude = expr_triton.prelude(texts, dims.dtype, plan.int64)
     needed = expr_triton.words(prelude + texts)
@@ -293,6 +299,7 @@ def _shown(plan: LoopPlan) -> str:
         name = names[s.name].name
         if s.source != name:
             lines.append(f"{name} = {s.source if s.value is None else s.value}")
+    # the text of a mask is the user's, and a quote in it would end the docstring
     return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
 
