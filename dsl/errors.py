@@ -282,6 +282,7 @@ CALLED = [*CALL_KEYWORDS, *"enable_gqa deterministic tile k_scale v_scale pages"
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The name that was probably meant; a name that differs only in case is nearest."""
+    # difflib counts a change of case as a change of letters
     folded = {n.casefold(): n for n in names}
     return next((folded[n] for n in get_close_matches(name.casefold(), folded, 1, 0.6)), None)
 
@@ -307,7 +308,9 @@ def keyword(name: str, names: Sequence[str] = (), called: Sequence[str] = CALLED
     """
     if called is CALLED and name in OF_COMPILE:
         return f"`{name}=` belongs to `frisket.compile`"
+    # elsewhere such a name may be right: the hints are those of attention calls
     elsewhere = KEYWORDS if called is CALLED else {}
+    # a parameter of the mask is nearer than a keyword of the call
     if name not in elsewhere and (near := nearest(name, names)):
         return f"did you mean `{near}`?"
     near = next(iter(get_close_matches(name, [*elsewhere, *called], 1, 0.75)), "")

@@ -83,9 +83,11 @@ def explain_tile(
     """Explain `mask` over a tile: `q` and `k` of `env` are ranges of positions inside the lengths; `cut` says that the
     tile reaches beyond them, where everything counts as hidden."""
     q, k = np.asarray(env["q"]), np.asarray(env["k"])
+    # broadcast: a clause of q alone is evaluated once a query
     grid = {**env, "q": q[:, None], "k": k[None, :]}
 
     def value(e: Expr) -> Any:
+        # a clause may be constant along an axis, and the first place is found in the whole tile
         return np.broadcast_to(evaluate(e, grid, tables), (len(q), len(k)))
 
     def first(where: Any) -> tuple[int, int, int, int] | None:
@@ -106,6 +108,7 @@ def explain_tile(
     if visible_at is None:
         return TileExplanation("empty", because, None, hidden_at, clauses)
     if cut:
+        # what lies outside counts as hidden, so that the tile is not full
         because = f"it reaches past the last query or key; before that, {because}"
         return TileExplanation("partial", because, visible_at, None, clauses)
     return TileExplanation("full", because, visible_at, None, clauses)

@@ -81,7 +81,7 @@ class Names:
 
 def skeleton(package: str, name: str) -> str:
     """The text of skeletons/`name`.tpl of a package; `$include other` and `$include triton.other` are filled in."""
-    sibling, _, name = name.rpartition(".")
+    sibling, _, name = name.rpartition(".")  # Gluon shares parts with Triton, word for word
     package = f"{package.rpartition('.')[0]}.{sibling}" if sibling else package
     text = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
     return re.sub(r"(?m)^( *)\$include ([\w.]+)$", lambda m: indent(skeleton(package, m[2]), m[1]).rstrip(), text)

@@ -106,6 +106,7 @@ class _CppBody(PlannerBody):
         assert ranging or e.op not in CLASSES
         if not ranging:
             return self.call(e, lows)
+        # the number of axes is a template argument, so that loops over them unroll
         form = KNOWN[e.op].format(TYPES[e.type]) + (f", {len(ranging)}" if len(ranging) > 1 else "")
         kind, call = ("Line", "over") if len(ranging) == 1 else ("Plane", "within")
         axes = ", ".join(map(str, ranging))
@@ -154,7 +155,9 @@ class _CppBody(PlannerBody):
                 f"{self.ranks[name]});"
             )
         for text, name in self.built.items():
+            # 2 says that memory ran out: no exception crosses the C interface
             page.line(f"const {text.replace('NAME', name)};", f"if ({name}.failed()) return 2;")
+        # lengths and tiles are words of the call: a planner is compiled once for a mask
         page.line("const Int rows = (q_len + bq - 1) / bq, columns = (kv_len + bk - 1) / bk;")
         page.line("Pieces found(columns);", "bool overflow = false;")
 
@@ -165,6 +168,7 @@ class _CppBody(PlannerBody):
 
     def _intervals(self, page: Page) -> None:
         seen, hidden = self.plan.seen, self.plan.hidden
+        # two more hidden intervals, for the tiles that the lengths cut
         page.line(f"Sweep<{len(seen)}, {len(hidden) + 2}> sweep(columns, k0, bk);")
         for name, pairs in (("seen", seen), ("hidden", hidden)):
             for pair in pairs:
@@ -189,7 +193,7 @@ class _CppBody(PlannerBody):
             page.line("const bool single = stop - start == 1;")
             if "tk" in self.free:
                 page.line("const Int tk = stop == columns ? kv_len - (columns - 1) * bk : bk;  // its narrowest tile")
-            for empty in (never, *disjoint):
+            for empty in (never, *disjoint):  # most pieces are empty, so that this is asked first
                 page.line(f"if ({ask(empty)[0]}) return EMPTY;")
             with page.block("if (stop * bk <= kv_len && row * bq + bq <= q_len) {", "}"):
                 outer = set(done)

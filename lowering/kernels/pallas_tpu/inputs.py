@@ -129,6 +129,7 @@ def _place(root: Expr, inputs: TableInputs) -> None:
     while stack:
         e = stack.pop()
         reads = [n for n in walk(e) if n.op == "lookup"]
+        # without a lookup the kernel computes it, which is faster than to read it
         if not reads or e in inputs.outside():
             continue
         # from the root down, so that the largest part that depends on one axis is one operand
