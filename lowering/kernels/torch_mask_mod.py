@@ -76,7 +76,7 @@ def score_mod(
 
 
 def _function(
-    name: str, root: Expr, tables: Mapping[str, tuple[int, ...]], reach: Mapping[str, int], int64: bool, title: str
+    name: str, root: Expr, tables: Mapping[str, Sequence[int]], reach: Mapping[str, int], int64: bool, title: str
 ) -> str:
     scored = name == "score_mod"
     names = Names({"torch", "math", "make", name, *NAMES.values(), *PRELUDE, "times", "mix"})
