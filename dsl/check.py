@@ -20,6 +20,7 @@ from .parse import MAX_NODES, Node
 from .show import tree_size
 from .types import BOOL, FLOAT, INT
 
+# depth of calls, and rounds of guessing types: hostile texts would go on without end
 MAX_CALLS, MAX_ROUNDS = 200, 50
 
 
@@ -35,6 +36,7 @@ class Checker(Walk):
     # -- operators ----------------------------------------------------------------------------------
 
     def _number(self, node: Node, frame: Frame) -> Value:
+        # integers of Python have no end, those of a kernel have
         if isinstance(node.value, int) and not -(2**63) <= node.value < 2**63:
             return self.report(frame, node, "this integer does not fit 64 bits")
         return Value(ir.lit(node.value))
@@ -77,8 +79,9 @@ class Checker(Walk):
         if len(operands) < 2:
             return ERROR
         first, second = (ir.to_float(f[0][0]) for f in operands)
-        if "score" not in ir.uses(second):
+        if "score" not in ir.uses(second):  # else the first score mod would have no effect
             return self.report(frame, parts[1][0], "what follows `then` does not use `score`", "add: `score + ...`")
+        # each node of the second is built again, with the first in place of `score`
         self.charge(second, node, frame)
         return Value(ir.then(first, second))
 
@@ -94,6 +97,7 @@ class Checker(Walk):
         name = node.value
         if name in frame.names:
             bound = frame.names[name]
+            # a name passed on is a table or a scalar: its use decides
             return bound if isinstance(bound, Value) else self.parameter(frame, node, bound)
         if name in LEAVES:
             if name == "score" and not self.with_score:
@@ -111,8 +115,8 @@ class Checker(Walk):
     def _lookup(self, node: Node, frame: Frame) -> Steps:
         base, *items = node.args
         table = self.table(frame, base, len(items))
-        parts = yield from self.parts(items, frame)
-        indices = self.integers(frame, "an index", parts)
+        indices = self.integers(frame, "an index", (yield from self.parts(items, frame)))
+        # both were read before either is refused, so that one report has the errors of both
         if table is None or indices is None:
             return ERROR
         name, type_, flex = table
@@ -126,6 +130,7 @@ class Checker(Walk):
         keywords = {a.value.text: a for a in node.args if a.kind == "keyword"}
         if len(arg_nodes) + len(keywords) < len(node.args):
             return self.report(frame, node, "a keyword is given twice", "keep one of them")
+        # parameters of a definition hide definitions of their name
         overloads = None if name in frame.names or name in LEAVES else self.definitions_of(name, frame)
         if overloads is not None:
             return self._call_definition(node, frame, overloads, arg_nodes, keywords)
@@ -136,7 +141,7 @@ class Checker(Walk):
             return self.report(frame, node, f"`{name}` is not a function", remedy)
         if name == "at":
             return at(self, node, frame, arg_nodes, keywords)
-        if keywords and name in BUILT_IN:
+        if keywords and name in BUILT_IN:  # `at`, which takes keywords, has returned above
             return self.report(frame, node, f"`{name}` takes no keywords", "give the arguments in order")
         if name in FUNCTIONS:
             return self._function(node, frame, arg_nodes)
@@ -144,6 +149,7 @@ class Checker(Walk):
             return CALLED[name](self, node, frame, arg_nodes)
         near = get_close_matches(name, [*BUILT_IN, *library.definitions(), *self.definitions], 1)
         known = f"did you mean `{near[0]}`?" if near else "define it: `def " + name + "(...) = ...`"
+        # a near name of the library is a likelier mistake than a table in parentheses
         if arg_nodes and not keywords and not (near and near[0] in library.definitions()):
             known += f"{'' if near else '.'} A table is read with brackets: `{name}[{self._written(frame, arg_nodes)}]`"
         return self.report(frame, node, f"there is no function `{name}`", known)
@@ -161,10 +167,9 @@ class Checker(Walk):
         return function.apply(self, frame, (yield from self.parts(arg_nodes, frame)))
 
     def _call_definition(
-        self, node: Node, frame: Frame, overloads: dict[int, Definition], arg_nodes: list[Node],
-        keywords: dict[str, Node],
-    ) -> Value | Steps:  # fmt: skip
-        name, n = node.value.text, len(arg_nodes)
+        self, node: Node, frame: Frame, overloads: dict[int, Definition], nodes: list[Node], keywords: dict[str, Node]
+    ) -> Value | Steps:
+        name, n = node.value.text, len(nodes)
         definition = overloads.get(n)
         coordinates = {c: a.args[0] for c, a in keywords.items()}
         if strange := next((c for c in coordinates if c not in COORDINATES), None):
@@ -175,12 +180,13 @@ class Checker(Walk):
                 what = f"is no parameter of `{name}`, and parameters are given by their place"
                 remedy = _signatures(overloads)
             return self.report(frame, keywords[strange], f"`{strange}` {what}", remedy)
+        # `causal(q, k)` as a mask_mod is called: entries without parameters take positions by place
         if definition is None and 0 in overloads and n in (2, 4) and not coordinates:
-            definition, coordinates, arg_nodes = overloads[0], dict(zip(COORDINATES[-n:], arg_nodes)), []
+            definition, coordinates, nodes = overloads[0], dict(zip(COORDINATES[-n:], nodes)), []
         if definition is None:
             for more in (2, 4):
                 if n - more in overloads and n > max(overloads):  # else some of a longer form are missing
-                    args = [frame.text[a.start : a.stop] for a in arg_nodes]
+                    args = [frame.text[a.start : a.stop] for a in nodes]
                     pairs = [f"{c} = {a}" for c, a in zip(COORDINATES[-more:], args[n - more :])]
                     shown = ", ".join(args[: n - more] + pairs)
                     return self.report(
@@ -188,7 +194,7 @@ class Checker(Walk):
                         f"coordinates are keywords: `{name}({shown})`",
                     )  # fmt: skip
             return self.arity(node, frame, _signatures(overloads).removeprefix("it is "), n)
-        return self._expand(node, frame, definition, arg_nodes, coordinates)
+        return self._expand(node, frame, definition, nodes, coordinates)
 
     def _expand(
         self, node: Node, frame: Frame, definition: Definition, arg_nodes: list[Node], coordinates: Mapping[str, Node]
@@ -198,7 +204,7 @@ class Checker(Walk):
             self.too_large(node, frame)
         above: Frame | None = frame
         while above is not None:
-            if above.definition is definition:
+            if above.definition is definition:  # by identity: overloads of a name may use each other
                 return self.report(frame, node, f"`{definition.name}` uses itself", "definitions cannot be recursive")
             above = above.parent
         self.expanded.add((definition.name, len(definition.params)))
@@ -218,10 +224,11 @@ class Checker(Walk):
                 value = Value(place, value.flex)
             names[param] = value
             if isinstance(bare, str):
+                # names the culprit when the parameter turns out to be unused
                 self.passed.setdefault(bare, (definition, param))
-        parts = yield from self.parts(list(coordinates.values()), frame)
-        moves = self.integers(frame, "a coordinate", parts)
+        moves = self.integers(frame, "a coordinate", (yield from self.parts(list(coordinates.values()), frame)))
         inner = Frame(
+            # errors inside the library are shown at the call in the text, which is all that its writer sees
             definition.text, names, frame.site or (node if definition.library else None),
             definition, frame, frame.depth + 1,
         )  # fmt: skip
@@ -242,6 +249,7 @@ class Checker(Walk):
             self.charge(e, node, frame)
             e = ir.substitute(e, mapping)
         if named:
+            # `q = q` moves nothing and is not printed
             places = {c: x for c, x in zip(coordinates, moves) if x is not LEAVES[c]}
             e = ir.call(definition.name, ir.expanded(e), [a for a in args if a is not None], places)
         return Value(e, body.flex)
@@ -250,6 +258,7 @@ class Checker(Walk):
         """Report a condition on arguments that is false; one of parameters is decided when they have values."""
         if any(ir.free_names(condition)):
             self.needs[condition] = advice
+        # a condition on sizes has no value before a call
         elif not ir.uses(condition) and not evaluate(condition, {}, {}):
             message = f"`{definition.signature}` needs `{definition.formula}`"
             self.problems.setdefault(place.span, Problem(message, place.span, advice))
@@ -272,9 +281,10 @@ def _signatures(overloads: Mapping[int, Definition]) -> str:
 
 def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
     """The Exprs of the statements `mask`, `score` or (kind not known) `expr`, with calls; raises with every problem."""
+    # a guess that changes gives earlier uses another meaning: the text is read again until no guess changes
     for _ in range(MAX_ROUNDS):
         checker.changed, checker.steps, checker.fresh = False, 0, 0
-        checker.problems.clear()
+        checker.problems.clear()  # errors of a round with wrong guesses are no errors of the text
         checker.sites.clear()
         checker.needs.clear()
         exprs = {kind: _root(checker, kind, node) for kind, node in roots.items()}
@@ -284,7 +294,7 @@ def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
     checker.misspelled()
     if checker.problems:
         problems = sorted(checker.problems.values(), key=lambda p: (p.span.start, -p.span.stop))
-        raise MaskSyntaxError(checker.text, problems[:20], checker.name)
+        raise MaskSyntaxError(checker.text, problems[:20], checker.name)  # one mistake may be followed by hundreds
     return {kind: e for kind, e in exprs.items() if e is not None}
 
 
@@ -310,6 +320,7 @@ def _root(checker: Checker, kind: str, node: Node) -> Expr | None:
     e = value.expr
     if e is not None and kind == "score":
         e = ir.to_float(e)
+    # printers write a shared node out at each use, with calls of the library and without
     if e is not None and max(tree_size(e), tree_size(ir.expanded(e))) > MAX_NODES:
         checker.too_large(node, root)
     return e
@@ -320,7 +331,8 @@ def _unused_definitions(checker: Checker) -> None:
     for overloads in checker.definitions.values():
         for d in overloads.values():
             if (d.name, len(d.params)) not in checker.expanded:
+                # no name of a text has a dot: such parameters are in no message and never misspelled
                 frame = Frame(d.text, {p: f"{d.name}.{p}" for p in d.params}, None, d, checker.root, 1)
-                checker.with_score = True
+                checker.with_score = True  # the definition may be for a score mod
                 checker.evaluate(d.body, frame)
                 checker.expanded.discard((d.name, len(d.params)))

@@ -57,7 +57,7 @@ def caret(source: str, span: Span, name: str = "mask") -> tuple[str, str]:
     offset = max(0, min(column - 60, len(line) - SHOWN))  # a window around the caret: a page of text helps nobody
     if len(line) > SHOWN:
         width = min(width, 100)
-    shown = "".join(c if c.isprintable() else " " for c in line[offset : offset + SHOWN])
+    shown = "".join(c if c.isprintable() else " " for c in line[offset : offset + SHOWN])  # a tab would move the carets
     return f"{name} {row}:{column + 1}", f"{shown}\n{' ' * (column - offset)}{'^' * width}"
 
 
@@ -82,7 +82,7 @@ class MaskSyntaxError(FrisketError, SyntaxError):
     problems: list[Problem] = field(default_factory=list)
     name: str = "mask"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # tracebacks print `msg` of a SyntaxError, not its str
         self.msg = self.render()
         super().__init__(self.msg)
 
@@ -100,7 +100,7 @@ class MaskSyntaxError(FrisketError, SyntaxError):
     def __str__(self) -> str:
         return self.render()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # `args` has the rendered text alone, `__init__` takes three fields
         return (type(self), (self.source, self.problems, self.name))
 
 
@@ -282,6 +282,7 @@ CALLED = [*CALL_KEYWORDS, *"enable_gqa deterministic tile k_scale v_scale pages"
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The name that was probably meant; a name that differs only in case is nearest."""
+    # difflib counts a change of case as a change of letters
     folded = {n.casefold(): n for n in names}
     return next((folded[n] for n in get_close_matches(name.casefold(), folded, 1, 0.6)), None)
 
@@ -307,7 +308,9 @@ def keyword(name: str, names: Sequence[str] = (), called: Sequence[str] = CALLED
     """
     if called is CALLED and name in OF_COMPILE:
         return f"`{name}=` belongs to `frisket.compile`"
+    # elsewhere such a name may be right: the hints are those of attention calls
     elsewhere = KEYWORDS if called is CALLED else {}
+    # a parameter of the mask is nearer than a keyword of the call
     if name not in elsewhere and (near := nearest(name, names)):
         return f"did you mean `{near}`?"
     near = next(iter(get_close_matches(name, [*elsewhere, *called], 1, 0.75)), "")

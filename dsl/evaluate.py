@@ -47,7 +47,7 @@ def evaluate(
     `tables` are numpy arrays; `hooks` add operators of the analysis. Raises `EvaluationError` for a name
     without a value and for an Int outside 64 bits, `BudgetError` for reductions that would take more than `MOST` steps.
     """
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # infinities and NaN are values of the language, not warnings
         return _Evaluation(env, tables or {}, hooks or {})(root, {})
 
 
@@ -66,6 +66,7 @@ class _Evaluation:
         values: dict[Expr, Array] = {}
         for i, node in enumerate(order):
             if node.op == "reduce":
+                # bounds vary with no position
                 values[node] = self._reduced(node, [int(values[a]) for a in node.args[:2]], bound)
             else:
                 args = [values[a] for a in node.args]
@@ -79,6 +80,7 @@ class _Evaluation:
         if node.op in self.hooks:
             return self.hooks[node.op](node, *args)
         if node.op == "lit":
+            # numpy would raise an error that names no clause
             if node.type is INT and not -(2**63) <= node.name < 2**63:
                 raise leaves_64_bits(node)
             return np.asarray(node.name, DTYPES[node.type])
@@ -94,7 +96,7 @@ class _Evaluation:
             return _lookup(node, table_array(self.tables, node.name), args)
         try:
             return OPERATORS[node.op](*args)
-        except EvaluationError:
+        except EvaluationError:  # an operator knows numbers alone: the error is raised again with its clause
             raise leaves_64_bits(node) from None
 
     def _with_ends(self, body: Expr) -> Expr:
@@ -119,6 +121,7 @@ class _Evaluation:
                 f"more than {MOST:,}\n  ask for fewer positions, or put the inner reduction in a table"
             )
         bound_var, fold = make("bound", (), height), OPERATORS[JOIN[kind]]
+        # few positions take many values at once, many positions a few: memory stays the same
         width = max(1, _AT_ONCE // max(positions, 1))
         total: Array | None = None
         for first in range(start, stop, width):
@@ -130,7 +133,7 @@ class _Evaluation:
                 part = np.broadcast_to(part, (len(several), *part.shape[1:]))
                 parts = list(part)  # one after the other, as written: Floats depend on it
             else:
-                parts = [_ALL_AT_ONCE[kind](part, axis=0)]
+                parts = [_ALL_AT_ONCE[kind].reduce(part, axis=0)]
             for x in parts:
                 total = x if total is None else fold(total, x)
         assert total is not None
@@ -146,7 +149,7 @@ def table_array(tables: Mapping[str, Any], name: str) -> Array:
 def _lookup(node: Expr, table: Array, indices: Sequence[Array]) -> Array:
     if node.op == "segment":
         place = np.searchsorted(table, indices[0], side="right") - 1
-        return np.clip(place, 0, max(len(table) - 2, 0))
+        return np.clip(place, 0, max(len(table) - 2, 0))  # past either end: the nearest segment
     if table.ndim != len(indices):
         raise EvaluationError(f"`{node.name}` has {table.ndim} axes, indexed with {len(indices)}")
     clamped = tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, table.shape, strict=True))
@@ -159,7 +162,7 @@ def decided(e: Expr, scalars: Mapping[str, Any]) -> Expr:
     known: dict[Expr, Expr] = {}
     for n in walk(e):
         if n.op in ("eq", "ne") and all(leaf[0] == "param" and leaf[1] in scalars for leaf in named(n)):
-            if all(x.op != "bound" for x in walk(n)):
+            if all(x.op != "bound" for x in walk(n)):  # the variable of a reduction has no value outside of it
                 known[n] = literal(bool(evaluate(n, scalars, {})))
         elif n.op in ("and", "or") and any(a in known for a in n.args):
             known[n] = (conj if n.op == "and" else disj)(*(known.get(a, a) for a in n.args))
@@ -175,9 +178,7 @@ def unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> E
 
 
 JOIN = {"any": "or", "all": "and", "sum": "add", "min": "min", "max": "max"}
-_ALL_AT_ONCE: dict[str, Any] = {
-    "any": np.logical_or.reduce, "all": np.logical_and.reduce, "min": np.minimum.reduce, "max": np.maximum.reduce,
-}  # fmt: skip
+_ALL_AT_ONCE = {"any": np.logical_or, "all": np.logical_and, "min": np.minimum, "max": np.maximum}
 
 
 def _of_nothing(kind: str, start: int, stop: int, type: Type) -> Expr:
@@ -199,8 +200,7 @@ def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
         start, stop = (int(evaluate(a, env or {})) for a in node.args[:2])
         terms = [substitute(node.args[2], {make("bound", (), height): literal(j)}) for j in range(start, stop)]
         while kind in ("min", "max") and len(terms) > 2:  # a balanced tree, whose depth fits the stack
-            rest = terms[len(terms) // 2 * 2 :]
-            terms = [build(JOIN[kind], *pair) for pair in zip(terms[::2], terms[1::2])] + rest
+            terms = [build(JOIN[kind], *pair) for pair in zip(terms[::2], terms[1::2])] + terms[len(terms) // 2 * 2 :]
         if not terms:
             whole = _of_nothing(kind, start, stop, node.type)
         elif kind in ("any", "all"):
@@ -238,6 +238,7 @@ def _checked(fn: Callable[..., Any]) -> Callable[..., Array]:
 
     def run(*args: Array) -> Array:
         if args[0].dtype == np.int64:
+            # ends are integers of Python, which do not wrap; an empty array has none
             ends = [(int(x.min()), int(x.max())) for x in args if x.size]
             if len(ends) == len(args) and any(abs(fn(*corner)) >= _INT_LIMIT / 2 for corner in product(*ends)):
                 _within(fn(*(x.astype(np.float64) for x in args)))
@@ -254,6 +255,7 @@ def _pow(x: Array, y: Array) -> Array:
 
 
 def _floordiv(x: Array, y: Array) -> Array:
+    # a positive number needs no test for 0 at every position, and a power of two no division
     if y.ndim == 0 and y > 0:
         return x >> int(y).bit_length() - 1 if _power_of_two(y) else np.floor_divide(x, y)
     return np.where(y == 0, 0, np.floor_divide(x, np.where(y == 0, 1, y)))
@@ -272,6 +274,7 @@ def _power_of_two(y: Array) -> bool:  # of y above 0
 def _shift(shift: Callable[..., Any]) -> Callable[..., Array]:
     def run(x: Array, y: Array) -> Array:
         ok = (y >= 0) & (y < 64)
+        # a shift by a negative number or by 64 and more is undefined in C
         return np.where(ok, shift(x, np.where(ok, y, 0)), 0)
 
     return run
@@ -281,17 +284,18 @@ _shifted, _shr = _shift(np.left_shift), _shift(np.right_shift)
 
 
 def _shl(x: Array, y: Array) -> Array:
-    _within(np.where((y >= 0) & (y < 64), x * np.exp2(np.clip(y, 0, 63)), 0))
+    _within(np.where((y >= 0) & (y < 64), x * np.exp2(np.clip(y, 0, 63)), 0))  # in floats, which do not wrap
     return _shifted(x, y)
 
 
 def _int(x: Array) -> Array:
     if x.dtype == np.bool_:
         return x.astype(np.int64)
+    # C leaves the cast of NaN, and of a float past 64 bits, undefined
     return np.asarray(np.trunc(np.clip(np.nan_to_num(x), -(2.0**62), 2.0**62)), np.int64)
 
 
-_erf = np.vectorize(math.erf, otypes=[np.float64])
+_erf = np.vectorize(math.erf, otypes=[np.float64])  # numpy has no erf
 _MASK = 0xFFFFFFFF
 
 
@@ -315,7 +319,7 @@ def uniform(*counters: Array) -> Array:
     x = _mix((counters[0] + 0x9E3779B9) & _MASK)
     for c in counters[1:]:
         x = _mix(x ^ _times(c & _MASK, 0x9E3779B1))
-    return np.asarray(x >> 8).astype(np.float64) * 2.0**-24
+    return np.asarray(x >> 8).astype(np.float64) * 2.0**-24  # 24 bits are exact in float32, which kernels draw in
 
 
 OPERATORS: dict[str, Callable[..., Array]] = {

@@ -16,7 +16,7 @@ import numpy as np
 
 from .errors import BudgetError
 from .evaluate import evaluate
-from .ir import COMPARISONS, Expr, expanded, free_names, make, walk
+from .ir import COMPARISONS, Expr, Named, expanded, free_names, make, walk
 from .notebook import sentence
 from .show import places, show
 
@@ -78,19 +78,20 @@ class TileExplanation:
 
 
 def explain_tile(
-    mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None = None, shown: Expr | None = None, *,
-    cut: bool = False,
-) -> TileExplanation:  # fmt: skip
+    mask: Expr, env: Named, tables: Named | None = None, shown: Expr | None = None, *, cut: bool = False
+) -> TileExplanation:
     """Explain `mask` over a tile: `q` and `k` of `env` are ranges of positions inside the lengths; `cut` says that the
     tile reaches beyond them, where everything counts as hidden."""
     q, k = np.asarray(env["q"]), np.asarray(env["k"])
+    # broadcast: a clause of q alone is evaluated once a query
     grid = {**env, "q": q[:, None], "k": k[None, :]}
 
     def value(e: Expr) -> Any:
+        # a clause may be constant along an axis, and the first place is found in the whole tile
         return np.broadcast_to(evaluate(e, grid, tables), (len(q), len(k)))
 
     def first(where: Any) -> tuple[int, int, int, int] | None:
-        at = int(np.argmax(where))
+        at = int(np.argmax(where))  # 0 where no entry holds, too: the entry itself tells
         i, j = divmod(at, len(k))
         return (int(env["b"]), int(env["h"]), int(q[i]), int(k[j])) if where[i, j] else None
 
@@ -107,6 +108,7 @@ def explain_tile(
     if visible_at is None:
         return TileExplanation("empty", because, None, hidden_at, clauses)
     if cut:
+        # what lies outside counts as hidden, so that the tile is not full
         because = f"it reaches past the last query or key; before that, {because}"
         return TileExplanation("partial", because, visible_at, None, clauses)
     return TileExplanation("full", because, visible_at, None, clauses)
@@ -118,20 +120,20 @@ def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:
         return _deciding(e.args[0], not truth, value)
     if e.op in ("and", "or"):
         parts = list(e.args)
-        if truth == (e.op == "and"):
+        if truth == (e.op == "and"):  # each part has to equal `truth`: all of them are the reason
             return [c for a in parts for c in _deciding(a, truth, value)]
         holds = {a: value(a) == truth for a in parts}
         for a in parts:
             if holds[a].all():
                 return _deciding(a, truth, value)
         for a in e.args:  # none alone: those without which it would not hold
-            rest = [holds[x] for x in parts if x is not a]
-            if np.logical_or.reduce(rest).all():
+            if np.logical_or.reduce([holds[x] for x in parts if x is not a]).all():
                 parts.remove(a)
         return [make(e.op, tuple(parts), None, e.type)]
     if e.op == "where":
         c, x, y = e.args
         condition = value(c)
+        # otherwise the branch differs between positions: neither is the reason
         if condition.all() or not condition.any():
             chosen = x if condition.all() else y
             return _deciding(c, bool(condition.all()), value) + _deciding(chosen, truth, value)

@@ -58,7 +58,7 @@ class Walk(KnownNames):
                 return value  # type: ignore[no-any-return]
 
     def _seen(self, node: Node, frame: Frame, value: Value) -> Value:
-        if frame is self.root and value.expr is not None:
+        if frame is self.root and value.expr is not None:  # places inside definitions are not in the user's text
             self.sites.append((node.span, value.expr))
         return value
 
@@ -88,8 +88,7 @@ def at(w: Walk, node: Node, frame: Frame, args: list[Node], keywords: dict[str, 
     if len(args) != 1 or not keywords or bad is not None:
         return w.report(frame, bad or node, "`at` re-reads one expression elsewhere", f"it is `{FORMS['at']}`")
     body = yield args[0], frame
-    parts = yield from w.parts([a.args[0] for a in keywords.values()], frame)
-    moves = w.integers(frame, "a coordinate", parts)
+    moves = w.integers(frame, "a coordinate", (yield from w.parts([a.args[0] for a in keywords.values()], frame)))
     if moves is None or body.expr is None:
         return ERROR
     w.charge(body.expr, node, frame)
@@ -104,6 +103,7 @@ def segment(w: Walk, node: Node, frame: Frame, args: list[Node]) -> Steps:
     if table is None or index is None:
         return ERROR
     name, type_, flex = table
+    # a scalar stands in for the table: types and names are all that narrowing looks at
     if not w.narrow(frame, args[0], Value(ir.param(name, type_), flex), {INT}):
         return w.report(frame, args[0], f"`segment` takes a table of Ints, `{name}` is of {type_}s")
     return Value(ir.segment(name, index[0]))
@@ -160,10 +160,10 @@ def reduce(w: Walk, node: Node, frame: Frame) -> Steps:
         return w.report(frame, node, f"there is no reduction `{kind.text}`", "it is any, all, sum, min or max")
     if variable.text in RESERVED:
         return w.report(frame, node, f"`{variable.text}` is reserved", "call the variable `j`")
-    ends = yield from w.parts([low, high], frame)
-    bounds = w.integers(frame, "a bound", ends)
+    bounds = w.integers(frame, "a bound", (yield from w.parts([low, high], frame)))
     fine = bounds is not None and _range(w, kind.text, bounds, node, frame)
     w.fresh += 1
+    # numbered: nested reductions may use one name for their variables
     bound_var = ir.make("bound", (), ("own", w.fresh))
     inner = replace(frame, names={**frame.names, variable.text: Value(bound_var)})
     value = yield body, inner
@@ -172,7 +172,7 @@ def reduce(w: Walk, node: Node, frame: Frame) -> Steps:
     else:
         operands = w.numbers(frame, f"`{kind.text}`", [(body, value)])
         e, flex = (None, frozenset()) if operands is None else (operands[0][0], operands[1])
-    if e is None or bounds is None or not fine:
+    if e is None or bounds is None or not fine:  # after the body: its errors are reported as well
         return ERROR
     inside = 1 + max((n.name[1] for n in ir.walk(e) if n.op == "reduce"), default=-1)
     if inside >= MAX_REDUCTIONS:
@@ -191,7 +191,7 @@ def _range(w: Walk, kind: str, bounds: list[Expr], node: Node, frame: Frame) -> 
             "write numbers, or take them from a table: `0..extent(t, 0)`",
         )  # fmt: skip
         return False
-    if any(n.op == "extent" for n in leaves):
+    if any(n.op == "extent" for n in leaves):  # a table has its lengths when it is bound
         return True
     low, high = (int(evaluate(ir.expanded(e), {})) for e in bounds)
     if high - low > MAX_RANGE:

@@ -46,6 +46,7 @@ FLOAT_FUNCTIONS = frozenset("exp exp2 log log2 log1p tanh sigmoid sin cos tan sq
 REDUCTIONS = frozenset({"any", "all", "sum", "min", "max"})
 
 Key = tuple[Any, ...]
+Named = Mapping[str, Any]  # values or arrays, by name
 Operand: TypeAlias = "Expr | bool | int | float"
 
 
@@ -56,6 +57,7 @@ class Expr:
     `==` and `!=` stay Python's identity, because nodes are dictionary keys: use `sugar.eq`, `sugar.ne`.
     """
 
+    # `__weakref__`: the table of interned nodes must not hold them alive
     __slots__ = tuple("__weakref__ args depth formula interval leaves name op plain rank settled type".split())
     op: str
     args: tuple[Expr, ...]
@@ -74,7 +76,7 @@ class Expr:
         # Interning must survive pickling: rebuild through `make`.
         return (make, (self.op, self.args, self.name, self.type))
 
-    def __copy__(self) -> Expr:
+    def __copy__(self) -> Expr:  # a second object of equal structure would break `is`
         return self
 
     def __deepcopy__(self, memo: Any) -> Expr:
@@ -84,6 +86,7 @@ class Expr:
         raise TypeError("an Expr has no truth value; compare identity with `is`")
 
     def __repr__(self) -> str:
+        # show.py imports this module
         from .show import show
 
         try:
@@ -133,6 +136,7 @@ def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = IN
     """The interned node of an operator and arguments. Checks nothing: `build` checks."""
     # 1, 1.0, True and 0.0, -0.0 are equal in Python and different here.
     tag = struct.pack("<d", name) if isinstance(name, float) else name
+    # arguments are interned and live as long as the node: their ids are enough, and cheap to hash
     key = (op, tuple(map(id, args)), tag, type)
     node = _interned.get(key)
     if node is None:
@@ -192,7 +196,7 @@ def result_type(op: str, types: tuple[Type, ...]) -> Type | None:
     if op in ("and", "or", "xor", "not"):
         return BOOL if same and first is BOOL else None
     if op in ("lt", "le", "gt", "ge"):
-        return BOOL if same and numeric else None
+        return BOOL if same and numeric else None  # Bools have no order
     if op in ("eq", "ne"):
         return BOOL if same else None
     if op in ("add", "sub", "mul", "min", "max", "neg", "abs", "sign", "pow"):
@@ -268,6 +272,7 @@ def disj(*args: Expr) -> Expr:
 
 
 def _junction(op: str, args: tuple[Expr, ...], unit: Expr, zero: Expr) -> Expr:
+    # a dict: a set of objects has another order in every process, and so another node for an equal mask
     unique: dict[Expr, None] = {}
     for a in args:
         for part in a.args if a.op == op else (a,):
@@ -276,6 +281,7 @@ def _junction(op: str, args: tuple[Expr, ...], unit: Expr, zero: Expr) -> Expr:
             if part is not unit:
                 unique[part] = None
     terms = tuple(unique)
+    # terms are flat Bools already: `build` has nothing to check
     return unit if not terms else terms[0] if len(terms) == 1 else make(op, terms, None, BOOL)
 
 
@@ -313,7 +319,7 @@ def reduce(kind: str, lo: Expr, hi: Expr, body: Callable[[Expr], Expr]) -> Expr:
 def walk(*roots: Expr, below: Callable[[Expr], Sequence[Expr]] | None = None) -> Iterator[Expr]:
     """Every distinct node below the roots, arguments before their users; `below` gives the nodes to visit next."""
     seen: set[Expr] = set()
-    stack: list[Expr | None] = [*reversed(roots)]
+    stack: list[Expr | None] = [*reversed(roots)]  # a list, as expressions may be deeper than the stack of Python
     while stack:
         node = stack.pop()
         if node is None:  # below it stands a node whose arguments are done
@@ -332,7 +338,7 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
     """An operator over other arguments, or the same object when the arguments are the same."""
     if args == node.args:  # equality of nodes is identity
         return node
-    if node.op in ("and", "or"):
+    if node.op in ("and", "or"):  # an argument may have become an `and` itself: `build` flattens it
         return build(node.op, *args)
     if node.op == "reduce":  # a body may have grown binders: name ours again
         kind, height = node.name
@@ -345,8 +351,7 @@ def transform(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """Apply `change` to every node, bottom up, each distinct node once."""
     done: dict[Expr, Expr] = {}
     for node in walk(root):
-        args = tuple(done[a] for a in node.args)
-        done[node] = change(rebuild(node, args))
+        done[node] = change(rebuild(node, tuple(done[a] for a in node.args)))
     return done[root]
 
 
@@ -382,16 +387,17 @@ def _substitute_below(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
 def _call_at(node: Expr, now: tuple[Expr, ...], mapping: Mapping[Expr, Expr]) -> Expr:
     """A call with other arguments, which takes coordinates as keywords: `causal` becomes `causal(q = q + 8)`."""
     (name, read), (formula, *old) = node.name, node.args
-    if now[0] is formula:
+    if now[0] is formula:  # the mapping touches nothing in it: the text stays as written
         return node
     places = {x.name: y for x, y in mapping.items() if x.op == "var" and x.name in COORDINATES}
     masks = [a for a in old if places and a.type is BOOL and a.op != "lit"]  # which the keywords move, too
+    # keywords move coordinates alone: what else the mapping changes, only the formula shows
     if masks and len(places) < len(mapping):
         return now[0]
     rest = [a if a in masks else b for a, b in zip(old, now[1:])]
     args = rest[: len(rest) - len(read)]
     places = {c: y for c, y in places.items() if c in uses(formula)} | dict(zip(read, rest[len(args) :]))
-    return call(name, now[0], args, {} if name == "then" else places)
+    return call(name, now[0], args, {} if name == "then" else places)  # `then` has no keywords
 
 
 def call(name: str, formula: Expr, args: Iterable[Expr], places: Mapping[str, Expr] = {}) -> Expr:
@@ -435,7 +441,7 @@ def named(root: Expr) -> tuple[Leaf, ...]:
     """The named leaves of an expression, in the order of `walk`: variables, parameters, extents and tables.
 
     Every node keeps the list of its leaves, so an expression that grows by one node is not walked again."""
-    stack = [root]
+    stack = [root]  # a list, as expressions may be deeper than the stack of Python
     while stack:
         node = stack[-1]
         if node.leaves is None and (missing := [a for a in node.args if a.leaves is None]):
@@ -450,7 +456,7 @@ def named(root: Expr) -> tuple[Leaf, ...]:
 def _named(node: Expr) -> tuple[Leaf, ...]:
     below = [a.leaves for a in node.args if a.leaves]
     mine = node.op in ("var", "param", "extent", "lookup", "segment")
-    if len(below) == 1 and not mine:
+    if len(below) == 1 and not mine:  # nearly every node has the leaves of one argument: it shares their tuple
         return below[0]
     by_name = {leaf[:2]: leaf for leaves in below for leaf in leaves}
     if mine:

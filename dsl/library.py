@@ -99,12 +99,12 @@ def read_entries(text: str) -> tuple[Entry, ...]:
         *above, body = re.split(r"^(?=def )", paragraph.strip("\n"), maxsplit=1, flags=re.M)
         if paragraph.startswith("## "):
             section = paragraph.strip("# \n")
-        if above and (head := HEAD.match(body)):
+        if above and (head := HEAD.match(body)):  # else a paragraph of comment between definitions
             sentence, formula, source, *more = (line.removeprefix("# ") for line in above[0].splitlines())
             params = tuple(p.strip() for p in (head[2] or "").split(",")) if head[2] else ()
             signature = f"{head[1]}({', '.join(params)})" if params else head[1]
             words = [line.split(": ", 2) for line in more]
-            lines = {word: rest for word, *rest in words}
+            lines = {word: rest for word, *rest in words}  # `check` may stand several times, and is read from `words`
             example = ": ".join(lines["example"]) if "example" in lines else "" if params else head[1]
             checks = tuple((rest[0], rest[1]) for word, *rest in words if word == "check")
             about = sentence, formula, source, body, section, example, checks, ": ".join(lines.get("changed", ()))
@@ -130,4 +130,4 @@ def library() -> Mapping[str, Entry]:
     >>> list(library())[:3]
     ['full', 'causal', 'causal(offset)']
     """
-    return MappingProxyType({e.signature: e for e in _read()})
+    return MappingProxyType({e.signature: e for e in _read()})  # all callers share it

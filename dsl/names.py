@@ -79,7 +79,7 @@ class KnownNames(Operators):
                 )
                 return None
             return name, type_, frozenset()
-        if rank is None:
+        if rank is None:  # `extent` and `dot` do not tell how many axes a table has
             guess: Guess | None = self.guesses.setdefault(name, Guess((frame.site or node).span))
         else:
             guess = self.guess(frame, node, name, rank)
@@ -102,8 +102,9 @@ class KnownNames(Operators):
         """Report each undeclared Bool whose name is nearly a definition's name as a misspelling."""
         candidates = [*library.definitions(), *self.definitions]
         for name, guess in self.guesses.items():
+            # a Bool alone: numbers and tables are parameters in most masks
             near = get_close_matches(name, candidates, 1, 0.75) if guess.rank == 0 and guess.type is BOOL else []
             if near and "." not in name:
                 remedy = f"did you mean `{near[0]}`? A parameter of that name is declared: `param {name}: bool`"
-                problem = Problem(f"unknown name `{name}`", guess.span, remedy)
-                self.problems.setdefault(guess.span, problem)
+                # another problem at this place says more
+                self.problems.setdefault(guess.span, Problem(f"unknown name `{name}`", guess.span, remedy))

@@ -93,6 +93,7 @@ class Operators:
         return ERROR
 
     def quote(self, frame: Frame, node: Node) -> str:
+        # a quote of several lines would break the layout of an error
         text = " ".join(frame.text[node.start : node.stop].split())
         return f"`{text}`" if len(text) <= 60 else f"`{text[:57]}...`"
 
@@ -125,7 +126,7 @@ class Operators:
 
     def numbers(self, frame: Frame, label: str, parts: Sequence[Part]) -> tuple[list[Expr], frozenset[str]] | None:
         """The operands brought to one number type, and the names that decide that type."""
-        good = True
+        good = True  # no early return: every operand gets its error
         for node, value in parts:
             if not self.narrow(frame, node, value, NUMBERS) and value.expr is not None:
                 good = False
@@ -141,6 +142,7 @@ class Operators:
         if any(e.type is FLOAT for e in exprs):
             for value in values:
                 self.prefer(value, FLOAT)
+            # a Float without undeclared names decides the type: the names decide nothing any more
             if any(e.type is FLOAT and not v.flex for v, e in zip(values, exprs)):
                 flex = frozenset()
             exprs = [to_float(e) for e in exprs]
@@ -192,6 +194,7 @@ class Operators:
         operands = self.numbers(frame, "`**`", parts)
         if operands is None or base.expr is None or exponent.expr is None:
             return ERROR
+        # a negative or unknown exponent has no Int as result
         literal = exponent.expr.op == "lit" and exponent.expr.type is INT and exponent.expr.name >= 0
         if literal and base.expr.type is INT:
             return Value(build("pow", base.expr, exponent.expr), base.flex)
@@ -210,7 +213,7 @@ class Operators:
 
     def compare(self, frame: Frame, sign: str, parts: Sequence[Part]) -> Value:
         (xn, x), (yn, y) = parts
-        if sign in ("==", "!="):
+        if sign in ("==", "!="):  # `<` takes numbers alone: Bools have no order
             for node, value, other in ((xn, x, y), (yn, y, x)):
                 if value.expr is None or other.expr is None or not value.flex:
                     continue
@@ -257,6 +260,7 @@ class Operators:
             message = f"`{sign}` takes Bools or Ints, not both; {shown} is {exprs[i].type.with_article}"
         neighbours = [p for p, _ in parts[i + 1 : i + 2]] + [p for p, _ in parts[max(i - 1, 0) : i]]
         for other in neighbours:
+            # Python reads `q & 3 == 0` as `(q & 3) == 0`; here a comparison binds tighter
             if other.kind == "compare" and not sign.isalpha() and exprs[i].type is INT:
                 return self.report(frame, node, message, _grouped(frame.text, sign, part, other))
         bits = "; for bits write `" + {"and": "&", "or": "|", "xor": "^"}[SIGNS[sign]] + "`"
@@ -298,7 +302,7 @@ class Operators:
         types = {y.expr.type, n.expr.type}
         if types == {BOOL}:
             joined, flex = [y.expr, n.expr], y.flex | n.flex
-            flex = flex if y.flex and n.flex else frozenset()
+            flex = flex if y.flex and n.flex else frozenset()  # a branch whose type is fixed decides that of both
         elif BOOL in types:
             bad, good = ((yn, nn), (nn, yn))[n.expr.type is BOOL]
             return self.report(
@@ -337,8 +341,7 @@ def _declare(name: str, rank: int | None) -> str:
 def _cast(quoted: str) -> str:
     """The text `int(x)` of a quoted text, without doubled parentheses."""
     text = quoted.strip("`")
-    bare = text.startswith("(") and text.endswith(")") and ")" not in text[:-1]
-    return f"int{text}" if bare else f"int({text})"
+    return f"int{text}" if text.startswith("(") and text.endswith(")") and ")" not in text[:-1] else f"int({text})"
 
 
 def _compared(quoted: str, sign: str = ">=") -> str:
@@ -379,6 +382,7 @@ RESERVED = frozenset({*LEAVES, *CALL_KEYWORDS})
 MADE_OF: dict[str, Callable[[Expr], Expr]] = {
     "relu": lambda x: build("max", x, lit(0.0)),
     "silu": lambda x: x * build("sigmoid", x),
+    # exp(x) overflows for large x
     "softplus": lambda x: build("max", x, lit(0.0)) + build("log1p", build("exp", -abs(x))),
     "gelu": lambda x: 0.5 * x * (1.0 + build("erf", x / math.sqrt(2.0))),
 }
@@ -412,7 +416,7 @@ def _float_function(name: str) -> Meaning:
 
 def _rounded(name: str, make: Callable[[Expr], Expr]) -> Meaning:
     def apply(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
-        c.prefer(parts[0][1], FLOAT)
+        c.prefer(parts[0][1], FLOAT)  # an Int has nothing to round, so an undeclared operand is a Float
         operands = c.numbers(frame, f"`{name}`", parts)
         if operands is None:
             return ERROR

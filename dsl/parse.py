@@ -16,7 +16,7 @@ from frisket.grammar import load
 
 from .errors import GLYPHS, TURNED, MaskSyntaxError, Problem, Span
 
-MAX_TEXT, MAX_NESTING, MAX_NODES = 64 * 1024, 200, 20_000
+MAX_TEXT, MAX_NESTING, MAX_NODES = 64 * 1024, 200, 20_000  # hostile texts end here, not in memory or Python's stack
 OPENING = {"(": ")", "[": "]"}
 
 
@@ -47,6 +47,7 @@ def fail(text: str, name: str, start: int, stop: int, message: str, remedy: str 
 def parse(text: str, name: str = "mask") -> Node:
     """The tree of a program: a node `program` whose args are its statements."""
     if len(text) > MAX_TEXT:
+        # an error quotes its text: the start is enough of a huge one
         fail(text[:200], name, 0, 1, f"the text has {len(text):,} characters, more than {MAX_TEXT:,}")
     return _run(_tokens(text, name), text, name)
 
@@ -63,10 +64,11 @@ def _tokens(text: str, name: str) -> list[Token]:
     position = 0
     for match in tables.tokens.finditer(text):
         start, position = position, match.end()
-        if match.start() > start:
+        if match.start() > start:  # what no pattern matches lies between two matches
             _strange(text, name, start)
         kind, word = match.lastgroup, match.group()
         if kind == "NL":
+            # after `=` the expression may begin on the next line
             if not open_ and out and out[-1].symbol not in ("NL", "="):
                 out.append(Token("NL", word, start, position))
         elif kind != "SPACE":
@@ -84,8 +86,9 @@ def _tokens(text: str, name: str) -> list[Token]:
     if open_:
         t = open_[-1]
         fail(text, name, t.start, t.stop, f"`{t.text}` is never closed", f"add a `{OPENING[t.text]}`")
-    while out and out[-1].symbol == "NL":
+    while out and out[-1].symbol == "NL":  # the grammar has no statement after a last newline
         out.pop()
+    # an error at the end points behind the last word
     out.append(Token("$END", "", len(text.rstrip()), len(text.rstrip())))
     return out
 
@@ -133,7 +136,7 @@ def _run(tokens: list[Token], text: str, name: str) -> Node:
             if action >= 0:
                 break
             origin, size, act = rules[-action - 1]
-            if act is not None:
+            if act is not None:  # a rule without an action hands on its only part, which is on the stack already
                 node_count += 1
                 parts = values[-size:]
                 del values[-size:]
@@ -183,6 +186,7 @@ def _remedy(token: Token, last: str, before: Token | None, wants_value: bool, ro
         return "write an expression, for example `q >= k`"
     if before and before.text == "lambda":
         return "a Python function is given as it is, not as text"
+    # a space between the two signs makes two mistakes of them
     if before and token.start == before.stop and (last, symbol) in TURNED:
         return f"write `{TURNED[last, symbol]}`"
     if last == "NL" and symbol in ("&", "|", "^", "and", "or", "xor") and wants_value:
@@ -225,12 +229,13 @@ def _number(parts: list[Any], text: str, name: str) -> Node:
     token = parts[0]
     if token.symbol == "FLOAT":
         value = float(token.text)
-        if value == float("inf"):
+        if value == float("inf"):  # Python reads 1e999 as infinity without an error
             fail(text, name, token.start, token.stop, "this float does not fit 64 bits", "write `inf`")
         return _node("number", value, [], parts)
     digits = token.text.replace("_", "")
     if len(digits) > 80:  # far beyond 64 bits; Python would refuse thousands of digits in its own way
         fail(text, name, token.start, token.stop, "this integer does not fit 64 bits")
+    # with base 0 Python refuses leading zeros
     return _node("number", int(digits, 0) if digits[:2].lower() in ("0x", "0b") else int(digits), [], parts)
 
 
@@ -258,6 +263,7 @@ def _lookup(parts: list[Any], text: str, name: str) -> Node:
 
 def _negative(parts: list[Any], text: str, name: str) -> Node:
     x = parts[1]
+    # of `--4` one sign joins the literal, the other stays an operator
     if x.kind == "number" and text[x.start : x.start + 1] != "-":
         return _node("number", -x.value, [], parts)
     return _node("negative", None, [x], parts)
@@ -294,5 +300,6 @@ ACTIONS: dict[str, Action] = {
     "keyword": lambda p, *_: _node("keyword", p[0], [p[2]], p),
     "name": lambda p, *_: _node("name", p[0].text, [], p),
     "number": _number,
+    # `~(x)` is allowed where `~x` is not: the parentheses have to be seen
     "parens": lambda p, *_: _node("parens", None, [p[1]], p),
 }

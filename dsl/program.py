@@ -103,6 +103,7 @@ def _elaborate(checker: Checker, roots: dict[str, Node], early: list[Problem]) -
     try:
         exprs = elaborate(checker, roots)
     except MaskSyntaxError as error:
+        # errors of declarations and of expressions are one report
         error = MaskSyntaxError(error.source, [*early, *error.problems], error.name)
         raise error from None
     if early:
@@ -119,8 +120,8 @@ def _unused(unused: list[str], checker: Checker) -> str:
             f"`{unused[0]}` is given and has no effect: the text passes it to `{definition.name}`, which does not use "
             f"its parameter `{param}`\n  use `{param}` in `def {definition.signature} = ...`, or remove both"
         )
-    open_ = [n for n in checker.used if n not in checker.known and "." not in n]
-    near = nearest(unused[0], open_)
+    # a name with a dot is a parameter of a definition without a call
+    near = nearest(unused[0], [n for n in checker.used if n not in checker.known and "." not in n])
     remedy = f"; the text says `{near}`: give it as {near}=..." if near else "; remove it"
     return f"{names} {verb} given but not used{remedy}"
 
@@ -139,12 +140,12 @@ def check_names(params: Iterable[str]) -> None:
 def entries_of(value: Any) -> Any:
     """The entries of a torch tensor as a numpy array, which shares its memory where it can; other values as they are.
     bfloat16 and float8, which numpy lacks, become float32."""
-    torch = sys.modules.get("torch")
+    torch = sys.modules.get("torch")  # importing torch takes seconds, and a tensor exists only if it is imported
     if torch is None or not isinstance(value, torch.Tensor):
         return value
     value = unwrapped(value)
     with outside_transforms():
-        value = value.detach().cpu().resolve_neg()
+        value = value.detach().cpu().resolve_neg()  # a tensor with the negative bit has no numpy array
         narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))
         return (value.float() if narrow else value).numpy()
 
@@ -164,7 +165,7 @@ def unwrapped(value: Any) -> Any:
     """The tensor with memory in what torch.func.grad and its like made of it; other values as they are."""
     torch = sys.modules.get("torch")
     levels = torch._C._functorch if torch and isinstance(value, torch.Tensor) else None
-    while levels and levels.is_functorch_wrapped_tensor(value):
+    while levels and levels.is_functorch_wrapped_tensor(value):  # transforms nest, a wrapper for each
         if levels.is_batchedtensor(value):
             raise ParameterError(
                 "a tensor that torch.vmap maps has no entries to read\n"
@@ -176,7 +177,7 @@ def unwrapped(value: Any) -> Any:
 
 def type_of(name: str, value: Any) -> tuple[int, Type]:
     """(rank, type) of a Python number or an array; rank 0 is a scalar."""
-    if isinstance(value, bool | np.bool_):
+    if isinstance(value, bool | np.bool_):  # bool first: True is an int of Python
         return 0, BOOL
     if isinstance(value, int | np.integer):
         if not -(2**63) <= int(value) < 2**63:
@@ -234,7 +235,7 @@ class _StatementReader:
                 self.param(s)
             else:
                 self.root(s, kind, roots)
-        if not roots and not self.problems:
+        if not roots and not self.problems:  # a statement with an error is no root: its error says enough
             end = len(self.text.rstrip())
             message, remedy = "there is no mask and no score here", "end with an expression, or `mask = ...`"
             raise MaskSyntaxError(self.text, [Problem(message, Span(end, end), remedy)], self.name)

@@ -47,11 +47,10 @@ def interval_of(e: Expr, args: list[Interval]) -> Interval:
     if e.op == "neg":
         return _minus(args[0])
     if e.op == "mul":
-        return _square(args[0]) if e.args[0] is e.args[1] else _product(args[0], args[1])
+        return _square(args[0]) if e.args[0] is e.args[1] else _product(args[0], args[1])  # x * x is never below 0
     if e.op == "abs":
         lo, hi = args[0]
-        ends = None if lo is None or hi is None else max(abs(lo), abs(hi))
-        return (lo if lo is not None and lo > 0 else 0, ends)
+        return (lo if lo is not None and lo > 0 else 0, None if lo is None or hi is None else max(abs(lo), abs(hi)))
     if e.op in ("min", "max"):
         return _extreme(e.op, args[0], args[1])
     if e.op == "where":
@@ -63,6 +62,7 @@ def interval_of(e: Expr, args: list[Interval]) -> Interval:
     if e.op == "sign":
         lo, hi = args[0]
         return (1 if lo and lo > 0 else 0 if lo == 0 else -1, -1 if hi is not None and hi < 0 else 1)
+    # bits of an operand without a sign bound those of the result
     if e.op == "bitand" and any(a[0] is not None and a[0] >= 0 for a in args):
         return (0, min((a[1] for a in args if a[0] is not None and a[0] >= 0 and a[1] is not None), default=None))
     if e.op == "wrap" and e.args[1].op == "lit" and e.args[1].name >= 1:
@@ -88,14 +88,14 @@ def _product(a: Interval, b: Interval) -> Interval:
     if None not in (*a, *b):
         corners = [s * t for s in a for t in b]  # type: ignore[operator]
         return (min(corners), max(corners))
+    # with an end missing, only the signs are known
     nonnegative = all(i[0] is not None and i[0] >= 0 for i in (a, b))
     return (a[0] * b[0], None) if nonnegative else UNKNOWN  # type: ignore[operator]
 
 
 def _square(a: Interval) -> Interval:
     lo, hi = a
-    ends = None if lo is None or hi is None else max(lo * lo, hi * hi)
-    return (lo * lo if lo is not None and lo > 0 else 0, ends)
+    return (lo * lo if lo is not None and lo > 0 else 0, None if lo is None or hi is None else max(lo * lo, hi * hi))
 
 
 def _extreme(op: str, a: Interval, b: Interval) -> Interval:
@@ -134,12 +134,15 @@ def magnitude(e: Expr, args: list[float], limits: Mapping[str, float]) -> float:
     if e.op == "mod":  # of the sign of the divisor, and smaller
         return args[1]
     if e.op in ("floordiv", "shr") and e.args[1].op == "lit":
+        # rounding to minus infinity moves a negative quotient away from 0
         return args[0] / (max(args[1], 1) if e.op == "floordiv" else 2.0 ** min(args[1], 63)) + 1
     if e.op == "pow":
+        # the power itself may overflow a float; past 64 bits the size does not matter
         return float(args[0] ** args[1]) if args[0] <= 1 or args[1] * np.log2(args[0]) < 64 else 2.0**64
     if e.op == "shl":
         return float(args[0] * 2.0 ** min(args[1], 63))
     if e.op in ("bitand", "bitor", "bitxor", "bitnot"):
+        # the result may have any bit up to the largest operand's
         return float(2.0 ** np.ceil(np.log2(max(args) + 1)) - 1)
     if e.op == "wrap":
         return 2.0 ** ((min(e.args[1].name, 64) if e.args[1].op == "lit" else 64) - 1) - 1
@@ -179,10 +182,12 @@ class Widths:
             return e
         if e.op in RING:  # of sums and products, the outermost alone is reduced
             outer = [a.args[0] if a.op == "wrap" and a.args[1].name >= info.bits else a for a in e.args]
+            # the count of a shift and an exponent are no part of the ring: all their bits matter
             outer[1:] = e.args[1:] if e.op in ("shl", "pow") else outer[1:]
             e = ir.rebuild(e, tuple(outer))
         if e.op in RING or info.min < 0:
             e = build("wrap", e, lit(info.bits if info.min < 0 else 64))
+        # an unsigned dtype has no sign to extend: the bits above its largest value are cut off
         e = e if info.min < 0 else build("bitand", e, lit(int(info.max)))
         self.ends[e, MAX_POSITION] = self.ends[e, MAX_SCALED_POSITION] = int(info.min), int(info.max)
         return e

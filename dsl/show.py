@@ -80,7 +80,7 @@ class _Printer:
         self.bound: dict[int, str] = {}
         for height in sorted(heights):
             name = "j" if height == 0 else f"j{height}"
-            while name in free:
+            while name in free:  # the variable of a reduction would hide a parameter
                 name += "_"
             self.bound[height] = name
 
@@ -89,6 +89,7 @@ class _Printer:
         out: list[str] = []
         at = 0
         places: list[tuple[Span, Expr]] = []
+        # a list, as texts may nest deeper than the stack of Python
         stack: list[Piece | tuple[int, Expr, None]] = [(self.root, THEN)]
         while stack:
             piece = stack.pop()
@@ -115,6 +116,7 @@ class _Printer:
         if op in ("var", "param"):
             return ATOM, [str(e.name)]
         if op == "bound":
+            # a part of a reduction that is printed alone has a variable that nothing binds
             return ATOM, [self.bound.get(e.name, str(e.name))]
         if op == "call":
             return self.call(e)
@@ -158,8 +160,8 @@ class _Printer:
             args = self.joined(args)
         if e.op == "pow":
             return level, [(args[0], ATOM), " ** ", (args[1], UNARY)]
-        first = level + 1 if level == COMPARE or e.op in ("and", "or") else level
-        out: list[Piece] = [(args[0], first)]
+        # `a < b < c` would read as a chain, and `a & b & c` as one node: such operands take parentheses
+        out: list[Piece] = [(args[0], level + 1 if level == COMPARE or e.op in ("and", "or") else level)]
         for a in args[1:]:
             out += [f" {sign} ", (a, level + 1)]
         return level, out
@@ -192,6 +194,7 @@ class _Printer:
         x, y = args
         if x.op != "float":
             return x, self.plain(y)
+        # one of two conversions has to stay, to say that the type is Float
         return (x, self.plain(y)) if y.op == "float" else (self.plain(x), y)
 
     def power(self, x: Expr, y: Expr) -> tuple[Expr, ...]:

@@ -38,7 +38,7 @@ def modular(*roots: Expr) -> frozenset[Expr]:
     exact = set(roots)
     for e in reversed(order):  # users before their arguments
         for i, a in enumerate(e.args):
-            exponent = i == 1 and e.op in ("shl", "pow", "wrap")
+            exponent = i == 1 and e.op in ("shl", "pow", "wrap")  # all bits of it matter, not the low 64 alone
             if exponent or not (e.op == "wrap" or (e not in exact and (e.op in RING or (e.op == "where" and i)))):
                 exact.add(a)
     return frozenset(e for e in order if e.op in RING and e not in exact)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.evaluate import OPERATORS, evaluate, unrolled
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import SIZES, Expr
 from frisket.dsl.types import FLOAT
 
 from .derive import derivatives
@@ -35,9 +35,8 @@ def exactly(x: Any) -> Array:
 
 
 def coordinates(
-    batch: int, heads: int, q_len: int, kv_len: int, origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0),
-    sizes: tuple[int, int, int, int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    batch: int, heads: int, q_len: int, kv_len: int, origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None
+) -> dict[str, Any]:
     """Values of `b h q k B H Q_LEN KV_LEN` over a crop, shaped to broadcast as [batch, heads, q, k].
 
     The q and k entries of `origin` may be vectors with one entry per batch.
@@ -50,11 +49,10 @@ def coordinates(
         shape[axis] = n
         return np.asarray(start, np.int64).reshape(-1, 1, 1, 1) + np.arange(n).reshape(shape)
 
-    names = ("B", "H", "Q_LEN", "KV_LEN")
     return {
         "b": along(b0, batch, 0), "h": along(h0, heads, 1),
         "q": along(q0, q_len, 2), "k": along(k0, kv_len, 3),
-        **dict(zip(names, full, strict=True)),
+        **dict(zip(SIZES, full, strict=True)),
     }  # fmt: skip
 
 
@@ -100,9 +98,9 @@ def _rows(
         m = scores(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape))
     m = np.where(seen, m, m.dtype.type(-np.inf))
     top = m.max(axis=-1, initial=-np.inf)
-    shift = _finite(np.maximum(top, sink))
+    shift = _finite(np.maximum(top, sink))  # a row that sees nothing: -inf - -inf is NaN
     p = np.exp(m - shift[..., None])
-    total = p.sum(axis=-1) + np.exp(np.where(sink == shift, 0, sink - shift))
+    total = p.sum(axis=-1) + np.exp(np.where(sink == shift, 0, sink - shift))  # so is inf - inf, of an infinite sink
     lse = np.log(total) + shift
     if "lse" in stored:
         p = np.exp(m - _finite(lse)[..., None])
@@ -111,6 +109,7 @@ def _rows(
     drop = np.ones(shape, p.dtype)
     if keep_mask is not None:
         survives = np.broadcast_to(evaluate(keep_mask, env, tables), shape)
+        # kernels have the rate as a float32
         drop = np.where(survives, 1 / (1 - p.dtype.type(np.float32(rate))), p.dtype.type(0))
     return _DenseRows(env, p, drop, top, lse)
 
@@ -205,6 +204,7 @@ def gradients(
             shape = np.shape(tables[g.source])
             into = grads["dtables"].setdefault(g.source, np.zeros(shape, parts.dtype))
             at = [np.clip(evaluate(e, rows.env, tables), 0, n - 1) for e, n in zip(g.index, shape, strict=True)]
+            # an entry may be read at several positions, which `+=` would add once
             np.add.at(into, tuple(np.broadcast_to(i, parts.shape) for i in at), parts)
         return grads
 

@@ -147,6 +147,7 @@ def _cotangents(score: Expr) -> dict[Expr, Expr]:
     differentiable = _differentiable(order)
     at: dict[Expr, tuple[Expr, Expr]] = {score: (TRUE, _ONE)} if score in differentiable else {}
     for node in reversed(order):
+        # the index of a lookup is of Ints, which have no derivative
         if node not in at or not node.args or node.op == "lookup":
             continue
         when, value = at[node]
@@ -192,6 +193,7 @@ Row = Callable[..., tuple[Part, ...]]
 def _quotient(c: Expr, y: Expr) -> Expr:
     """The derivative c / y of a quotient; the two literals of `50 * tanh(score / 50)` cancel, Int ones too."""
     number = y.args[0] if y.op == "float" else y
+    # c * y / y is NaN where y is 0 or infinite
     if c.op == "mul" and number.op == "lit" and y in c.args and number.name and math.isfinite(number.name):
         return c.args[0] if c.args[1] is y else c.args[1]
     return c / y
@@ -243,7 +245,7 @@ DERIVATIVES: dict[str, Row] = {
     "sqrt": lambda c, out, x: (c / (2.0 * out),),
     "rsqrt": lambda c, out, x: (c * (-0.5 * (out * out * out)),),
     "erf": lambda c, out, x: (c * (2.0 / math.sqrt(math.pi) * function("exp", -(x * x))),),
-}  # fmt: skip
+}
 # Float operators whose derivative is 0 or that take no Float.
 FLAT = frozenset({"sign", "float", "random"})
 
@@ -266,7 +268,8 @@ def over(index: tuple[Expr, ...]) -> Over:
     for e in walk(*index):
         forms[e] = _polynomial(e, forms)
         coordinates = frozenset({e.name} & {"q", "k", "score"}) if e.op == "var" else _together(e.args, known)
-        if _whole(e) and forms[e] != {(e,): 1}:
+        if _whole(e) and forms[e] != {(e,): 1}:  # past _MOST products the form is the node alone, and tells nothing
+            # both are sound: the polynomial may cancel a coordinate, the operands may read fewer
             coordinates = min(coordinates, _moves(forms[e], known), key=len)
         elif e.op in COMPARISONS and e.args[0].type is INT:
             coordinates = min(coordinates, _moves(_sum(forms[e.args[0]], forms[e.args[1]], -1), known), key=len)
@@ -290,6 +293,7 @@ def alone(entry: Expr) -> str | None:
     for e in walk(entry):
         forms[e] = _polynomial(e, forms)
     polynomial = forms[entry]
+    # an atom other than a bare coordinate may have one value at two of them
     moving = [p for p in polynomial if any(e.op == "lookup" or uses(e) & {*COORDINATES, "score"} for e in walk(*p))]
     return (
         str(moving[0][0].name) if moving in [[(var(n),)] for n in COORDINATES] and polynomial[moving[0]] == 1 else None
@@ -316,7 +320,7 @@ def _polynomial(e: Expr, forms: dict[Expr, Polynomial]) -> Polynomial:
     if not _whole(e):
         return alone
     parts = [forms[a] for a in e.args]
-    if e.op == "mul" and len(parts[0]) * len(parts[1]) > _MOST:
+    if e.op == "mul" and len(parts[0]) * len(parts[1]) > _MOST:  # before the work of so many products
         return alone
     if e.op == "neg":
         return _sum({}, parts[0], -1)
@@ -336,6 +340,7 @@ def _product(one: Polynomial, two: Polynomial) -> Polynomial:
     total: Polynomial = {}
     for p, f in one.items():
         for r, g in two.items():
+            # by id: any order makes equal products equal, and ids compare fastest
             total = _sum(total, {tuple(sorted((*p, *r), key=id)): f * g}, 1)
     return total
 
@@ -346,6 +351,7 @@ def _moves(form: Polynomial, known: dict[Expr, frozenset[str]]) -> frozenset[str
     steps: dict[tuple[Expr, ...], dict[str, int]] = {}
     for product, factor in form.items():
         places = [i for i, e in enumerate(product) if e.op == "var" and e.name in ("q", "k")]
+        # a product of several positions moves with each of them
         if len(places) == 1:
             (at,) = places
             steps.setdefault(product[:at] + product[at + 1 :], {})[product[at].name] = factor

@@ -85,6 +85,7 @@ def source(c: Compilation) -> str:
     return c.kernel[0]
 
 
+# a stage is a function here, so that each can be asked for without the later ones
 PIPELINE: tuple[Callable[[Compilation], Any], ...] = (expr, simplified, facts, layout, plan, target, source)
 
 
@@ -151,6 +152,7 @@ class Stages:
             lines = [f"{t.backend}: {_launch(t)}"]
             if self.awaits:
                 lines[0] += f", until the kernel of {self.awaits} is compiled"
+            # kernels of gradients may have tiles different from those of the forward
             lines += [f"    {n}: {_launch(part)}" for n in ("dq", "dkv", "dv") if (part := getattr(t, n))]
             return "\n".join(lines)
         shown = str(getattr(self, name))

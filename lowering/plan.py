@@ -40,7 +40,7 @@ RUN_LIMIT = 1 << 28  # past every position that is compared with the ends of run
 
 def whole(origin: Origin, lengths: Sizes) -> Sizes:
     """The sizes of the whole problem when none are given: the problem ends where the call does."""
-    b, h, q, k = (x if type(x) is int else int(np.max(x)) for x in origin)
+    b, h, q, k = (x if type(x) is int else int(np.max(x)) for x in origin)  # a plain number needs no array
     return b + lengths[0], h + lengths[1], q + lengths[2], k + lengths[3]
 
 
@@ -131,6 +131,7 @@ class LoopPlan:
 
     def holding(self, limits: Mapping[str, float]) -> LoopPlan:
         """The plan for slots and tables with Ints up to `limits`: in 64 bits, if mask or score may leave 32."""
+        # dropout draws from 32-bit words, whatever the width
         parts = [e for e in (self.mask, self.score, self.weight) if e is not None]
         if self.int64 or needs_int64(parts, limits, np.inf):
             return replace(self, int64=True)
@@ -156,6 +157,7 @@ class LoopPlan:
             lines.append("bounds   read from the span table")
         else:
             for name in ("first", "full_first", "full_last", "last"):
+                # the 1 of `first = q0 - s0 + 1` has to be read as a strict bound
                 lines.append(f"{name:10} = {show(getattr(self.bounds, name), self._names())}")
         lines.append(f"guard    {'a row may be empty: -inf is checked' if self.guard else 'no row is empty'}")
         lines += [f"slot     {s.name} = {s.value if s.source is None else s.source}" for s in self.slots]
@@ -290,8 +292,7 @@ def make_plan(
     if ours:  # operands that only names tell apart: in an order that names do not decide
         parts, formulas = ([simplify(renamed(e, ours)) for e in group] for group in (parts, formulas))
     names = _Names({new: name for name, new in ours.items()})
-    lifted = [names.lift(e) for e in parts] + [names.lift(e, units=False) for e in formulas]
-    exprs = iter(lifted)
+    exprs = iter([names.lift(e) for e in parts] + [names.lift(e, units=False) for e in formulas])
     new_mask = next(exprs) if mask is not None else None
     new_score = next(exprs) if score is not None else None
     new_bounds = Bounds(*exprs) if bounds is not None else None
@@ -359,8 +360,7 @@ class _Names:
         ends = ends_of(mask, axis, facts if reach < RUN_LIMIT else frozenset())
         if ends is None:
             return None
-        parts = [e for e in (ends.first, ends.last) if e is not None]
-        if not wide and needs_int64(parts, limits):
+        if not wide and needs_int64([e for e in (ends.first, ends.last) if e is not None], limits):
             return None
         first, last = (None if e is None else self.lift(e, units=False) for e in (ends.first, ends.last))
         return Ends(first, last, self.lift(ends.asks), self.lift(ends.rest))
@@ -538,7 +538,7 @@ def records(runs: Runs, slices: int, rows: int) -> tuple[NDArray[np.int32], NDAr
     firsts = np.flatnonzero(opens)
     lasts = np.append(firsts[1:], n)[: len(firsts)] - 1
     lo, hi = runs.start[firsts], runs.stop[lasts]
-    full_lo, full_hi = hi.copy(), hi.copy()
+    full_lo, full_hi = hi.copy(), hi.copy()  # without a full run the full part is empty, at the end
     full = runs.kind == FULL
     full_lo[record[full]], full_hi[record[full]] = runs.start[full], runs.stop[full]
     owner = line[firsts]
@@ -571,5 +571,5 @@ def share(bounds: Array, count: Array, slice_of: Array) -> Spans:
         if len(seen) < len(bounds):
             first = np.array([int(np.argmax(place == i)) for i in range(len(seen))])
             bounds, count, slice_of = bounds[first], count[first], place[slice_of]
-    bounds, count = (np.ascontiguousarray(x, np.int32) for x in (bounds, count))
+    bounds, count = (np.ascontiguousarray(x, np.int32) for x in (bounds, count))  # kernels read both by pointer
     return Spans(bounds, count, slice_of.astype(np.int32))

@@ -38,6 +38,7 @@ class Array:
     ) -> None:  # fmt: skip
         self.shape, self._element, self._known = shape, element, known
         self.source, self.pieces = source, pieces
+        # elements are read again by each user: a chain of squares would double at every link
         self._seen: dict[Indices, Expr] = {}
         self._values: Any = None
 
@@ -87,14 +88,14 @@ def unwrapped(e: Expr, n: int) -> Expr:
 
 def _inside(e: Expr, n: int) -> Expr:
     """The index clamped to 0..n-1, or the index itself where it is inside already."""
-    if e.op == "bound" or (e.op == "lit" and 0 <= e.name < n):
+    if e.op == "bound" or (e.op == "lit" and 0 <= e.name < n):  # the variable of a reduction stays on its axis
         return e
     return build("min", build("max", e, ZERO), lit(n - 1))
 
 
 def _start(start: Expr, size: int, n: int) -> Expr:
     """The start of a window of `size` on an axis of n."""
-    if size == 1:
+    if size == 1:  # an index, and lookups clamp
         return unwrapped(start, n)
     return ZERO if size == n else _inside(unwrapped(start, n), n - size + 1)
 
@@ -132,7 +133,7 @@ def _reshape(p: Mapping[str, Any], x: Array, *_: Array) -> Element:
     new = p["new_sizes"]
 
     def element(i: Indices) -> Expr:
-        if only_units(x.shape, new):
+        if only_units(x.shape, new):  # the common case: indices pass without quotients and remainders
             rest = iter([e for e, n in zip(i, new, strict=True) if n != 1])
             return x.at(tuple(ZERO if n == 1 else next(rest) for n in x.shape))
         flat = ZERO
@@ -195,6 +196,7 @@ def _pieces(i: Expr, ends: Sequence[int], piece: Callable[[int, int], Expr]) -> 
     """The element at index i of an array in pieces; `piece(p, start)` reads piece p, which begins at start."""
     starts = [0, *ends[:-1]]
     if i.op == "lit":
+        # JAX clamps an index past the end
         p = next((p for p, end in enumerate(ends) if i.name < end), len(ends) - 1)
         return piece(p, starts[p])
     out = piece(len(ends) - 1, starts[-1])
@@ -305,8 +307,7 @@ class Reductions:
 
     def reduce(self, kind: str) -> Callable[..., Element]:
         def meaning(p: Mapping[str, Any], x: Array) -> Element:
-            probe = x.at((ZERO,) * len(x.shape))
-            if (kind in ("any", "all")) != (probe.type is BOOL):
+            if (kind in ("any", "all")) != (x.at((ZERO,) * len(x.shape)).type is BOOL):
                 raise Refused("a bitwise reduction of integers, or a largest Bool; use jnp.any or jnp.all")
             return self.over(kind, p["axes"], x)
 
@@ -358,6 +359,7 @@ def _first(op: str) -> Callable[..., Element]:
                 conditions = elements if op == "gt" else [~e for e in elements]
                 out = ZERO
                 for j, e in reversed(list(enumerate(conditions))):
+                    # the default of jnp.select is a condition that always holds
                     out = lit(j) if e is TRUE else build("where", e, lit(j), out)
                 return out
             place, best = ZERO, elements[0]

@@ -60,7 +60,7 @@ class Reader:
         """A captured array, or an array that the function made of numbers."""
         import jax
 
-        traced = isinstance(value, jax.core.Tracer)
+        traced = isinstance(value, jax.core.Tracer)  # a traced array has no entries to compare
         for name, array in self.names:
             if array is value:
                 self.naming(name, array)  # before what is made of it
@@ -81,6 +81,7 @@ class Reader:
         def element(i: tuple[Expr, ...]) -> Expr:
             name = self.naming(source or "table", array)
             self.shapes[name] = shape
+            # entries bound the values; a traced array has none to read
             if self.widths is not None and known is not None:
                 self.widths.values[name] = array
             return ir.lookup(name, i, type) if shape else ir.param(name, type)
@@ -94,13 +95,13 @@ class Reader:
         env: dict[Any, Array] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
         def read(v: Any) -> Array:
-            return _literal(v) if hasattr(v, "val") else env[v]
+            return _literal(v) if hasattr(v, "val") else env[v]  # a literal of a jaxpr is no variable
 
         for eqn in jaxpr.eqns:
             try:
                 out = self.equation(eqn, [read(v) for v in eqn.invars])
             except Refused as error:
-                if not outermost:
+                if not outermost:  # inner equations may be jnp's: the outermost one has the user's line
                     raise
                 raise TraceError(f"{error}\n  {_place(eqn)}".rstrip()) from None
             env.update(zip(eqn.outvars, out, strict=True))
@@ -109,6 +110,7 @@ class Reader:
     def equation(self, eqn: Any, inputs: list[Array]) -> list[Array]:
         name = eqn.primitive.name
         known = (bool(inputs) or name == "iota") and all(x.is_known for x in inputs)
+        # a loop over captured arrays alone is computed by JAX itself
         if name in REASONS and not (known and name == "while"):
             raise Refused(REASONS[name])
         if name in MANY and not known:
@@ -120,7 +122,7 @@ class Reader:
         try:
             element = self.element(eqn, inputs)
         except Refused:
-            if known:
+            if known:  # JAX computes what the language cannot say
                 return self.computed(eqn, inputs)
             raise
         values = partial(_compute, eqn, inputs) if known else None
@@ -134,7 +136,7 @@ class Reader:
             raise Refused(f"`{name}` of positions has no counterpart in the language")
         meaning = partial(SCALARS[name], eqn)
         for v in eqn.invars:
-            type_of(v.aval.dtype)
+            type_of(v.aval.dtype)  # a dtype without a counterpart is refused here, at its equation
         if len(inputs) > 0 and not eqn.outvars[0].aval.shape:
             e = self.result(eqn, meaning(*(x.at() for x in inputs)))
             return lambda _: e
@@ -236,10 +238,9 @@ def _number(value: Any, dtype: Any) -> Array:
 
 def _called(eqn: Any) -> Any:
     """The inner jaxpr of jit, custom_jvp_call, remat and similar equations; nothing for other equations."""
-    if eqn.primitive.name in ("scan", "while"):
+    if eqn.primitive.name in ("scan", "while"):  # their bodies run many times
         return None
-    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    return next((eqn.params[n] for n in names if n in eqn.params), None)
+    return next((eqn.params[n] for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if n in eqn.params), None)
 
 
 ONCE = frozenset({"dot_general", "rev"})
@@ -250,8 +251,7 @@ def _computed_once(eqn: Any) -> bool:
     name = eqn.primitive.name
     old = tuple(eqn.invars[0].aval.shape) if eqn.invars else ()
     if name == "slice":
-        new = eqn.outvars[0].aval.shape
-        return any(n not in (1, m) for n, m in zip(new, old, strict=True))
+        return any(n not in (1, m) for n, m in zip(eqn.outvars[0].aval.shape, old, strict=True))
     if name == "reshape":
         return not only_units(old, eqn.outvars[0].aval.shape)
     if name in ("concatenate", "stack"):  # captured scalars beside one another stay parameters
@@ -264,7 +264,7 @@ def _compute(eqn: Any, inputs: Sequence[Array], every: bool = False) -> Any:
 
     values = [x.values() for x in inputs]
     arrays = [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(values, eqn.invars, strict=True)]
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval():  # else an outer jax.jit would trace it
         out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     results = list(out) if eqn.primitive.multiple_results else [out]
     return results if every else results[0]
@@ -298,7 +298,7 @@ def _place(eqn: Any) -> str:
 
 
 def _power(x: Expr, y: Expr) -> Expr:
-    if x is lit(2):
+    if x is lit(2):  # the shift is exact, a power of Floats is not
         return build("shl", ir.ONE, y)
     raise Refused("an integer to a power that varies; make one of them a float, or write `2 ** x`")
 
@@ -327,7 +327,7 @@ def patterns(wide: bool) -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callabl
     for (where, type, count, meant), whole in product(WRITTEN, ("int32", "int64")[: 1 + wide]):
         module, name = where.split(".")
         function = getattr(getattr(jax, module), name)
-        if name == "gelu":
+        if name == "gelu":  # jax.nn.gelu approximates by tanh unless told not to
             function = partial(function, approximate=False)
         kind = argument((), whole if type is INT else "float32")
         closed = jax.make_jaxpr(function)(*[kind] * count)
@@ -391,7 +391,7 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
     import jax
 
     exprs = [s.expr for s in (*args, *keywords.values())]
-    whole = str(jax.dtypes.canonicalize_dtype(np.int64))
+    whole = str(jax.dtypes.canonicalize_dtype(np.int64))  # int64 exists only under jax_enable_x64
     kinds = [argument((), "float32" if e.type is FLOAT else whole) for e in exprs]
 
     def flat(*xs: Any) -> Any:
@@ -410,8 +410,7 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
         raise TraceError(f"the function returns an array ({size}); return one number or Bool: index or reduce it")
     arrays = [(n, x) for n, x, _ in reached(fn) if n and hasattr(x, "shape") and hasattr(x, "dtype")]
     reader = Reader(naming, arrays, replaced, Widths({}))
-    consts = [reader.constant(c) for c in closed.consts]
-    (out,) = reader.run(closed.jaxpr, consts, [scalar(e) for e in exprs])
+    (out,) = reader.run(closed.jaxpr, [reader.constant(c) for c in closed.consts], [scalar(e) for e in exprs])
     return Symbol(out.at())
 
 

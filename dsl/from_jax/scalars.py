@@ -99,7 +99,7 @@ def _unsigned(eqn: Equation) -> bool:
 def _div(eqn: Equation, x: Expr, y: Expr) -> Expr:
     if x.type is FLOAT:
         return build("div", x, y)
-    if _unsigned(eqn):
+    if _unsigned(eqn):  # without signs, rounding down is rounding towards zero
         return x // y
     return build("sign", x) * build("sign", y) * (abs(x) // abs(y))  # towards zero
 
@@ -125,7 +125,7 @@ def _pow(_: Equation, x: Expr, y: Expr) -> Expr:
 
 def _shift_right_logical(eqn: Equation, x: Expr, y: Expr) -> Expr:
     bits = eqn.invars[0].aval.dtype.itemsize * 8
-    if bits == 64:
+    if bits == 64:  # 1 << 64 leaves 64 bits: the sign's copies are masked off after the shift
         return (x >> y) & build("wrap", (ir.ONE << 64 - y) - 1, lit(64))
     return build("shr", x if _unsigned(eqn) else x % (1 << bits), y)
 

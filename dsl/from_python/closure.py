@@ -102,7 +102,7 @@ def read_again(name: str, paths: tuple[Path, ...]) -> Any:
 def paths_to(fn: Any, arrays: Iterable[Any]) -> dict[int, tuple[Path, ...]]:
     """The paths to arrays, by their ids: those by names that the code reads, else the first one by any names. An array
     that cannot be reached is missing."""
-    fn = getattr(fn, "_torchdynamo_orig_callable", fn)
+    fn = getattr(fn, "_torchdynamo_orig_callable", fn)  # torch.compile wraps a function
     ids = {id(x) for x in arrays}
     paths: dict[int, list[Path]] = {}
     for called in ((), CALLED) if ids else ():  # modules that the code calls read more names; one that it reads may not
@@ -132,7 +132,7 @@ def reached(fn: Any, deepest: int = DEEPEST, names: Collection[str] | None = Non
     waiting = deque([("", fn, Path(fn), 0)])
     while waiting and len(seen) < MOST:
         name, value, path, depth = waiting.popleft()
-        is_array = hasattr(type(value), "dtype")
+        is_array = hasattr(type(value), "dtype")  # of the type: asking the object may run its `__getattr__`
         if id(value) in seen:
             if is_array and names is not None:
                 yield name, value, path

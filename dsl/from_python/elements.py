@@ -63,6 +63,7 @@ def joined(op: str, x: Expr, y: Expr) -> Expr:
     if op == "pow":
         return _power(x, y)
     if op in ("floordiv", "mod") and x.type is FLOAT:
+        # `floor` is an Int here, and Python's `//` of floats a float
         quotient = to_float(build("floor", build("div", x, y)))
         return quotient if op == "floordiv" else x - y * quotient
     if op in ("shl", "shr") and x.type is FLOAT:
@@ -73,6 +74,6 @@ def joined(op: str, x: Expr, y: Expr) -> Expr:
 def _power(x: Expr, y: Expr) -> Expr:
     if x.type is FLOAT or (y.op == "lit" and y.name >= 0):
         return build("pow", x, y)
-    if x is lit(2):
+    if x is lit(2):  # exact, where a power of Floats is rounded
         return build("shl", ir.ONE, y)
     return build("pow", to_float(x), to_float(y))

@@ -45,7 +45,7 @@ UNARY: dict[str, Callable[[Expr], Expr]] = {
     "square": lambda x: joined("mul", number(x), number(x)),
     "reciprocal": lambda x: joined("div", lit(1.0), x),
     "expm1": lambda x: expm1(real(x)),
-    "isnan": lambda x: build("ne", real(x), real(x)),
+    "isnan": lambda x: build("ne", real(x), real(x)),  # NaN alone differs from itself
     "isfinite": lambda x: build("isfinite", real(x)),
 }
 
@@ -92,6 +92,7 @@ def array_function(func: Any, args: Any, kwargs: Any) -> Any:
 def element(array: Any) -> Type | None:
     """The type of an array's entries, None where they are no numbers of the language."""
     kind = array.dtype.kind
+    # numpy lists the dtypes of ml_dtypes as void
     return FLOAT if kind == "V" and array.dtype.name.startswith(("bfloat16", "float8")) else ELEMENT.get(kind)
 
 
@@ -111,7 +112,7 @@ class TracedTable:
 
     def __getitem__(self, key: Any) -> Any:
         keys = key if isinstance(key, tuple) else (key,)
-        if not any(isinstance(x, Symbol) for x in keys):
+        if not any(isinstance(x, Symbol) for x in keys):  # no position enters: numpy itself indexes
             return self._again(self.array[tuple(x.array if isinstance(x, TracedTable) else x for x in keys)])
         return indexed(self.symbol(), tuple(x.symbol() if isinstance(x, TracedTable) else x for x in keys))
 
@@ -134,8 +135,7 @@ class TracedTable:
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(x, Symbol) for x in args):
             return array_function(func, args, kwargs)
-        plain = [x.array if isinstance(x, TracedTable) else x for x in args]
-        return self._again(func(*plain, **kwargs))
+        return self._again(func(*[x.array if isinstance(x, TracedTable) else x for x in args], **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.array, name)
@@ -153,13 +153,13 @@ class TracedTable:
 def _forward(name: str) -> Any:
     def method(self: TracedTable, *others: Any) -> Any:
         if any(isinstance(o, Symbol) for o in others):
-            operand(self, f"`{name.strip('_')}`")
-        plain = [o.array if isinstance(o, TracedTable) else o for o in others]
-        return self._again(getattr(self.array, name)(*plain))
+            operand(self, f"`{name.strip('_')}`")  # raises: an array has to be indexed before it meets a position
+        return self._again(getattr(self.array, name)(*[o.array if isinstance(o, TracedTable) else o for o in others]))
 
     return method
 
 
+# Python looks operators up on the class, where `__getattr__` does not see them
 for _name in (*ARITHMETIC, *(f"r{n}" for n in ARITHMETIC), *COMPARISONS, "neg", "pos", "abs", "invert"):
     setattr(TracedTable, f"__{_name}__", _forward(f"__{_name}__"))
 

@@ -81,6 +81,7 @@ def symbol_of(value: Any) -> Symbol | None:
     if isinstance(value, Symbol):
         return value
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        # a longdouble's `item()` is a longdouble again
         value = float(value) if value.dtype.type is np.longdouble else value.item()
     if isinstance(value, bool | int | float):
         return Symbol(lit(value))
@@ -127,8 +128,7 @@ def aligned(symbols: Sequence[Symbol], label: str = "an operation") -> tuple[lis
         axes.append(new)
         for a, mapping in mine:
             mapping[a.bound] = new.bound if a.size == wide.size else ir.ZERO
-    exprs = [ir.substitute(s.expr, m) if m else s.expr for s, m in zip(symbols, moves)]
-    return exprs, tuple(reversed(axes))
+    return [ir.substitute(s.expr, m) if m else s.expr for s, m in zip(symbols, moves)], tuple(reversed(axes))
 
 
 def elementwise(make: Callable[..., Expr], *values: Any, label: str) -> Symbol:
@@ -166,6 +166,7 @@ def indexed(x: Symbol, key: Any) -> Symbol:
         elif isinstance(y, slice):
             start, stop, step = y.indices(old.size)
             n = len(range(start, stop, step))
+            # the whole axis stays the same: a reduction over it is printed with the table's extent
             new = old if n == old.size and step == 1 else axis(n)
             axes.append(new)
             moves[old.bound] = new.bound if new is old else build("add", build("mul", new.bound, lit(step)), lit(start))
@@ -205,7 +206,7 @@ def reduced(kind: str, x: Symbol, dim: Any = None, keepdim: bool = False) -> Sym
         e = truth(e)
     elif e.type is BOOL:
         e = number(e)
-    for i in sorted(chosen, reverse=True):
+    for i in sorted(chosen, reverse=True):  # the last axis becomes the innermost range, as arrays lie in memory
         e = _over(kind, x.axes[i], e)
     axes = (axis(1) if i in chosen else a for i, a in enumerate(x.axes) if keepdim or i not in chosen)
     return Symbol(e, tuple(axes))
@@ -243,8 +244,9 @@ class Symbol:
     """An Expr, or an array of Exprs, that computes like a number; `==` and `!=` build expressions too."""
 
     __slots__ = ("axes", "expr")
+    # `==` makes an expression, so a symbol cannot be a key
     __hash__ = None  # type: ignore[assignment]
-    __array_priority__ = 1000
+    __array_priority__ = 1000  # numpy's scalars leave operators to the symbol
 
     def __init__(self, expr: Expr, axes: tuple[Axis, ...] = ()) -> None:
         self.expr, self.axes = expr, axes
@@ -384,4 +386,4 @@ for _name, _op in ARITHMETIC.items():
     setattr(Symbol, f"__{_name}__", _method(_op))
     setattr(Symbol, f"__r{_name}__", _method(_op, swapped=True))
 for _name in COMPARISONS:
-    setattr(Symbol, f"__{_name}__", _method(_name))
+    setattr(Symbol, f"__{_name}__", _method(_name))  # as attributes of the class, where Python looks operators up

@@ -92,6 +92,7 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless
     named = {n for n, p in _signature(fn).items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     args = [s for p, s in symbols.items() if p not in named]
     keywords = {p: s for p, s in symbols.items() if p in named}
+    # a keyword in front of a free parameter would be filled a second time by place
     if isinstance(fn, functools.partial) and fn.keywords and not by_place:
         args, keywords = [], symbols
     tracer = _Tracer(read=None if valueless else {})
@@ -105,6 +106,7 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless
                 e = _result(fn, kind, call(*args, **keywords))
             e = Widths(tracer.tables, not valueless).wrapped(e)  # which reads entries: the trace must not see that
     except (TraceError, TypeError, IndexError, ValueError, AttributeError, RuntimeError, NotImplementedError) as error:
+        # the function uses JAX after all, which reads its own arrays: it is traced again
         if from_jax.raised_in_jax(error):
             tracer.tables.clear()
             e = _result(fn, kind, through_jaxpr())
@@ -249,8 +251,7 @@ class _Tracer:
     def copied(self, fn: Any) -> Any:
         """A copy of `fn` with every array it can reach replaced."""
         if isinstance(fn, functools.partial):
-            parameters = list(inspect.signature(fn.func).parameters)
-            args = [self.value(a, n) for a, n in zip(fn.args, parameters)]
+            args = [self.value(a, n) for a, n in zip(fn.args, list(inspect.signature(fn.func).parameters))]
             keywords = {n: self.value(v, n) for n, v in fn.keywords.items()}
             return functools.partial(self.copied(fn.func), *args, **keywords)
         if isinstance(fn, MethodType):
@@ -274,7 +275,7 @@ class _Tracer:
         scope = fn.__globals__ if library else dict(fn.__globals__)
         copy = FunctionType(fn.__code__, scope, fn.__name__, None, cells)
         vars(copy).update(vars(fn))
-        self.copies[id(fn)] = copy
+        self.copies[id(fn)] = copy  # before the cells are filled: functions may refer to each other
         self.originals.append(fn)
         for name in () if library else names_read(fn.__code__):
             if name in scope:
@@ -306,6 +307,7 @@ class _Tracer:
             )
             forward = TracedAutogradFunction(self.copied(cls.forward), cls)
             return forward if value is cls else forward.apply
+        # by exact type: constructors of subclasses, such as named tuples, take other arguments
         if type(value) in (list, tuple):
             return type(value)(self.value(v, name) for v in value)
         if type(value) is dict and all(isinstance(k, str) for k in value):

@@ -81,6 +81,7 @@ def instead(where: str, module: str) -> str:
     """The replacement for the words on a user's line, with the functions of `module`."""
     source = where.partition("\n")[2]
     replacements = [say for word, say in WORDS.items() if re.search(rf"\b{word}\b", source)]
+    # no dot before the word: np.min is no builtin
     replacements = replacements or [say for word, say in CALLS.items() if re.search(rf"(?<![\w.]){word}\(", source)]
     if not replacements and re.search(r"[<>]=?[^<>=]+[<>]=?", source) and not re.search(r"[&|]", source):
         replacements = [CHAIN]

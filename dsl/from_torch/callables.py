@@ -32,7 +32,7 @@ from frisket.dsl.errors import TraceError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.from_python.symbol import Symbol, context, handles, operand, table
 from frisket.dsl.from_python.user_line import fail, is_users, user_frame
-from frisket.dsl.ir import lit
+from frisket.dsl.ir import Named, lit
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
@@ -65,6 +65,7 @@ ATTRIBUTES = frozenset({"T", "mT"})
 def called(name: str, function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result of `function`, with an error for arguments it does not take."""
     try:
+        # torch's own code passes None for arguments that are left out
         return function(*args, **{n: v for n, v in kwargs.items() if v is not None})
     except TypeError as error:
         fail(f"`{name}`: {str(error).replace('<lambda>', name)}")
@@ -87,9 +88,8 @@ RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial poisson dropout "
     "alpha_dropout feature_dropout dropout1d dropout2d dropout3d rrelu manual_seed".split()
 )
-FACTORIES = {"zeros_like": "zeros", "ones_like": "ones", "full_like": "full", "empty_like": "empty",
-             "new_zeros": "zeros", "new_ones": "ones", "new_full": "full", "new_tensor": "tensor",
-             "new_empty": "empty"}  # fmt: skip
+_MADE = ("zeros", "ones", "full", "empty")
+FACTORIES = {f"{n}_like": n for n in _MADE} | {f"new_{n}": n for n in (*_MADE, "tensor")}
 # Computed at once where no position enters and nothing is learned: a mask does not go through a whole array again.
 WHOLE = frozenset("max min prod norm dot vdot inner matmul mv isin".split()) | frozenset(REDUCTIONS)
 ADVICE = {
@@ -106,9 +106,8 @@ class Front:
     trace looked at; None: tensors have no values."""
 
     def __init__(
-        self, naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str],
-        read: dict[int, Any] | None,
-    ) -> None:  # fmt: skip
+        self, naming: Callable[[str, Any], str], values: Named, wishes: Mapping[int, str], read: dict[int, Any] | None
+    ) -> None:
         self.torch = sys.modules["torch"]
         self.naming, self.values, self.wishes, self.read = naming, values, wishes, read
         self.constants: dict[int, Any] = {}  # tensors that the function made itself, by id
@@ -123,16 +122,17 @@ class Front:
         if not isinstance(value, self.torch.Tensor):
             return None
         if id(value) not in self.lifted:
-            self.lifted[id(value)] = value, self._symbol(value)
+            self.lifted[id(value)] = value, self._symbol(value)  # the tensor too, or its id could be used again
         return self.lifted[id(value)][1]
 
     def _symbol(self, value: Any) -> Symbol:
-        with self.torch._C.DisableTorchFunction():
+        with self.torch._C.DisableTorchFunction():  # looking at a tensor calls torch, which the mode would trace
             wish = self._wish(value)
             type_ = self._type(value, wish)
             shape = tuple(map(int, value.shape))  # one that is open in an exported program becomes this number there
             if not shape and id(value) in self.constants:
                 return Symbol(lit(_literal(value)))
+            # views of the same elements are one table; tensors of a graph have no address
             place = id(value) if self.read is None else value.data_ptr()
             key = (place, shape, value.stride(), value.dtype, value.requires_grad, value.is_neg())
             name = self.naming(wish, self.seen.setdefault(key, value))
@@ -191,6 +191,7 @@ class Front:
             tables = {n: entries_of(v) for n, v in self.values.items()}
             env = {**{f"axis {i}": g for i, g in enumerate(grid)}, **tables}
             array = np.broadcast_to(evaluate(ir.substitute(x.expr, names), env, tables), tuple(x.shape))
+            # a broadcast array is read-only, and torch warns of that
             return self.torch.from_numpy(array.copy()).to(self.dtype(x))
 
     def dtype(self, x: Symbol) -> Any:
@@ -228,18 +229,19 @@ class Front:
         if name in FACTORIES and symbols:
             return self.factory(name, args, kwargs)
         if name in ("tensor", "as_tensor") and symbols:
-            name = "stack" if isinstance(args[0], list | tuple) else "to"
+            name = "stack" if isinstance(args[0], list | tuple) else "to"  # torch.tensor([q, k]) of positions
         if self.read is None and name == "item" and captured:
             return self.lift(captured[0])  # a number of Python that a graph holds as a tensor
-        if name in CONVERSIONS and not symbols:
+        if name in CONVERSIONS and not symbols:  # Python wants a number, which no expression is
             return self.run(func, args, kwargs)
+        # torch.special and torch.linalg have the same functions under longer names
         name = name.strip("_").removeprefix("special_").removeprefix("linalg_")
         if symbols and name in METHODS:
             return called(name, METHODS[name], args, kwargs)
         if name == "detach" and symbols:
             return self.detach(symbols[0])
         if name in ("searchsorted", "bucketize") and symbols:
-            order = args if name == "searchsorted" else args[::-1]
+            order = args if name == "searchsorted" else args[::-1]  # bucketize takes the positions first
             return called(name, self.search, order, kwargs)
         if name in FUNCTIONS and (symbols or captured) and not self._at_once(name, inputs, args):
             return called(name, FUNCTIONS[name], args, kwargs)
@@ -412,9 +414,8 @@ def _mode() -> Any:
 
 @contextmanager
 def active(
-    naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str],
-    read: dict[int, Any] | None,
-) -> Iterator[None]:  # fmt: skip
+    naming: Callable[[str, Any], str], values: Named, wishes: Mapping[int, str], read: dict[int, Any] | None
+) -> Iterator[None]:
     """Trace torch's functions and captured tensors in this thread, whatever modes the user has on."""
     torch = sys.modules["torch"]
     if read is not None and torch.compiler.is_compiling():

@@ -119,7 +119,7 @@ def _sinc(x: Expr) -> Expr:
 
 def _signbit(x: Expr) -> Expr:
     """Whether a number is below 0, or -0.0."""
-    return build("or", x < 0.0, 1.0 / x < 0.0) if x.type is FLOAT else x < 0
+    return build("or", x < 0.0, 1.0 / x < 0.0) if x.type is FLOAT else x < 0  # -0.0 < 0 is false, and 1 / -0.0 is -inf
 
 
 ON_FLOAT: dict[str, Callable[[Expr], Expr]] = {
@@ -130,6 +130,7 @@ ON_FLOAT: dict[str, Callable[[Expr], Expr]] = {
     "expm1": expm1,
     "erfc": lambda x: 1.0 - build("erf", x),
     "reciprocal": lambda x: 1.0 / x,
+    # exp(x) - exp(-x) loses all digits near 0
     "sinh": lambda x: 0.5 * (expm1(x) + expm1(x) / (expm1(x) + 1.0)),
     "cosh": lambda x: 0.5 * (build("exp", x) + build("exp", -x)),
     "logit": lambda x: build("log", x / (1.0 - x)),
@@ -185,6 +186,7 @@ SWAPPED = {f"r{name}": op for name, op in {**ARITHMETIC, "div": "div"}.items()}
 def _two(op: str, swapped: bool = False) -> Function:
     def call(input: Any, other: Any = None, *, alpha: Any = 1, **names: Any) -> Symbol:
         other = next(iter(names.values())) if names else other  # `exponent=`
+        # a factor of 1 would stand in every text
         other = other if isinstance(alpha, int) and alpha == 1 else apply_binary("mul", other, alpha)
         return apply_binary(op, other, input) if swapped else apply_binary(op, input, other)
 
@@ -202,6 +204,7 @@ def _truncated(x: Expr, y: Expr) -> Expr:
     x, y = alike(number(x), number(y))
     if x.type is FLOAT:
         return to_float(build("int", x / y))
+    # the sign of a positive literal is no factor
     sign = build("sign", x) if y.op == "lit" and y.name > 0 else build("sign", x) * build("sign", y)
     return sign * (abs(x) // abs(y))
 
@@ -223,7 +226,7 @@ def fmod(input: Any, other: Any) -> Symbol:
 def _logaddexp(x: Expr, y: Expr) -> Expr:
     """log(exp(x) + exp(y)); at a tie, infinities too, each argument has half the derivative."""
     same = eq(x, y)
-    gap = where(same, 1.0, x - y)
+    gap = where(same, 1.0, x - y)  # inf - inf is NaN, and the branch that is not chosen reaches the derivatives
     unequal = where(x > y, x, y) + build("log1p", build("exp", -abs(gap)))
     return where(same, 0.5 * x + 0.5 * y + math.log(2.0), unequal)
 
@@ -390,6 +393,7 @@ def prod(input: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Symbol
     x = operand(input, "`prod`")
     if x.ndim == 0:
         return x
+    # every entry is a factor that kernels write out
     if (x.ndim > 1 and dim is None) or keepdim or x.shape[dim or 0] > 64:
         fail("`prod` is over one axis of at most 64 entries")
     return reduce(partial(apply_binary, "mul"), moveaxis(x, dim or 0, 0), Symbol(lit(1)))
@@ -423,8 +427,7 @@ def inner(input: Any, other: Any) -> Symbol:
 
 def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Symbol:
     x, y = operand(elements, "`isin`"), operand(test_elements, "`isin`")
-    flat = reshape(y, -1)
-    member = reduced("any", apply_binary("eq", x[..., None] if x.ndim else x, flat), -1)
+    member = reduced("any", apply_binary("eq", x[..., None] if x.ndim else x, reshape(y, -1)), -1)
     return ~member if invert else member
 
 
@@ -445,6 +448,7 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Symbol:
     parts, axes = aligned([operand(t, "`stack`") for t in tensors], "`stack`")
     for i in range(1, len(parts)):
         parts[0], parts[i] = alike(parts[0], parts[i])
+    # the second pass: a later part may have widened the type of the first
     parts = [alike(p, parts[0])[0] for p in parts]
     new, element = axis(len(parts)), parts[-1]
     for i in reversed(range(len(parts) - 1)):
@@ -461,8 +465,7 @@ def permute(input: Any, *dims: Any) -> Symbol:
 def moveaxis(input: Any, source: int, destination: int) -> Symbol:
     x = operand(input, "`moveaxis`")
     axes = list(x.axes)
-    source_axis = axes.pop(source)
-    axes.insert(destination % x.ndim, source_axis)
+    axes.insert(destination % x.ndim, axes.pop(source))
     return Symbol(x.expr, tuple(axes))
 
 

@@ -112,6 +112,7 @@ def clause_disjuncts(e: Expr) -> list[Conjunction] | None:
     than MAX_DISJUNCTS of them, or where `e` is `beyond`."""
     if beyond(e):
         return None
+    # before `or` is taken apart: limits of one target on one side are one clause
     clauses = read(e)
     if clauses is not None:
         return [clauses]
@@ -145,7 +146,7 @@ def _as_logic(e: Expr) -> Expr | None:
         return None if inner is None else simplify(negate(inner))
     if not is_int_comparison(e):
         return None
-    if e.op == "ne":
+    if e.op == "ne":  # a hole in a range is two ranges
         return disj(simplify(build("lt", *e.args)), simplify(build("gt", *e.args)))
     op, form = relation(e.op, *e.args)
     form = -form if op == "le" else form
@@ -173,11 +174,13 @@ def read(e: Expr) -> Conjunction | None:
         limits = [
             c for c in clauses or () if isinstance(c, Limit | Widest | Equal) and not isinstance(c.of, OnKeyFunction)
         ]
+        # ranges and digits of the key are counted by arithmetic, other conditions on it as a set
         return clauses if clauses is not None and len(limits) == len(clauses) else (Keys(e),)
     return clauses if clauses is not None or e.op in ("and", "or") else _on_distance(e)
 
 
 def _on_distance(e: Expr) -> Conjunction | None:
+    # with q written as d + k, a condition on the distance has no k left
     shifted = simplify(substitute(e, {var("q"): D + _K}))
     return None if "k" in depends(shifted) else (OnDistance(shifted),)
 
@@ -195,6 +198,7 @@ def _widest(parts: list[Conjunction | None]) -> Conjunction | None:
             limits.append(one)
         else:
             return None
+    # limits of several targets or sides have no widest one
     if len({(x.of, x.side) for x in limits}) != 1:
         return None
     return (Widest(limits[0].of, limits[0].side, tuple(x.f for x in limits), disj(*rows)),)
@@ -230,15 +234,14 @@ def _at_least(form: Linear) -> Conjunction | None:
     rest, key, both = _parts(form)
     if not both and not key.terms:
         return (QueryCondition(build("ge", write(rest), lit(0))),)
-    if not both and len(key.terms) > 1:
+    if not both and len(key.terms) > 1:  # a sum of functions of the key is itself one
         return (Limit(OnKeyFunction(write(key)), "low", write(-rest)),)
-    if len(both) + len(key.terms) > 1:
+    if len(both) + len(key.terms) > 1:  # two atoms that move with the key cannot be solved for either
         return None
     ((atom, factor),) = both or key.terms
-    # factor * atom + rest >= 0
-    return _limit(atom, "low", -linear(_over(rest, factor))) if factor > 0 else (
-        _limit(atom, "high", linear(_over(rest, -factor)))
-    )  # fmt: skip
+    if factor > 0:  # factor * atom + rest >= 0
+        return _limit(atom, "low", -linear(_over(rest, factor)))
+    return _limit(atom, "high", linear(_over(rest, -factor)))
 
 
 def _limit(atom: Expr, side: str, f: Linear) -> Conjunction | None:
@@ -262,7 +265,7 @@ def _zero(form: Linear) -> Conjunction | None:
     rest, key, both = _parts(form)
     if not both and not key.terms:
         return (QueryCondition(build("eq", write(rest), lit(0))),)
-    if not both and (len(key.terms) > 1 or abs(key.terms[0][1]) > 1):
+    if not both and (len(key.terms) > 1 or abs(key.terms[0][1]) > 1):  # with a factor, f may be no multiple of it
         return (Equal(OnKeyFunction(write(key)), write(-rest)),)
     if len(both) + len(key.terms) > 1 or (both and abs(both[0][1]) > 1):
         return None
@@ -283,6 +286,7 @@ def _residue(atom: Expr, f: Linear) -> Conjunction | None:
         return None
     n = atom.args[1]
     residue = f - rest if key.terms[0][1] > 0 else rest - f
+    # no key has a residue outside of 0..n - 1
     inside = simplify(conj(build("ge", write(f), lit(0)), build("lt", write(f), n)))
     return (
         *(() if inside is TRUE else (QueryCondition(inside),)),

@@ -83,7 +83,7 @@ class KeyInterval:
         return self.where(self.groups[of] == value)
 
     def where(self, rows: Array) -> KeyInterval:
-        return replace(self, hi=np.where(rows, self.hi, self.lo - 1))
+        return replace(self, hi=np.where(rows, self.hi, self.lo - 1))  # an empty range where the condition fails
 
     def both(self, other: KeyInterval) -> KeyInterval:
         out = replace(
@@ -132,6 +132,7 @@ class Rowwise:
         while start < self.q_len:
             stop = min(start + width, self.q_len)
             yield np.arange(self.q0 + start, self.q0 + stop)
+            # a witness is often among the first, and a large chunk costs less a query
             start, width = stop, min(4 * width, ROWS)
 
     def telling(self) -> Iterator[Array]:
@@ -166,7 +167,7 @@ class Rowwise:
         """The number of keys each query sees, int64 [queries]."""
         parts = self._parts(q)
         plain, rest = [p for p in parts if p.plain], [p for p in parts if not p.plain]
-        if len(rest) > _JOINT:
+        if len(rest) > _JOINT:  # inclusion and exclusion takes 2**n counts
             raise Beyond
         covered, gaps = self._union(plain, len(q))
         for n in range(1, len(rest) + 1):
@@ -185,7 +186,7 @@ class Rowwise:
         ends = [self._ends(p) for p in plain]
         first = np.stack([np.broadcast_to(lo, (n,)) for lo, _ in ends])
         last = np.stack([np.broadcast_to(hi, (n,)) for _, hi in ends])
-        if len(plain) > 1:
+        if len(plain) > 1:  # the sweep takes ranges by their first key
             order = np.argsort(first, axis=0)
             first, last = np.take_along_axis(first, order, 0), np.take_along_axis(last, order, 0)
         reach = np.concatenate([np.full((1, n), self.k0 - 1), np.maximum.accumulate(last, axis=0)])
@@ -216,7 +217,7 @@ class Rowwise:
                 pick = np.minimum if c.side == "low" else np.maximum
                 f = pick.reduce(np.broadcast_arrays(*(values[f] for f in c.fs)))
                 if c.rows is not FALSE:
-                    far = -(2**62) if c.side == "low" else 2**62
+                    far = -(2**62) if c.side == "low" else 2**62  # past every key, and sums with it fit 64 bits
                     f = np.where(values[c.rows], far, f)
                 part = self._limited(part, c.of, c.side, f)
             elif isinstance(c.of, KeyPosition):
@@ -261,15 +262,16 @@ class Rowwise:
     def _count(self, p: KeyInterval, q: Array) -> Array:
         if p.unequal:
             return self._count_unequal(p, q)
-        if not chained(p.digits):
+        if not chained(p.digits):  # `k % 2` and `k % 4` are no digits of one number
             p = _folded(p)
         if p.digits and (p.groups or p.keys or not chained(p.digits)):
             p = self._digits_spread(p)
         lo, hi = self._ends(p)
         if p.distances:
             if p.keys or p.groups or p.digits:
-                raise Beyond
+                raise Beyond  # a set of distances and a set of keys meet pair by pair
             sums, first = self._distance_sums(p.distances), self.q0 - self.k1
+            # an empty range ends at lo - 1, which may be past the sums
             return np.asarray(np.where(hi < lo, 0, sums[q - lo - first + 1] - sums[np.minimum(q - hi, q - lo) - first]))
         if p.groups:
             return self._grouped(p).count(list(p.groups.values()), lo - self.k0, hi - self.k0)
@@ -307,6 +309,7 @@ class Rowwise:
         if terms not in self._on_distance:
             d = np.arange(self.q0 - self.k1, self.q0 + self.q_len - self.k0)
             self.scope.spend(len(d) * sum(map(steps, terms)))
+            # sorted: a set of terms has another order in every process
             self._on_distance[terms] = _sums(self.scope.value(conj(*sorted(terms, key=str)), {**self.at, "d": d}), d)
         return self._on_distance[terms]
 
@@ -406,7 +409,7 @@ def pieces(
     if periodic is None:
         return None
     period, edges, signs = periodic
-    if period > min(_LONGEST, (stop - start) // 8):
+    if period > min(_LONGEST, (stop - start) // 8):  # too few periods to leave any out
         return None
     lines = {e: _Line(e, period, value) for e in {*edges, *signs, *map(lit, ends)}}
     crossings = [(lines[x], lines[y]) for x, y in combinations([*edges, *map(lit, ends)], 2)]
@@ -453,7 +456,7 @@ def _ends(disjuncts: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]] | 
             signs[form] = None
         read = _limits(clause)
         if read is None:
-            return None
+            return None  # a set of keys or of distances has no ends that repeat
         of, fs = read
         (edges if isinstance(of, KeyPosition) else turning).update(dict.fromkeys(fs))
         turn = turn if isinstance(of, KeyPosition) else math.lcm(turn, of.step * of.base)
@@ -461,9 +464,8 @@ def _ends(disjuncts: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]] | 
     if any(pair is None or (e in turning and pair[1]) for e, pair in known.items()):
         return None
     period = math.lcm(turn, *(pair[0] for pair in known.values() if pair is not None))
-    gains = [known[e] for e in edges]
     # the ends, too, are to come back to the same digits
-    again = [turn // math.gcd(turn, g[1] * (period // g[0])) for g in gains if g is not None]
+    again = [turn // math.gcd(turn, g[1] * (period // g[0])) for g in [known[e] for e in edges] if g is not None]
     period *= math.lcm(1, *again)
     return period, list(edges), list(signs)
 

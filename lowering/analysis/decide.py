@@ -62,7 +62,7 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
     for s in np.flatnonzero(~hidden):
         try:
             position = _first_by_row(mask, grid, scope, int(s))
-        except (Beyond, EvaluationError):
+        except (Beyond, EvaluationError):  # an end of a row may leave 64 bits where the mask itself does not
             position = _search(mask, {n: int(x[s]) for n, x in env.items()}, scope)
         if position is not None:
             return int(s), *position
@@ -105,7 +105,7 @@ def _search(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] 
     if (whole["q1"] - whole["q0"] + 1) * (whole["k1"] - whole["k0"] + 1) * steps(mask) <= _FEW:
         return _read(mask, whole, scope)
     stack = [np.array([[whole[n]] for n in ("q0", "q1", "k0", "k1")])]
-    width = SMALL // 4
+    width = SMALL // 4  # few rectangles at first: an early visible position ends the search
     while stack:
         box = stack.pop()
         if box.shape[1] > width:
@@ -126,7 +126,7 @@ def _search(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] 
 def _read(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] | None:
     """The first visible position of a rectangle, found by evaluating all of it, some rows at a time."""
     k = np.arange(whole["k0"], whole["k1"] + 1)
-    step = max(1, _AT_ONCE // len(k))
+    step = max(1, _AT_ONCE // len(k))  # some rows at a time: memory stays bounded
     for start in range(whole["q0"], whole["q1"] + 1, step):
         q = np.arange(start, min(start + step, whole["q1"] + 1))
         scope.spend(len(q) * len(k) * steps(mask))
@@ -208,6 +208,7 @@ def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
     keys = (k0, k0 + one.kv_len - 1)
     if one.q_len * one.kv_len * steps(mask) <= _FEW:
         return _rows_without(mask, at, np.arange(q0, q0 + one.q_len), keys, scope)
+    # under most masks every query sees one of these: the key at its position, the first, the last, the one before
     likely = [_at_key(mask, e, keys) for e in (_Q, lit(keys[0]), lit(keys[1]), _Q - 1)]
     stack = [(q0, q0 + one.q_len - 1)]
     while stack:
@@ -227,7 +228,7 @@ def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
                 return row
         else:
             middle = (first + last) // 2
-            stack += [(middle + 1, last), (first, middle)]
+            stack += [(middle + 1, last), (first, middle)]  # the earlier half is looked at first
     return None
 
 
@@ -242,8 +243,7 @@ def _rows_without(mask: Expr, at: dict[str, int], q: Array, keys: tuple[int, int
     scope.spend(max(len(q) * len(some), _CALL) * (steps(mask) + _EACH))
     seen = np.broadcast_to(scope.value(mask, {**at, "q": q[:, None], "k": some}), (len(q), len(some)))
     for row in q[~seen.any(axis=1)]:
-        whole = {**at, "q0": int(row), "q1": int(row), "k0": keys[0], "k1": keys[1]}
-        if _search(mask, whole, scope) is None:
+        if _search(mask, {**at, "q0": int(row), "q1": int(row), "k0": keys[0], "k1": keys[1]}, scope) is None:
             return int(row)
     return None
 
@@ -272,7 +272,7 @@ def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -
     """
     try:
         return np.stack([r.counts() for r in _by_row(mask, grid, scope)])
-    except (Beyond, EvaluationError, Spent):
+    except (Beyond, EvaluationError, Spent):  # an end of a row may leave 64 bits where the mask itself does not
         return _from_runs(mask, grid, scope, runs())
 
 
@@ -316,10 +316,8 @@ def _from_runs(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:
         s, r, c = (x[at : at + step] for x in (runs.slice[index], runs.row[index], column))
         q, k = r[:, None, None] * bq + np.arange(bq)[:, None], c[:, None, None] * bk + np.arange(bk)
         inside = (q < grid.q_len) & (k < grid.kv_len)
-        env = {
-            "b": grid.b[s][:, None, None], "h": grid.h[s][:, None, None],
-            "q": q + grid.q[s][:, None, None], "k": k + grid.k[s][:, None, None],
-        }  # fmt: skip
+        b, h, q0, k0 = (x[s][:, None, None] for x in (grid.b, grid.h, grid.q, grid.k))
+        env = {"b": b, "h": h, "q": q + q0, "k": k + k0}
         seen = np.broadcast_to(scope.value(mask, env), inside.shape) & inside
         np.add.at(out, (s, r), seen.sum(axis=2))
     return out.reshape(len(grid.b), -1)[:, : grid.q_len]
@@ -389,6 +387,7 @@ def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
         nodes = list(walk(e))
         closed = {n.name[1] for n in nodes if n.op == "reduce"}  # heights of the variables of reductions inside e
         free = any(n.op == "bound" and n.name not in closed for n in nodes)
+        # the variable of an outer reduction has no value here, and no mask knows a score
         return not free and "score" not in uses(e) and all(n in proved for n in nodes if n.op in _READS)
 
     conditions = {root: TRUE}
@@ -436,6 +435,7 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
         return lookup
     outside = conj(where, disj(index < start, index >= stop))
     try:
+        # with numbers written in, more clauses can be solved
         at = first_visible(simplify(literal(outside, scope.env)), grid, scope)
     except (Spent, EvaluationError):
         return replace(lookup, proved=False)

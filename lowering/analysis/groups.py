@@ -37,6 +37,7 @@ def chain(digits: Mapping[Digit, object]) -> list[Digit]:
 
 def chained(digits: Mapping[Digit, object]) -> bool:
     """Whether digits are digits of one number: the period of each divides the step of the next."""
+    # only then are digits independent, and their counts multiply
     return not any(y.step % (x.step * x.base) for x, y in pairwise(chain(digits)))
 
 
@@ -66,6 +67,7 @@ class KeyFunction:
         self.direction = 1 if not (other < one).any() else -1 if not (other > one).any() else 0
         self.values = ~values if self.direction < 0 else values  # ~x, where -x may leave 64 bits
         self.least, self.most = int(self.values[0]), int(self.values[-1])
+        # most + 2 has to fit 64 bits
         narrow = self.direction and self.most - self.least <= _NARROW * len(values) and self.most < 2**62
         self.starts = np.searchsorted(self.values, np.arange(self.least, self.most + 2)) if narrow else None
 
@@ -117,7 +119,7 @@ class Groups:
     def __init__(self, functions: Sequence[Array], counted: Array | None = None) -> None:
         self.names = [ValueNumbers(f) for f in functions]
         joint = self._joint([name(f) for name, f in zip(self.names, functions, strict=True)])
-        self.rename = ValueNumbers(joint)
+        self.rename = ValueNumbers(joint)  # joint numbers of several functions leave gaps
         self.group = self.rename(joint)
         self.start = np.zeros(self.rename.size + 1, np.int64)
         np.cumsum(np.bincount(self.group, minlength=self.rename.size), out=self.start[1:])
@@ -165,7 +167,7 @@ class Groups:
     def _before(self, group: Array, at: Array) -> Array:
         """The place, among all keys by group, where the keys of `group` at positions from `at` on begin."""
         n = len(self.group)
-        if np.all(at <= 0):
+        if np.all(at <= 0):  # all keys of a group: no search
             return np.asarray(self.start[group])
         if np.all(at >= n):
             return np.asarray(self.start[group + 1])

@@ -55,14 +55,13 @@ def point(e: Expr) -> Range:
 @memo(group="expressions")
 def ends(e: Expr) -> Range:
     """The range of an Int or Float over the rectangle."""
-    variables = depends(e)
-    if not variables:
+    if not depends(e):
         return point(e)
     if e.op == "var":
         return Range(Q0, Q1, True, True) if e.name == "q" else Range(K0, K1, True, True)
     if e.type is INT:
         form = linear(e)
-        if form.terms != ((e, 1),):
+        if form.terms != ((e, 1),):  # otherwise `e` is an atom: its operator decides
             return _affine(form)
     return TRANSFER[e.op](e) if e.op in TRANSFER else TOP
 
@@ -122,6 +121,7 @@ def _float_result(e: Expr, lo: Expr | None, hi: Expr | None, attained: bool = Fa
     """The range of Float arithmetic, with NaN only from NaN or where infinities meet: then an end is not finite."""
     if e.type is INT:
         return Range(lo, hi, attained)
+    # an unknown end may be infinite, and inf - inf is NaN
     if lo is None or hi is None:
         return TOP
     wild = [build("not", build("isfinite", x)) for x in (lo, hi)]
@@ -145,13 +145,12 @@ def _mul(e: Expr) -> Range:
     if x.lo is None or x.hi is None or y.lo is None or y.hi is None:
         return TOP
     corners = (x.lo * y.lo, x.lo * y.hi, x.hi * y.lo, x.hi * y.hi)
-    free = independent(*e.args) and x.attained and y.attained
-    return _float_result(e, _least(*corners), _most(*corners), free)
+    return _float_result(e, _least(*corners), _most(*corners), independent(*e.args) and x.attained and y.attained)
 
 
 def _div(e: Expr) -> Range:
     x, d = ends(e.args[0]), e.args[1]
-    if d.op != "lit" or not d.name or x.lo is None or x.hi is None:
+    if d.op != "lit" or not d.name or x.lo is None or x.hi is None:  # a division by 0 gives infinity or NaN
         return TOP
     lo, hi = (x.lo, x.hi) if d.name > 0 else (x.hi, x.lo)
     return _float_result(e, lo / d, hi / d)
@@ -161,6 +160,7 @@ def _floordiv(e: Expr) -> Range:
     x, y = (ends(a) for a in e.args)
     d = e.args[1]
     if d.op == "lit" and d.name > 0:
+        # every integer between is a quotient too
         return Range(None if x.lo is None else x.lo // d, None if x.hi is None else x.hi // d, x.attained, x.dense)
     if x.lo is None or x.hi is None:
         return TOP
@@ -171,7 +171,7 @@ def _floordiv(e: Expr) -> Range:
     safe = (y.lo > 0) | (y.hi < 0)
     corners = (x.lo // y.lo, x.lo // y.hi, x.hi // y.lo, x.hi // y.hi)
     lo, hi = _least(*corners), _most(*corners)
-    assert lo is not None
+    assert lo is not None  # all corners are known: for the checker of types
     assert hi is not None
     return Range(where(safe, lo, minimum(-wide, -1)), where(safe, hi, maximum(wide, 0)))
 
@@ -230,6 +230,7 @@ ASK: dict[str, Callable[[Expr], Expr]] = {}  # `always` and `never`: questions.p
 def _where(e: Expr) -> Range:
     cond, yes, no = e.args
     x, y = ends(yes), ends(no)
+    # a condition that is certain over the rectangle leaves one branch
     sure, not_ = ASK["always"](cond), ASK["never"](cond)
 
     def side(a: Expr | None, b: Expr | None, hull: Callable[[Expr, Expr], Expr]) -> Expr | None:
@@ -308,7 +309,7 @@ def _bitand(e: Expr) -> Range:
 
 def _shift(e: Expr) -> Range:
     by = e.args[1]
-    if by.op != "lit" or not 0 <= by.name < 62:
+    if by.op != "lit" or not 0 <= by.name < 62:  # 1 << 62 times a position may leave 64 bits
         return TOP
     factor = lit(1 << by.name)
     return ends(build("mul", e.args[0], factor) if e.op == "shl" else build("floordiv", e.args[0], factor))

@@ -97,14 +97,13 @@ def analyse(
     expr = TRUE if mask is None else mask
     bound = {n: t if isinstance(t, Table) else Table(t) for n, t in (tables or {}).items()}
     expr = simplify(bind_in_part(expr, {n: t.array for n, t in bound.items()}))
-    if not (q_len and kv_len):
+    if not (q_len and kv_len):  # without a query or a key there is no tile to ask about
         return _nothing(-(-kv_len // block[1]) if transposed else -(-q_len // block[0]), batch, heads)
     grid, slice_of = grid_of(expr, q_len, kv_len, batch, heads, block, origin)
     if transposed:
         expr = simplify(swap(expr))
         grid = Grid(kv_len, q_len, (block[1], block[0]), grid.b, grid.h, grid.k, grid.q)
-    full = sizes or whole(origin, (batch, heads, q_len, kv_len))
-    env = {**dict(zip(SIZES, full, strict=True)), **(params or {})}
+    env = {**dict(zip(SIZES, sizes or whole(origin, (batch, heads, q_len, kv_len)), strict=True)), **(params or {})}
     scope = Scope(env, bound, work)
     formula = None
     intervals = _intervals(expr, grid, scope)
@@ -169,6 +168,7 @@ def grid_of(
     b0, h0, q0, k0 = origin
     used = uses(expr)
     shifts = (np.broadcast_to(np.asarray(q0, np.int64), (batch,)), np.broadcast_to(np.asarray(k0, np.int64), (batch,)))
+    # sequences that begin elsewhere see other tiles, though the mask does not read b
     per_batch = "b" in used or any((s != s[0]).any() for s in shifts)
     nb, nh = batch if per_batch else 1, heads if "h" in used else 1
     b, h = np.divmod(np.arange(nb * nh), nh)
@@ -181,11 +181,8 @@ def _rows(grid: Grid) -> dict[str, Array]:
     """The first and last query of every row of tiles, and the keys of the crop: [slices, rows]."""
     start = np.arange(grid.rows) * grid.block[0]
     stop = np.minimum(start + grid.block[0], grid.q_len)
-    q, k = grid.q[:, None], grid.k[:, None]
-    return {
-        "b": grid.b[:, None], "h": grid.h[:, None],
-        "q0": q + start, "q1": q + stop - 1, "k0": k, "k1": k + grid.kv_len - 1,
-    }  # fmt: skip
+    b, h, q, k = (x[:, None] for x in (grid.b, grid.h, grid.q, grid.k))
+    return {"b": b, "h": h, "q0": q + start, "q1": q + stop - 1, "k0": k, "k1": k + grid.kv_len - 1}
 
 
 def _reads(expr: Expr) -> bool:
@@ -203,8 +200,10 @@ def _holds(intervals: RowIntervals, grid: Grid, scope: Scope) -> bool:
     unsure = [value for value, sure in intervals.rises if not (sure is TRUE or scope.value(sure, at).all())]
     looks = bool(unsure) or any("q" in uses(e) for a in intervals.diagonals for e in (*a.lows, *a.highs))
     exprs = [*unsure, *(e for a in intervals.diagonals for e in (*a.lows, *a.highs))]
+    # else looking at queries one by one would cost more than the tiles
     if looks and not scope.afford(len(grid.b) * grid.q_len * sum(map(steps, exprs))):
         return False
+    # distances without q are the same for every query
     at["q"] = grid.q[:, None] + np.arange(grid.q_len if looks else 1)
     shape = at["q"].shape
     arrays = (scope.value(e, at) for e in unsure)
@@ -242,7 +241,7 @@ def _closed(intervals: RowIntervals, grid: Grid, scope: Scope) -> tuple[NDArray[
     full_hi += 1
     for x in (lo, hi, full_lo, full_hi):
         x //= bk
-    np.copyto(hi, lo, where=last < first)
+    np.copyto(hi, lo, where=last < first)  # an empty row: no tile from lo on
     np.minimum(np.maximum(full_lo, lo, out=full_lo), hi, out=full_lo)
     np.minimum(np.maximum(full_hi, full_lo, out=full_hi), hi, out=full_hi)
     none = full_lo >= full_hi
@@ -250,11 +249,12 @@ def _closed(intervals: RowIntervals, grid: Grid, scope: Scope) -> tuple[NDArray[
         none[:, -1] = True
     out, count = np.empty((*shape, 1, 4), np.int32), (hi > lo).astype(np.int32)
     for i, end in enumerate((lo, full_lo, full_hi, hi)):
+        # without a FULL tile the record is PARTIAL from lo to hi
         if end is not lo:
             np.copyto(end, hi, where=none)
         out[:, :, 0, i] = end
     if not count.all():
-        out *= count[..., None, None]
+        out *= count[..., None, None]  # records that are not meant are zero
     return out, count
 
 
@@ -305,6 +305,7 @@ class IntegerProgram:
                 self.start[i] = bool(scope.value(e, {}))
             elif e.op in ("var", "param") and e.name in scope.env:
                 x = scope.env[e.name]
+                # one by one, Python's integers are faster than numpy's, and do not wrap
                 self.start[i] = x.item() if isinstance(x, np.generic | np.ndarray) else x
             elif e.op in ("var", "param"):
                 self.leaves.append((i, str(e.name)))
@@ -382,6 +383,7 @@ class DecodeSpans:
         if (self.always is not None and not all(self.always(env))) or not self._holds(env, q, q_len):
             return None
         ends, k0, bk, columns = self.ends(env), env["k0"], block[1], -(-kv_len // block[1])
+        # arrays would leave 64 bits: both ways have to give the same spans
         if any(abs(x) > _BEYOND for x in ends):
             return None
         cut = q_len % block[0] > 0

@@ -83,7 +83,7 @@ def disjuncts(e: Expr) -> list[Expr] | None:
             if options is None or len(conjunctions) * len(options) > MAX_DISJUNCTS:
                 return None
             conjunctions = [conj(x, y) for x, y in product(conjunctions, options)]
-        return [f for f in conjunctions if f is not FALSE]
+        return [f for f in conjunctions if f is not FALSE]  # a contradiction shows nothing
     if e.op == "where" and e.type is BOOL:
         c, x, y = e.args
         return disjuncts(disj(conj(c, x), conj(negate(c), y)))
@@ -116,7 +116,7 @@ def _bound(e: Expr, out: System) -> bool:
     moving = {a.name: f for a, f in form.terms if a is _Q or a is _K}
     rest = form.without(_Q, _K)
     direction = {(1, 0): "q", (0, 1): "k", (1, -1): "d"}.get((moving.get("q", 0), moving.get("k", 0)))
-    if direction is None or op == "ne" or depends(write(rest)):
+    if direction is None or op == "ne" or depends(write(rest)):  # a hole bounds neither side
         return False
     limit = write(-rest)
     if op in ("ge", "eq"):
@@ -193,6 +193,7 @@ def _never_literal(e: Expr) -> Expr:
 
 def _always_literal(e: Expr) -> Expr:
     """The condition under which a literal below a `not` always holds: Float comparisons and lookups."""
+    # comparisons of Bools have become `xor`
     if e.op in ("lt", "le", "gt", "ge", "eq", "ne") and e.args[0].type is not BOOL:
         return _always_float(e) if e.args[0].type is not INT else always(e)
     if e.op == "lookup":
@@ -305,8 +306,7 @@ def _some_term(term: Expr) -> Expr:
 
 
 def _apart(bounds: Iterable[Expr], r: Expr) -> bool:
-    variables = frozenset[str]().union(*(depends(x) for x in bounds))
-    return not variables & depends(r)
+    return not frozenset[str]().union(*(depends(x) for x in bounds)) & depends(r)
 
 
 def _some_literal(e: Expr) -> Expr:
@@ -354,6 +354,7 @@ def _some_periodic(e: Expr) -> Expr:
 @memo(group="expressions")
 def _truth(e: Expr) -> int | None:
     """A period along k in which `e` is true somewhere, for every q; None if there is none."""
+    # a parameter or a table may change the truth at every position
     if uses(e) - {"q", "k"} or any(n.op in ("param", "lookup", "segment", "random") for n in walk(e)):
         return None
     if not is_int_comparison(e):
@@ -381,7 +382,7 @@ def _period(e: Expr, x: Expr) -> tuple[int, int] | None:
         inner, d = _period(e.args[0], x), e.args[1]
         if inner is None or d.op != "lit" or d.name <= 0:
             return None
-        repeat = d.name // math.gcd(d.name, inner[1])
+        repeat = d.name // math.gcd(d.name, inner[1])  # so many steps bring back the remainder
         p, s = inner[0] * repeat, inner[1] * repeat
         return (p, s // d.name) if e.op == "floordiv" else (p, 0)
     form = linear(e)

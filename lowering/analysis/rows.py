@@ -125,15 +125,15 @@ def _intervals(
 ) -> RowIntervals:
     both = [*mine, *theirs]
     curves = [c for t in both for c in t.curves]
-    diagonals = (t.diagonal for t in both)
     return RowIntervals(
         tuple(_visible(t) for t in mine),
         None if full is not None or not rowwise else tuple(_visible(t) for t in theirs),
         full,
         simplify(conj(*(t.needs for t in both))),
+        # a condition on a query alone leaves gaps between the queries of a row
         rowwise and all(not t.asks for t in both),
         tuple(dict.fromkeys((c.value, simplify(c.rising)) for c in curves)),
-        tuple(dict.fromkeys(a for a in diagonals if a is not None)),
+        tuple(dict.fromkeys(a for a in (t.diagonal for t in both) if a is not None)),
     )
 
 
@@ -198,8 +198,7 @@ def sweep(seen: Array, hidden: Array, columns: int) -> tuple[Array, Array, Array
     """Unite intervals of tiles: `seen` and `hidden` are [n, terms, 2], half-open, empty where stop <= start.
     Returns (row, start, stop, kind) of the maximal runs, kind 1 where hidden reaches, else 2."""
     n = len(seen)
-    ends = np.concatenate([seen.reshape(n, -1), hidden.reshape(n, -1)], axis=1)
-    cuts = np.sort(np.clip(ends, 0, columns), axis=1)
+    cuts = np.sort(np.clip(np.concatenate([seen.reshape(n, -1), hidden.reshape(n, -1)], axis=1), 0, columns), axis=1)
     start, stop = cuts[:, :-1], cuts[:, 1:]
 
     def covered(parts: Array) -> Array:
@@ -221,8 +220,7 @@ _BATCH = 1 << 19  # intervals held at a time
 
 def by_query(intervals: RowIntervals, grid: Grid, scope: Scope) -> Runs | None:
     """The runs of a mask from the intervals of its queries; None where they take too much work."""
-    each = sum(_QUERY + steps(e) for pair in intervals.visible for e in pair)
-    if not scope.afford(len(grid.b) * grid.q_len * each):
+    if not scope.afford(len(grid.b) * grid.q_len * sum(_QUERY + steps(e) for pair in intervals.visible for e in pair)):
         return None
     bq = grid.block[0]
     step = max(1, _BATCH // (bq * (2 * len(intervals.visible) + 1)))
@@ -276,7 +274,7 @@ def _united(tiles: Array, bq: int) -> Array | None:
 
 
 def _pieces(start: Array, stop: Array) -> Array:
-    if (start[:, 1:] < start[:, :-1]).any():
+    if (start[:, 1:] < start[:, :-1]).any():  # sorted rows need no second sort
         order = np.argsort(start, axis=1, kind="stable")
         start, stop = np.take_along_axis(start, order, 1), np.take_along_axis(stop, order, 1)
     reach = np.maximum.accumulate(stop, axis=1)

@@ -73,7 +73,7 @@ class Table:
         flat = self.array.reshape(-1)
         change = np.empty(len(flat), np.bool_)
         np.not_equal(flat[1:], flat[:-1], out=change[1:])
-        change[::n] = True
+        change[::n] = True  # runs do not cross rows
         return np.flatnonzero(change)
 
     @cached_property
@@ -91,6 +91,7 @@ class Table:
         whole = a.dtype.kind in "iu"
         distinct = a.ndim == 1 and len(self.starts) == a.size and self.has_runs
         return TableFacts(
+            # fmin and fmax pass over NaN
             low=np.fmin.reduce(a, axis=None).item(), high=np.fmax.reduce(a, axis=None).item(),
             sorted=self.sorted, constant=bool((a == a.reshape(-1)[0]).all()),
             runs=len(self.starts) if self.has_runs else None,
@@ -115,7 +116,7 @@ class Table:
 
     def segment(self, end: str, index: Array) -> Array:
         """The first or last position of the segment that holds `index`, the array being offsets."""
-        inner = np.unique(self.array[1:-1])
+        inner = np.unique(self.array[1:-1])  # equal offsets enclose no position
         ends = np.concatenate([[-BEYOND], inner, [BEYOND + 1]])
         place = np.searchsorted(ends, index, side="right")
         return ends[place - 1] if end == "first" else ends[place] - 1
@@ -163,6 +164,7 @@ class Table:
             if not active.any():
                 return np.asarray(out)
             left, right = active & (lo & 1 == 1), active & (hi & 1 == 1)
+            # where nothing is joined, any node may be read: node 1 is always there
             out = np.where(left, join(out, flat[base + np.where(left, lo, 1)]), out)
             out = np.where(right, join(out, flat[base + np.where(right, hi - 1, 1)]), out)
             lo, hi = np.where(active, (lo + left) >> 1, lo), np.where(active, (hi - right) >> 1, hi)
@@ -215,6 +217,7 @@ class Table:
                 half = self._blocks(kind, (*levels[:axis], levels[axis] - 1, *levels[axis + 1 :]))
                 half = np.moveaxis(half, axis, 0)
                 pairs = _join(kind)(half[:-1:2], half[1::2])
+                # an odd block at the end has no partner
                 extremes = np.moveaxis(np.concatenate([pairs, half[-1:]]) if len(half) % 2 else pairs, 0, axis)
             self._pyramid[key] = extremes
         return self._pyramid[key]
@@ -328,11 +331,12 @@ def _sets(e: Expr, arrays: Mapping[str, Array], entries: Array, grid: Grid, axis
         bits[tuple(put) if meets is None else tuple(x[meets[:, at]] for x in put)] = True
     levels[0] = np.packbits(bits, axis=-1).view(np.uint64)
     for n in range(1, len(levels)):
+        # past the end: the last tile, which the union has already
         far = np.minimum(np.arange(tiles) + (1 << n - 1), tiles - 1)
         np.bitwise_or(levels[n - 1], levels[n - 1][:, far], out=levels[n])
     return levels
 
 
 def _union(sets: Array, s: Array, first: Array, end: Array) -> Array:
-    level = np.frexp(end - first)[1] - 1
+    level = np.frexp(end - first)[1] - 1  # exact, where a logarithm may round up
     return np.asarray(sets[level, s, first] | sets[level, s, end - (1 << level)])

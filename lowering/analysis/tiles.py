@@ -121,8 +121,7 @@ class Scope:
             out.extend(args)
             return args[0]
 
-        root = make("answers", tuple(parts))
-        evaluate(root, {**self.env, **env}, self.arrays, {**self.hooks(), "answers": keep})
+        evaluate(make("answers", tuple(parts)), {**self.env, **env}, self.arrays, {**self.hooks(), "answers": keep})
         return out
 
     def hooks(self) -> dict[str, Any]:
@@ -232,6 +231,7 @@ class _Refined:
 
     def _add(self, boxes: Array, kind: int) -> None:
         self.scope.spent += _RUN * int((boxes[2] - boxes[1]).sum())
+        # tiles and kinds fit 32 bits: half the memory of the answer
         self.done.append(np.concatenate([boxes, np.full((1, boxes.shape[1]), kind)]).astype(np.int32))
 
     def _classified(self, boxes: Array) -> Array:
@@ -244,8 +244,7 @@ class _Refined:
             boxes = boxes[:, ~empty]
         s, r0, r1, c0, c1 = boxes
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
-        env = {**_corners(self.grid, boxes), "single": single}
-        yes, no, both = _answers(self.questions, env, self.scope, len(s))
+        yes, no, both = _answers(self.questions, {**_corners(self.grid, boxes), "single": single}, self.scope, len(s))
         # outside the lengths is False: a box with a cut tile is not FULL, and its cut tiles are narrower
         cut = cut_off(self.grid, boxes)
         full, partial = yes & ~cut & ~no, (both | (yes & cut & single)) & ~no
@@ -270,11 +269,8 @@ def _corners(grid: Grid, boxes: Array) -> dict[str, Array]:
     bq, bk = grid.block
     q_last, k_last = np.minimum(r1 * bq, grid.q_len) - 1, np.minimum(c1 * bk, grid.kv_len) - 1
     narrow = np.where(c1 == grid.columns, grid.kv_len - (grid.columns - 1) * bk, bk)
-    return {
-        "b": grid.b[s], "h": grid.h[s],
-        "q0": grid.q[s] + r0 * bq, "q1": grid.q[s] + q_last,
-        "k0": grid.k[s] + c0 * bk, "k1": grid.k[s] + k_last, "tk": narrow,
-    }  # fmt: skip
+    b, h, q, k = (x[s] for x in (grid.b, grid.h, grid.q, grid.k))
+    return {"b": b, "h": h, "q0": q + r0 * bq, "q1": q + q_last, "k0": k + c0 * bk, "k1": k + k_last, "tk": narrow}
 
 
 def _answers(questions: Sequence[Expr], env: Mapping[str, Any], scope: Scope, n: int) -> list[Array]:
@@ -315,7 +311,7 @@ def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope, look: bool) -> A
     bq, bk = grid.block
     each = steps(mask)
     _ask_points(mask, env, kind, _witnesses, 14, scope)
-    if bq * bk > 1024:
+    if bq * bk > 1024:  # the points of a smaller tile would cost nearly as much as all of it
         _ask_points(mask, env, kind, _lattice, 256, scope)
         _ask_points(mask, env, kind, _lines, 5 * bk, scope)
     _ask_pieces(mask, env, kind, cut_off(grid, tiles), scope)
@@ -371,8 +367,7 @@ def _ask_pieces(mask: Expr, env: Mapping[str, Array], kind: Array, cut: Array, s
         full, empty = (np.logical_and.reduceat(x, heads) for x in (yes, no))
         both = np.logical_or.reduceat(seen | yes, heads) & (np.logical_or.reduceat(hidden | no, heads) | cut[mine])
         kind[mine] = np.where(empty, EMPTY, np.where(both, PARTIAL, np.where(full, FULL, -1)))
-        missed = int(np.count_nonzero(kind[mine] < 0))
-        scope.spent += len(owner) * each * missed // len(mine)
+        scope.spent += len(owner) * each * int(np.count_nonzero(kind[mine] < 0)) // len(mine)
 
 
 def _witnesses(env: Mapping[str, Array]) -> dict[str, Array]:
@@ -393,6 +388,7 @@ def _lattice(env: Mapping[str, Array]) -> dict[str, Array]:
     i, j = np.arange(16)[:, None], np.arange(16)[None, :]
     q0, q1, k0, k1 = (env[n][:, None, None] for n in ("q0", "q1", "k0", "k1"))
     q = q0 + (q1 - q0) * i // 15
+    # rows are shifted, or a stripe could pass between all points
     k = k0 + ((k1 - k0) * j // 15 + 5 * i) % (k1 - k0 + 1)
     return {"b": env["b"][:, None, None], "h": env["h"][:, None, None], "q": q, "k": k}
 
@@ -409,12 +405,10 @@ def _look(mask: Expr, grid: Grid, env: Mapping[str, Array], scope: Scope) -> Arr
     bq, bk = grid.block
     q = env["q0"][:, None, None] + np.arange(bq)[:, None]
     k = env["k0"][:, None, None] + np.arange(bk)
-    last_q, last_k = env["q1"][:, None, None], env["k1"][:, None, None]
+    b, h, last_q, last_k = (env[n][:, None, None] for n in ("b", "h", "q1", "k1"))
     inside = (q <= last_q) & (k <= last_k)
-    points = {
-        "b": env["b"][:, None, None], "h": env["h"][:, None, None],
-        "q": np.minimum(q, last_q), "k": np.minimum(k, last_k),
-    }  # fmt: skip
+    # positions past the lengths may leave tables or 64 bits: the last one stands for them
+    points = {"b": b, "h": h, "q": np.minimum(q, last_q), "k": np.minimum(k, last_k)}
     seen = scope.value(mask, points) & inside
     return np.where(seen.all(axis=(1, 2)), FULL, np.where(seen.any(axis=(1, 2)), PARTIAL, EMPTY))
 
@@ -450,6 +444,7 @@ def pieces(mask: Expr, env: Mapping[str, Array], value: Callable[..., Array]) ->
         c, p = (np.broadcast_to(value(e, fixed), (n,)) for e in (shift, period))
         while True:
             room = np.bincount(owner, minlength=n)[owner] < _MOST
+            # a period that is not positive cuts nothing, and may not divide
             mine, by = c[owner], np.maximum(p[owner], 1)
             at = ((box[lo] + mine) // by + 1) * by - mine  # the first position past lo where a new stretch begins
             split = np.flatnonzero((p[owner] > 1) & (at <= box[hi]) & room)

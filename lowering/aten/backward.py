@@ -112,6 +112,7 @@ class _Backward(AtenTiles):
                 self._walk(lane)
         else:
             spread(self._walk, list(lanes))
+        # lanes of one part share their sums
         for sums in {id(lane.sums): lane.sums for lane in lanes if lane.sums is not total}.values():
             for mine, theirs in ((total.dk, sums.dk), (total.dv, sums.dv)):
                 if mine is not None:
@@ -151,7 +152,7 @@ class _Backward(AtenTiles):
                 for block in cut(step, some, budget)
             ]  # fmt: skip
             lanes += [_Lane(some, sums[i]) for i, some in enumerate(_even(blocks, parts))]
-        return [x for x in lanes if x.blocks]
+        return [x for x in lanes if x.blocks]  # a lane without blocks would start a thread for nothing
 
     def _walk(self, lane: _Lane) -> None:
         for block in lane.blocks:
@@ -195,7 +196,7 @@ class _Backward(AtenTiles):
             tiles = self.scores(block, query, chunk, raws)
             if whole and len(tiles) == 1 and self.sinks is None and self.part is None:
                 self.torch.softmax(tiles[0], -1, out=tiles[0])
-                if self.hollow:
+                if self.hollow:  # softmax gives NaN to a row of -inf alone
                     tiles[0].masked_fill_((self.rows(self.lse, block) == -math.inf).unsqueeze(-1), 0.0)
             else:
                 if whole:
@@ -246,7 +247,7 @@ class _Backward(AtenTiles):
                 self.cells(block, dm).mul_(some)
             products.append(dm)
         dlse = None if self.dlse is None else self.rows(self.dlse, block).unsqueeze(-1)
-        if whole and len(tiles) == 1:
+        if whole and len(tiles) == 1:  # one pass over the tile in place of three
             dm, p = products[0], tiles[0]
             torch.ops.aten._softmax_backward_data.out(dm, p, -1, p.dtype, grad_input=dm)
             return [dm if dlse is None else dm.addcmul_(p, dlse)]

@@ -13,9 +13,10 @@ A sum of float32 is wrong by up to 2**-24 of its partial sums for every value ad
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from frisket.dsl.ir import Named
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, by_source
 from frisket.lowering.plan import Geometry
@@ -34,6 +35,7 @@ class LaneGradients:
     def __init__(self, tiles: AtenTiles, gradients: Sequence[Gradient]) -> None:
         self.tiles, self.gradients = tiles, gradients
         weights = [x.weight for x in gradients]
+        # a factor of 1 would take a pass over every tile
         self.programs = [None if w.op == "lit" and w.name == 1 else tiles.program(w) for w in weights]
         self.indices = [[tiles.program(e) for e in x.index] if x.over == "scatter" else [] for x in gradients]
         self.buffers = [self._new(x) for x in gradients]
@@ -65,6 +67,7 @@ class LaneGradients:
         ):
             part = t.cells(block, dm)
             if program is not None:
+                # a program may overwrite its score
                 part = part * t.at(program, block, piece, None if raw is None else raw.clone())
                 if hidden is not None:
                     part.masked_fill_(t.cells(block, hidden), 0.0)
@@ -73,8 +76,7 @@ class LaneGradients:
             elif gradient.over == "row":
                 t.put(buffer, block, part.sum(3).flatten(1, 2), add=True)
             elif gradient.over == "column":
-                some = buffer[..., block.heads.first : block.heads.last]
-                for rows, place in t.disjoint_views(some, block, piece):
+                for rows, place in t.disjoint_views(buffer[..., block.heads.first : block.heads.last], block, piece):
                     place.add_(part[rows].sum(2).mT)
             elif gradient.over == "diagonal":
                 self._diagonals(block, piece, buffer, part)
@@ -89,7 +91,7 @@ class LaneGradients:
         length = width + height - 1
         sums = wide.flatten(-2)[..., : height * length].unflatten(-1, (height, length)).sum(-2)
         first = block.step.start - piece.start + t.geometry.kv_len - width
-        if block.slides(piece) and block.by_row:
+        if block.slides(piece) and block.by_row:  # all rows have the same diagonals
             sums = sums.sum(0, keepdim=True)
         m = block.heads
         if not block.by_row or len(sums) == 1:
@@ -111,7 +113,7 @@ class LaneGradients:
 
     def add(self, other: LaneGradients) -> None:
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
-            mine += theirs
+            mine += theirs  # in the order of lanes, so that equal calls give equal bits
 
     def folded(self, grad_names: frozenset[str]) -> dict[str, Tensor]:
         """The gradients by name, in the shape of the table, or 0-d; 0 where the score mod does not depend on it."""
@@ -176,17 +178,15 @@ _program = memo(group="programs")(TileProgram)
 
 
 def folded(
-    gradients: Sequence[Gradient], buffers: Sequence[Tensor], geometry: Geometry,
-    slots: Mapping[str, Any], tables: Mapping[str, Tensor],
-) -> dict[str, Tensor]:  # fmt: skip
+    gradients: Sequence[Gradient], buffers: Sequence[Tensor], geometry: Geometry, slots: Named, tables: Named
+) -> dict[str, Tensor]:
     """`derive.by_source` on torch; `slots` and `tables` are those of the forward, by plan name."""
     return by_source(gradients, buffers, tables, lambda g, x, shape: fold(g, x, shape, geometry, slots, tables))
 
 
 def fold(
-    gradient: Gradient, buffer: Tensor, shape: Sequence[int], geometry: Geometry,
-    slots: Mapping[str, Any], tables: Mapping[str, Tensor],
-) -> Tensor:  # fmt: skip
+    gradient: Gradient, buffer: Tensor, shape: Sequence[int], geometry: Geometry, slots: Named, tables: Named
+) -> Tensor:
     """Sum `buffer` into an array of `shape`, the table's; 0-d for a slot. In float64 or better (`sums`), equal calls
     give equal bits; the result has the buffer's dtype and device."""
     import torch

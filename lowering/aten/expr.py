@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import unroll
-from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, uses, walk
+from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, Named, uses, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 
@@ -35,6 +35,7 @@ def _torch() -> Any:
 def _divided(fn: str, **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
     def run(x: Tensor, y: Tensor) -> Tensor:
         torch, zero = _torch(), y == 0
+        # torch raises where an integer is divided by 0
         return torch.where(zero, 0, getattr(torch, fn)(x, torch.where(zero, 1, y), **options))
 
     return run
@@ -44,12 +45,13 @@ def _shift(fn: str) -> Callable[[Tensor, Tensor], Tensor]:
     def run(x: Tensor, y: Tensor) -> Tensor:
         torch = _torch()
         ok = (y >= 0) & (y < 64)
-        return torch.where(ok, getattr(torch, fn)(x, torch.where(ok, y, 0)), 0)
+        return torch.where(ok, getattr(torch, fn)(x, torch.where(ok, y, 0)), 0)  # other shifts are undefined in C
 
     return run
 
 
 def _sign(x: Tensor) -> Tensor:
+    # torch gives NaN the sign 0
     return x.sign() if x.dtype == _torch().int64 else _torch().where(x.isnan(), x, x.sign())
 
 
@@ -184,10 +186,7 @@ class TileProgram:
             return value
         return torch.tensor(value, dtype={BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
 
-    def _run(
-        self, torch: Any, step: Instruction, args: list[Value], env: Mapping[str, Value],
-        tables: Mapping[str, Tensor],
-    ) -> Value:  # fmt: skip
+    def _run(self, torch: Any, step: Instruction, args: list[Value], env: Mapping[str, Value], tables: Named) -> Value:
         node = step.node
         if node.op == "lit":
             return node.name
@@ -213,6 +212,7 @@ class TileProgram:
             return args[0].to(self.dtype)
         if node.op == "random":
             return OPERATORS["random"](*args).to(self.dtype).mul_(2.0**-24)
+        # a result in place has the shape of its first operand
         if step.overwrites and all(not isinstance(a, torch.Tensor) or _fits(a.shape, args[0].shape) for a in args[1:]):
             return IN_PLACE[node.op](*args)
         return OPERATORS[node.op](*args)
@@ -269,10 +269,12 @@ def _rate(n: Expr, rates: list[int | None]) -> int | None:
         return known[0] - known[1]
     if n.op == "neg":
         return -known[0]
+    # the product of two moving Ints changes by no fixed step
     if n.op == "mul" and n.type is INT and n.args[0].op == "lit":
         return int(n.args[0].name) * known[1]
     if n.op == "mul" and n.type is INT and n.args[1].op == "lit":
         return int(n.args[1].name) * known[0]
+    # both sides move alike, so their difference stays
     if n.op in ("lt", "le", "gt", "ge", "eq", "ne") and n.args[0].type is INT and known[0] == known[1]:
         return 0
     if n.op in ("min", "max") and n.type is INT and known[0] == known[1]:

@@ -186,12 +186,12 @@ def _rows(todo: list[RowStep]) -> list[tuple[int, int, int, int]] | None:
 
 def _results(
     tiles: AtenTiles, rows: list[tuple[int, int, int, int]], known: list[tuple[Heads, int, Tensor]]
-) -> Iterator[tuple[Any, Tensor, Tensor]]:  # fmt: skip
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
     torch, q_len = tiles.torch, tiles.geometry.q_len
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     for m, j, far in known:
         kv = slice(m.kv, m.kv + m.count)
-        query = tiles.q[m.batch, kv, j].flip(1)
+        query = tiles.q[m.batch, kv, j].flip(1)  # backwards, so that both strides of the matrix are 1
         for start, stop, lo, hi in rows:
             shape, strides = (1, m.count, stop - start, hi - lo), (0, far.stride(0), 1, 1)
             keys, values = (x[None, m.batch, kv, lo:hi] for x in (tiles.k, tiles.v))
@@ -214,5 +214,6 @@ def _by_distance(tiles: AtenTiles, m: Heads, j: int) -> Tensor:
     }  # fmt: skip
     bias = tiles.program(plan.score)(place, tiles.tables)
     if tiles.mask is None:
+        # `as_strided` reads memory, which an expanded tensor does not have
         return bias.expand(m.count, count).contiguous()
     return torch.where(tiles.mask(place, tiles.tables), bias, -math.inf).expand(m.count, count).contiguous()

@@ -8,10 +8,11 @@ there is no score mod, torch's built-in flash kernel does the block and the piec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from frisket.dsl.ir import Named
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
 from .flash import FUSED, flash, fusible, sliding
@@ -26,9 +27,8 @@ TILE = 1 << 18  # numbers of stored keys that are converted together
 
 
 def forward(
-    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
-    slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    sinks: Tensor | None = None, top: bool = True, softmax_stats: bool = False,
+    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Named, tables: Named,
+    target: Target, *, sinks: Tensor | None = None, top: bool = True, softmax_stats: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The forward: (out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) for q [batch, heads, q_len,
     head_dim] and k, v [batch, kv_heads, kv_len, dim]. Scores, lse and top are float32, float64 when q is float64.
@@ -165,6 +165,7 @@ class _Forward(AtenTiles):
                 value = self.keys(self.values, block, piece, self.input_dtype if self.half else self.dtype)
                 if hidden is not None:
                     t.masked_fill_(hidden, 0.0)
+                    # 0 times a NaN of a value that no query sees is NaN
                     value = value.masked_fill(hidden.all(1).unsqueeze(-1), 0.0)
                 if self.half:
                     product = self.rough_product(self.rounded(t, "weights", unit), value).to(self.dtype).mul_(unit)
@@ -178,7 +179,7 @@ class _Forward(AtenTiles):
         if whole is None:
             self._store(block, acc, top, total)
         else:
-            self.parts[whole, part] = acc.clone(), top, total
+            self.parts[whole, part] = acc.clone(), top, total  # the thread's next block writes to the same buffer
 
     def _sum(self, block: Block, top: Tensor, total: Tensor) -> Tensor:
         """The divisor of weights at the end, at least 1 and at most 2^60: sums, sinks and dropout's factor."""

@@ -134,6 +134,7 @@ def cut(step: RowStep, member: Heads, budget: int) -> Iterator[Block]:
 def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int]) -> list[RowStep]:
     """The steps of one slice of the span table, in order. A row that sees no key has no pieces."""
     count = spans.count[slice_]
+    # tokens of a long call may leave the 32 bits of spans
     tokens = np.minimum(spans.bounds[slice_].astype(np.int64) * block[1], geometry.kv_len)
     tokens[np.arange(tokens.shape[1]) >= count[:, None]] = 0
     bare = tokens[..., 2] <= tokens[..., 1]  # nothing full: say so in one way, all of it behind
@@ -178,8 +179,7 @@ def heads(spans: Spans, geometry: Geometry) -> dict[int, list[Heads]]:
     group = geometry.heads // geometry.kv_heads
     by_slice: dict[int, list[Heads]] = {}
     for b in range(geometry.batch):
-        rows = spans.slice_of[b].reshape(geometry.kv_heads, group)
-        for kv, row in enumerate(rows.tolist()):
+        for kv, row in enumerate(spans.slice_of[b].reshape(geometry.kv_heads, group).tolist()):
             cuts = [0, *(i for i in range(1, group) if row[i] != row[i - 1]), group]
             for first, last in itertools.pairwise(cuts):
                 known = by_slice.setdefault(row[first], [])
@@ -204,8 +204,7 @@ def rows_of_step(step: RowStep, by: int, count: int) -> RowStep:
 
 def shares(n: int, room: int) -> list[range]:
     parts = -(-n // max(1, min(room, n)))
-    cuts = [n * i // parts for i in range(parts + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+    return [range(a, b) for a, b in itertools.pairwise([n * i // parts for i in range(parts + 1)])]
 
 
 def chunks(pieces: tuple[KeyPiece, ...], room: int) -> list[list[KeyPiece]]:
@@ -292,7 +291,7 @@ def spread(run: Callable[[T], None], blocks: list[T]) -> None:
     if not tasks:
         drain()
     for done in tasks:
-        done.result()
+        done.result()  # raises what the thread raised
 
 
 @memo(4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.dsl.ir import Expr, binary, lit, rebuild, uses, walk
+from frisket.dsl.ir import SIZES, Expr, binary, lit, rebuild, uses, walk
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
@@ -69,8 +69,7 @@ class AtenTiles:
         self.pages = tables[plan.pages].long() if plan.pages is not None else None
         self.q = self.grouped(self.worked(qkv[0]))
         self.k = qkv[1] if self.stored else self.worked(qkv[1])
-        sizes = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
-        self.env = {**sizes, **slots}
+        self.env = {**dict(zip(SIZES, geometry.full, strict=True)), **slots}
         self.buffers = local()  # of each thread, reused by its blocks
         self.memory: dict[tuple[int, ...], Tensor] = {}  # masks that depend on q - k only, by place
         self.recent: dict[tuple[int, ...], Tensor] = {}  # masks that all heads share, the last few
@@ -136,6 +135,7 @@ class AtenTiles:
         factor = self.geometry.scale * self.factor
         keys = self.keys(self.k, block, piece, self.dtype)
         if 1 < block.rows <= MAX_VECTOR_ROWS:
+            # the keys as left factor: a product of few rows is slow
             return s.copy_(self.torch.bmm(keys, (query * factor).mT).mT)
         return s.baddbmm_(query, keys.mT, beta=0, alpha=factor)
 
@@ -149,7 +149,7 @@ class AtenTiles:
         for name, program in self.strips.items():
             env[name] = self._strip(name, program, block, piece)
         value = self.score(env, self.tables)
-        if value.data_ptr() != cells.data_ptr():
+        if value.data_ptr() != cells.data_ptr():  # the program may have worked in place
             cells.copy_(value)
 
     def hide(self, block: Block, piece: KeyPiece, s: Tensor, hidden: float = -math.inf) -> None:
@@ -171,7 +171,7 @@ class AtenTiles:
         step = block.step
         still = self.still and block.slides(piece)
         place: tuple[int, ...] = (lo - step.start, hi - lo, step.height)
-        if not still:
+        if not still:  # a mask by distance looks alike from every row
             place += (step.start, step.count if block.by_row else 0, piece.stride)
         known = self.memory if still else self.recent
         cover = known.get(place)
@@ -245,8 +245,7 @@ class AtenTiles:
         if not block.by_row:
             return part[:, start : start + piece.width]
         first = part[0, start : start + piece.width]
-        shape = (block.step.count, *first.shape)
-        return first.as_strided(shape, (piece.stride * first.stride(0), *first.stride()))
+        return first.as_strided((block.step.count, *first.shape), (piece.stride * first.stride(0), *first.stride()))
 
     def _read(self, x: Tensor, b: int, heads: slice, start: int, stop: int) -> Tensor:
         """The stored keys [start, stop) of a batch entry, [heads, stop - start, dim]."""
@@ -273,6 +272,7 @@ class AtenTiles:
             yield slice(None), self.keys(x, block, piece)
             return
         count, m = block.step.count, block.heads
+        # rows so far apart share no key
         spacing = min(count, -(-piece.width // piece.stride) if piece.stride else count)
         for i in range(spacing):
             start = piece.start + i * piece.stride
@@ -350,7 +350,7 @@ def _program(e: Expr, dtype: Any) -> TileProgram:
 @memo(group="programs")
 def _score_programs(
     score: Expr, dtype: Any, strips: bool, unit: float
-) -> tuple[TileProgram, dict[str, TileProgram], float]:  # fmt: skip
+) -> tuple[TileProgram, dict[str, TileProgram], float]:
     """The program of the score mod times the unit, the programs of the parts computed as strips, by name, and the
     factor of the scores that the program takes."""
     linear = _linear(score, unit)
@@ -394,6 +394,7 @@ def vectors(g: Geometry) -> bool:
 
 
 def _entry(vector: Any, b: int) -> int:
+    # a vector of one entry serves all batch entries
     return int(vector[b] if getattr(vector, "shape", (1,)) != (1,) else vector[0])
 
 

@@ -65,6 +65,7 @@ class Packing:
     @property
     def fits(self) -> bool:
         low, high = self.shown
+        # the widths are those of the farthest query: others of a document may see less
         return self.ordered and bool((low == self.first).all() and (high == self.stop).all())
 
     def cumulative(self, total_q: int, total_k: int) -> NDArray[np.int32]:
@@ -74,22 +75,21 @@ class Packing:
         keys = np.stack([np.append(0, self.k1)[: len(self.k1)], self.k0, self.k1], axis=1).reshape(-1)
         rest = keys[-1] if len(keys) else 0
         corners = np.array([[0, *queries, total_q, total_q], [0, *keys, rest, total_k]], np.int32)
-        moves = (np.diff(corners, axis=1) > 0).any(axis=0)
-        return np.ascontiguousarray(corners[:, np.append(True, moves)])
+        return np.ascontiguousarray(corners[:, np.append(True, (np.diff(corners, axis=1) > 0).any(axis=0))])
 
 
 def packing(q: Array, first: Array, stop: Array) -> Packing:
     """Documents fitted to queries `q` of the packed sequence, in order, that see keys `[first, stop)`, none of them
     empty. Neighbouring queries without a common key are of two documents."""
     opens = np.ones(len(q), bool)
+    # an absent query sees nothing, and so ends a document
     opens[1:] = (q[1:] > q[:-1] + 1) | (first[1:] >= stop[:-1]) | (stop[1:] <= first[:-1])
     at = np.flatnonzero(opens)
     end = np.append(at[1:], len(q))[: len(at)] - 1
     doc, r1, k0, k1 = np.cumsum(opens) - 1, q[end] + 1, first[at], stop[end]
     stands = (k1 - r1)[doc] + q  # the key where each query stands
     left = _width(stands - first, first == k0[doc])
-    right = _width(stop - 1 - stands, stop == k1[doc])
-    return Packing(q, first, stop, doc, q[at], r1, k0, k1, left, right)
+    return Packing(q, first, stop, doc, q[at], r1, k0, k1, left, _width(stop - 1 - stands, stop == k1[doc]))
 
 
 def _width(distance: Array, free: Array) -> int:
@@ -155,7 +155,7 @@ class Flags:
             low, high = np.maximum(low, _column(self.keys[0])), np.minimum(high, _column(self.keys[1]))
         if self.queries is not None:
             high = np.where((at >= _column(self.queries[0])) & (at < _column(self.queries[1])), high, 0)
-        return low, np.maximum(low, high)
+        return low, np.maximum(low, high)  # a query that sees nothing, with no negative number of keys
 
     def empty_rows(self, geometry: Geometry) -> bool:
         """Whether some query sees no key."""
@@ -165,6 +165,7 @@ class Flags:
     def __str__(self) -> str:
         parts, corner = [], "" if self.documents is not None or not self.ahead else " from the bottom right"
         left, right = self.left, self.right
+        # "causal from the top left" says more than a width that depends on the lengths
         if corner and any(x is not None and _is(x, 0) for x in self.top_left) and not _is(right, 0):
             (left, right), corner = self.top_left, " from the top left"
         if right is not None:
@@ -210,6 +211,7 @@ class _Binding:
         g = self.geometry
         ahead, shift = g.kv_len - g.q_len, self.q - self.k  # i - j = (q - k) - shift
         high, low = self.ends(form.high, "min"), self.ends(form.low, "max")
+        # a bound that reaches past the arrays is none: a call without a window runs a faster kernel
         left = None if high is None else _unless(high - shift + ahead, g.kv_len - 1)
         right = None if low is None else _unless(shift - low - ahead, g.q_len - 1)
         keys = None if form.by_rows else self.valid(form.first, form.last, self.k, g.kv_len)
@@ -254,6 +256,7 @@ class _Binding:
         """The flags of documents, from the keys that every query sees."""
         g = self.geometry
         one = len(form.document) == 1 and not form.by_rows and flags.keys is None and flags.queries is None
+        # queries and keys at the same positions read the same values
         if one and g.q_len == g.kv_len and type(self.q) is int and self.q == self.k:
             return self.of_tokens(form.document[0], flags)
         low, stop = (np.array(x) for x in flags.visible(g))
@@ -265,8 +268,7 @@ class _Binding:
             if form.first:  # in one Expr, for they share lookups
                 low = np.maximum(low, self.value(reduce(partial(build, "max"), form.first), b=b, q=q) - origin)
             if form.last:
-                last = self.value(reduce(partial(build, "min"), form.last), b=b, q=q)
-                stop = np.minimum(stop, last + 1 - origin)
+                stop = np.minimum(stop, self.value(reduce(partial(build, "min"), form.last), b=b, q=q) + 1 - origin)
         for e in form.document:
             mine, theirs = (np.broadcast_to(self.value(e, b=b, q=x), x.shape) for x in (q, k))
             for entry in range(g.batch):
@@ -302,6 +304,7 @@ class _Binding:
         starts = np.flatnonzero(opens)
         values, entry = at[opens], starts // g.q_len
         order = np.lexsort((values, entry))
+        # tokens of a document that another one interrupts are no document of cu_seqlens
         again = (np.diff(values[order]) == 0) & (np.diff(entry[order]) == 0)
         if again.any():
             return _torn(e, int(entry[order][:-1][again].min()))
@@ -316,6 +319,7 @@ def _torn(e: Expr, entry: int) -> str:
 def _runs(mine: Array, theirs: Array) -> tuple[Array, Array] | None:
     """The keys `[first, stop)` with a query's value; None where equal values are not adjacent."""
     starts = np.flatnonzero(np.append(True, theirs[1:] != theirs[:-1]))
+    # by runs, as a sequence has far fewer documents than tokens
     values, order = np.unique(theirs[starts], return_index=True)
     if len(values) != len(starts):
         return None

@@ -76,6 +76,7 @@ class EngineForm:
         if self.softcap is not None:
             expr = build("mul", self.softcap, build("tanh", build("div", expr, self.softcap)))
         if self.slope is not None:
+            # the two agree where the mask is causal, and vendors differ in which they compute
             away = K - Q if self.distance == "k - q" else -abs(Q - K)
             expr = build("add", expr, build("mul", build("float", away), self.slope))
         return None if expr is SCORE else expr
@@ -94,7 +95,7 @@ class NoForm:
     why: str
 
     def __str__(self) -> str:
-        text = " ".join(show(self.part).splitlines()[-1].split())
+        text = " ".join(show(self.part).splitlines()[-1].split())  # lines before the last declare parameters
         return f"`{text if len(text) <= LONG else text[:LONG] + '…'}` {self.why}"
 
 
@@ -144,7 +145,7 @@ _TURNED = {"ge": "le", "le": "ge", "eq": "eq"}
 
 def _solved(term: Expr, atom: Expr) -> tuple[str, Linear] | None:
     """A comparison of Ints as `atom >= bound` or `atom <= bound`, where the bound does not read the atom."""
-    if not is_int_comparison(term) or term.op == "ne":
+    if not is_int_comparison(term) or term.op == "ne":  # a hole in the keys is no bound
         return None
     rel, form = relation(term.op, *term.args)
     factor, rest = form.coefficient(atom), form.without(atom)
@@ -211,6 +212,7 @@ def _always(bound: Linear) -> bool:
 
 _CORNER = Linear(((Q_LEN, 1), (KV_LEN, -1)), 0)
 
+# the first clause that takes a term names its proof, so special cases come first
 CLAUSES = (
     Clause("causal", _distance("ge", lambda bound: bound == Linear((), 0)), "q >= k"),
     Clause("causal, bottom right", _distance("ge", lambda bound: bound == _CORNER), "q + KV_LEN >= k + Q_LEN"),
@@ -256,8 +258,7 @@ def _bias(e: Expr) -> tuple[Expr, Expr, str] | None:
                 continue
             for kind, expr, sign in (("k - q", K - Q, 1), ("k - q", Q - K, -1), ("-|q - k|", abs(Q - K), -1)):
                 if away.args[0] is expr:
-                    minus = (sign < 0) != (e.op == "sub")
-                    return rest, build("neg", slope) if minus else slope, kind
+                    return rest, build("neg", slope) if ((sign < 0) != (e.op == "sub")) else slope, kind
     return None
 
 
@@ -276,7 +277,7 @@ def _factor(e: Expr) -> tuple[Expr, Expr] | None:
             if _constant(by):
                 return rest, by
     if e.op == "div" and _constant(e.args[1]):
-        return e.args[0], build("div", lit(1.0), e.args[1])
+        return e.args[0], build("div", lit(1.0), e.args[1])  # engines have a factor, and no divisor
     return None
 
 

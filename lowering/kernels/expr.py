@@ -83,10 +83,12 @@ def levels(*roots: Expr, when: Mapping[str, int] = LEVELS) -> dict[Expr, int]:
     return known
 
 
+Leaf = Callable[[Expr, list[Text]], Text | None]  # the text of a node that is no operator, from those of its operands
+
+
 def printed(
-    roots: Iterable[Expr], table: Mapping[str, str], leaf: Callable[[Expr, list[Text]], Text | None],
-    name: Callable[[Expr, int], str], backend: str, inner: Collection[Expr] = (), when: Mapping[str, int] = LEVELS,
-    early: Collection[Expr] = (),
+    roots: Iterable[Expr], table: Mapping[str, str], leaf: Leaf, name: Callable[[Expr, int], str], backend: str,
+    inner: Collection[Expr] = (), when: Mapping[str, int] = LEVELS, early: Collection[Expr] = (),
 ) -> Printed:  # fmt: skip
     """Print `roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
     node of a level; the roots in `inner` are used per position, those in `early` too and computed as early as possible.
@@ -102,10 +104,12 @@ def printed(
     for node in known:
         args = [texts[a] for a in node.args]
         text = leaf(node, args) or operator(node, args, table, backend)
+        # a value that its user needs later is computed as soon as it is known
         sooner = any(known[u] != known[node] for u in users[node])
         sooner |= node in inner and known[node] in (SCALAR, ROW)
         sooner |= node in early and known[node] != POSITION
         often = len(users[node]) > 1 or (bool(users[node]) and (node in roots or len(text.text) > LONG))
+        # on a separate line a mask may restrict the load
         load = node.op in ("lookup", "gathered") and known[node] == POSITION
         if node.args and (sooner or often or load):
             page.lines.append(Line(node, name(node, known[node]), text.text, known[node]))
@@ -124,9 +128,8 @@ def unknown(node: Expr, backend: str) -> LoweringError:
 
 
 def named_lines(
-    root: Expr, leaf: Callable[[Expr, list[Text]], Text | None], table: Mapping[str, str], backend: str,
-    users: Mapping[Expr, int], name: Callable[[], str],
-) -> tuple[list[str], Text]:  # fmt: skip
+    root: Expr, leaf: Leaf, table: Mapping[str, str], backend: str, users: Mapping[Expr, int], name: Callable[[], str]
+) -> tuple[list[str], Text]:
     """The lines that name nodes with several `users` or of a long text, and the text of the value; the rest as of
     `printed`."""
     lines: list[str] = []
@@ -153,8 +156,7 @@ def operator(node: Expr, args: list[Text], table: Mapping[str, str], backend: st
         # a - (b - c) keeps its parentheses, and comparisons do not chain
         right = binds + (symbol not in ASSOCIATIVE)
         left = binds + (binds == COMPARISON)
-        parts = [args[0].inside(left), *(a.inside(right) for a in args[1:])]
-        return Text(f" {symbol} ".join(parts), binds)
+        return Text(f" {symbol} ".join([args[0].inside(left), *(a.inside(right) for a in args[1:])]), binds)
     if row[0] in "-~":
         return Text(row.format(args[0].inside(PREFIX)), PREFIX)
     if row.startswith("{}"):  # a method
@@ -185,6 +187,7 @@ def _cheaper(e: Expr) -> Expr:
         n = e.args[1].name
         if n == 0:
             return lit(1) if e.type is INT else lit(1.0)
+        # binary powers: a few products, where `pow` is a call
         if n in range(1, 65):
             return _power(e.args[0], int(n))
     return e
@@ -227,6 +230,6 @@ def _power(x: Expr, n: int) -> Expr:
 def _folded(e: Expr) -> Expr:
     try:
         value = evaluate(e, {}).item()
-    except EvaluationError:
+    except EvaluationError:  # the value is asked for at run time, and the error is raised there
         return e
     return lit(bool(value) if e.type is BOOL else value)

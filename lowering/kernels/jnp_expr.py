@@ -69,7 +69,7 @@ def operators(int64: bool = False, float64: bool = False) -> dict[str, Callable[
         formals = [f"x{i}" for i in range(row.count("{}"))] or ["*x"]
         body = row.format(*formals) if "{}" in row else row.replace("*", "*x")
         functions[op] = eval(f"lambda {', '.join(formals)}: {body}", names)
-    for op in ("and", "or"):
+    for op in ("and", "or"):  # rows take two operands, a node may have more
         functions[op] = partial(_joined, functions[op])
     return functions
 

@@ -65,6 +65,7 @@ class Names:
         self._used = {*reserved, *keyword.kwlist}
 
     def new(self, wish: str) -> str:
+        # Python folds other letters, so that two names could become one
         wish = wish if wish.isidentifier() and wish.isascii() else "x"
         while wish in self._used:
             wish += "_"
@@ -73,14 +74,14 @@ class Names:
 
     def numbered(self, stem: str) -> str:
         n = 0
-        while f"{stem}{n}" in self._used:
+        while f"{stem}{n}" in self._used:  # from 0 on: a text must not depend on what was printed before
             n += 1
         return self.new(f"{stem}{n}")
 
 
 def skeleton(package: str, name: str) -> str:
     """The text of skeletons/`name`.tpl of a package; `$include other` and `$include triton.other` are filled in."""
-    sibling, _, name = name.rpartition(".")
+    sibling, _, name = name.rpartition(".")  # Gluon shares parts with Triton, word for word
     package = f"{package.rpartition('.')[0]}.{sibling}" if sibling else package
     text = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
     return re.sub(r"(?m)^( *)\$include ([\w.]+)$", lambda m: indent(skeleton(package, m[2]), m[1]).rstrip(), text)

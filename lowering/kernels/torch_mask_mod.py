@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, transform, uses, walk
@@ -58,9 +58,8 @@ def mask_mod(
 
 
 def score_mod(
-    score: Expr, tables: Mapping[str, tuple[int, ...]], *, reach: Mapping[str, int], int64: bool = False,
-    title: str = "",
-) -> str:  # fmt: skip
+    score: Expr, tables: Mapping[str, Sequence[int]], *, reach: Mapping[str, int], int64: bool = False, title: str = ""
+) -> str:
     """The source of a function that gives `score_mod(score, b, h, q_idx, kv_idx)`; Float is float32, Float tables too.
 
     >>> from frisket.dsl.ir import lookup
@@ -77,7 +76,7 @@ def score_mod(
 
 
 def _function(
-    name: str, root: Expr, tables: Mapping[str, tuple[int, ...]], reach: Mapping[str, int], int64: bool, title: str
+    name: str, root: Expr, tables: Mapping[str, Sequence[int]], reach: Mapping[str, int], int64: bool, title: str
 ) -> str:
     scored = name == "score_mod"
     names = Names({"torch", "math", "make", name, *NAMES.values(), *PRELUDE, "times", "mix"})
@@ -100,10 +99,12 @@ def _function(
             for v in sorted(NAMES[v] for v in uses(root) & set("bhqk")) if int64 else ():
                 body.line(f"{v} = {v}.to(torch.int64)")
             body.line(*lines)
+            # a literal has no shape, and vmap needs a tensor
             alike = "score.new_full((), {})" if scored else "q_idx.new_full((), {}, dtype=torch.bool)"
             body.line(f"return {alike.format(value.text) if root.op == 'lit' else value.text}")
         body.line(f"return {name}")
     text = str(body)
+    # no dot before the name: torch.minimum is not the prelude's
     used = [PRELUDE[name] for name in PRELUDE if re.search(rf"(?<![.\w]){name}\(", text)]
     return "\n".join([d.strip("\n") + "\n\n" for d in used] + [text]) if used else text
 
@@ -125,6 +126,7 @@ def _form(node: Expr, args: list[Text]) -> Text | None:
     if node.op == "random":
         wide = [a.text if n.op == "lit" else f"{a.inside(10)}.to(torch.int64)" for n, a in zip(node.args, args)]
         return Text(f"random({', '.join(wide)})")
+    # a divisor that may be 0 goes through the prelude, which gives 0 for it
     if node.op in ("floordiv", "mod") and node.args[1].op == "lit" and node.args[1].name:
         symbol = "//" if node.op == "floordiv" else "%"
         binds = PRECEDENCE[symbol]
@@ -147,6 +149,7 @@ def _index(node: Expr, text: Text, size: int, reach: Mapping[str, int]) -> str:
     """The text of an index, clamped unless it cannot leave the table."""
     if node.op == "lit":
         return str(min(max(node.name, 0), size - 1))
+    # indices within the table need no clamp, which inductor would keep
     if node.op == "var" and reach.get(node.name, size + 1) <= size:
         return text.text
     return f"{text.inside(10)}.clamp(0, {size - 1})"

@@ -61,7 +61,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.evaluate import evaluate, table_array
-from frisket.dsl.ir import Expr, lit, lookup, rebuild, transform, uses, var, walk
+from frisket.dsl.ir import Expr, Named, lit, lookup, rebuild, transform, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.dsl.work import steps
 from frisket.lowering.kernels.expr import same_remainder
@@ -91,7 +91,7 @@ def merged(digits: Iterable[OrderDigit]) -> tuple[OrderDigit, ...]:
     """The fewest digits of an equal order: where one goes on where the one before ends, both are one."""
     joined: list[OrderDigit] = []
     for d in digits:
-        if d.radix == 1:
+        if d.radix == 1:  # a digit of one value moves nothing
             continue
         joined.append(d)
         while len(joined) > 1 and (both := _joined(*joined[-2:])):
@@ -139,6 +139,7 @@ def of_rank(digits: Sequence[OrderDigit], numbers: NDArray[np.int64]) -> NDArray
     left = numbers
     for d in digits:
         positions, left = positions + left % d.radix * (d.place * d.step), left // d.radix
+    # digits that count past the length have numbers without a position
     known: NDArray[np.int64] = positions[rank(digits, positions) == numbers]
     return known
 
@@ -183,6 +184,7 @@ class Candidate:
         """The position at every place, int64 [length]."""
         if self.table is None:
             order = self.start + places(self.digits, length - self.start)
+            # text before an image comes behind it, so that tiles of the image begin at a multiple
             return np.concatenate([order, np.arange(self.start)]) if self.start else order
         return np.argsort(self.table[:length], kind="stable")
 
@@ -217,6 +219,7 @@ def candidates(mask: Expr, tables: Mapping[str, Array], length: int) -> Iterator
                     yield replace(candidate, name=candidate.name + last, start=start)
     for name in dict.fromkeys(n.name for n in walk(mask) if n.op == "lookup" and len(n.args) == 1):
         table = tables.get(name)
+        # a table that rises already suggests no move
         if table is not None and len(table) >= length and (np.diff(table[:length].astype(float)) < 0).any():
             yield Candidate(f"rising {name}", table=table, untiled=True)
     yield from _of_coordinates(mask, tables, length)
@@ -233,13 +236,12 @@ def _of_coordinates(mask: Expr, tables: Mapping[str, Array], length: int) -> Ite
         elif n.op == "eq" and {a.op for a in n.args} == {"lookup"} and n.args[0].name == n.args[1].name:
             equal.add(n.args[0].name)
     both = [n for n, of in read.items() if len(of) == 2 and len(tables.get(n, ())) >= length]
-    values = {n: (x := tables[n][:length].astype(np.int64)) - x.min() for n in both}
+    values = {n: (x := tables[n][:length].astype(np.int64)) - x.min() for n in both}  # from 0 on, as digits count
     # the fastest first
     names = sorted((n for n in both if n not in equal), key=lambda n: -np.count_nonzero(np.diff(values[n])))
     if not 2 <= len(names) <= AXES:
         return
-    axes = [OrderDigit(i, int(values[n].max()) + 1) for i, n in enumerate(names)]
-    inner, outer, sizes = _tiles(axes, None)
+    inner, outer, sizes = _tiles([OrderDigit(i, int(values[n].max()) + 1) for i, n in enumerate(names)], None)
     keys = [values[names[d.place]] // d.step % d.radix for d in (*inner, *outer)]
     groups = [n for n in both if n in equal]
     shapes = ", ".join(" x ".join(map(str, reversed(s))) for s in sizes)
@@ -303,8 +305,7 @@ def _of_chain(chain: tuple[int, ...], length: int) -> Iterator[Candidate]:
         alone = [a for a, alone in zip(axes, choices, strict=True) if alone]
         if not tiled or len(alone) > MOST_ALONE:
             continue
-        first = [a for a in tiled if 1 < a.radix <= SHORT and len(tiled) > 2]
-        for whole in (None, *first):
+        for whole in (None, *[a for a in tiled if 1 < a.radix <= SHORT and len(tiled) > 2]):
             inner, outer, sizes = _tiles(tiled, whole) if len(tiled) > 1 else ([], tiled, [])
             labels = []
             if len(tiled) > 1:
@@ -324,6 +325,7 @@ def _tiles(
     shapes = []
     for level in LEVELS:
         before = list(size)
+        # the shortest side doubles first: tiles are as square as axes allow
         while prod(size) < level and (grown := [(s, i) for i, s in enumerate(size) if s < axes[i].radix]):
             i = min(grown)[1]
             size[i] = min(2 * size[i], axes[i].radix)
@@ -334,9 +336,8 @@ def _tiles(
 
 
 def folded(
-    e: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any], tables: Mapping[str, Array],
-    reserved: Collection[str] = (),
-) -> tuple[Expr, dict[str, Array]]:  # fmt: skip
+    e: Expr, places: Mapping[str, Array], scalars: Named, tables: Mapping[str, Array], reserved: Collection[str] = ()
+) -> tuple[Expr, dict[str, Array]]:
     """`e` at `places` of q and of k, either or both, and the tables it reads then. Each largest part that depends on
     one of them becomes a table: `doc[q]` is read in one step, not through the position, and its order can be seen.
     A table of several axes, such as `t[q // 16, k // 16]`, has the values of each axis in the order they are read. The
@@ -346,10 +347,11 @@ def folded(
     new_tables: dict[str, Array] = {}
     others = {*reserved, *scalars, *tables}
     prefix = "at_"
-    while any(n.startswith(prefix) for n in others):
+    while any(n.startswith(prefix) for n in others):  # a table of the user's may have any name
         prefix += "_"
 
     def table_name(value: Array) -> str:
+        # equal tables are stored once, and of one dtype: 0 and False differ
         values = value if value.dtype.kind in "bf" else _narrow(value)
         same = (n for n, t in new_tables.items() if t.dtype == values.dtype and np.array_equal(t, values))
         label = next(same, None) or f"{prefix}{len(new_tables)}"
@@ -370,6 +372,7 @@ def folded(
                 at, numbers = numbered(read(a, name).clip(0, values.shape[axis] - 1))
                 values = values.take(at, axis)
                 n = int((numbers == 0).sum())
+                # each value as often and in order: then the number is a quotient of the position
                 regular = np.array_equal(numbers, np.arange(len(numbers)) // n)
                 place = var(name) // n if n > 1 else var(name)
                 args[axis] = place if regular else lookup(table_name(numbers), (var(name),))
@@ -383,6 +386,7 @@ def folded(
         free[node] = (
             below | {node.name} if node.op == "bound" else below - {node.name[1]} if node.op == "reduce" else below
         )
+        # a part that reads the variable of an outer reduction has several values at a position
         whole[node] = None if free[node] else _coordinate(node, places, scalars)
         known[node] = node
         if whole[node] is None and node.op == "lookup" and any(whole[a] for a in node.args):
@@ -409,6 +413,7 @@ def numbered(x: Array) -> tuple[Array, Array]:
 
 def _narrow(x: Array) -> Array:
     """Ints in 32 bits, where they fit."""
+    # kernels count in 32 bits where entries let them
     fits = not len(x) or (x.min() >= -(1 << 31) and x.max() < 1 << 31)
     return x.astype(np.int32) if fits else x
 
@@ -436,6 +441,7 @@ def by_graph(
         except ImportError:
             return
         of_q, of_k = nodes
+        # two lookups of one pair of indices have one graph
         key = of_q.tobytes(), of_k.tobytes()
         edges = None if key in seen else _edges(mask, env, tables, of_q, of_k)
         seen.add(key)
@@ -448,7 +454,7 @@ def by_graph(
             both = Candidate(name, table=np.argsort(reverse_cuthill_mckee(graph))[of_q])
             yield both, both
         bipartite = block_array([[None, graph], [graph.T, None]], format="csr")
-        order = np.argsort(reverse_cuthill_mckee(bipartite))
+        order = np.argsort(reverse_cuthill_mckee(bipartite))  # its inverse: places by node
         yield Candidate(name, table=order[of_q]), Candidate(name, table=order[shape[0] :][of_k])
 
 
@@ -462,9 +468,7 @@ def _indices(node: Expr, name: str, env: Mapping[str, Any], tables: Mapping[str,
     return numbers
 
 
-def _edges(
-    mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Array], of_q: Array, of_k: Array
-) -> tuple[Array, Array] | None:  # fmt: skip
+def _edges(mask: Expr, env: Named, tables: Named, of_q: Array, of_k: Array) -> tuple[Array, Array] | None:
     """The visible pairs among the first positions of all nodes; None where there are none or too many."""
     q, k = (np.unique(x, return_index=True)[1] for x in (of_q, of_k))
     if len(q) * len(k) * steps(mask) > STEPS:

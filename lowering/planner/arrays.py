@@ -64,15 +64,16 @@ TORCH = Words("torch", expr_torch.TORCH, _torch_prelude, HEADERS["torch"], (("",
 
 def _plain(op: str, by: Expr) -> bool:
     """Whether a literal needs no guard: no division by zero, no shift out of range."""
+    # shifts of 31 and more leave the 32 bits that a planner may have
     return by.op == "lit" and (0 <= by.name < 31 if op in ("shl", "shr") else by.name != 0)
 
 
 @memo(group="sources")
 def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     """The source text of a planner. `wide`: positions and Floats have 64 bits."""
+    # the header's names are taken: a table of the user's may have one
     skeleton = "".join([*READING.values(), SHARED, INTERVALS, PIECES, words.header, _IDS])
-    names = Names(re.findall(r"[A-Za-z_]\w*", skeleton))
-    body = _ArrayBody(plan, words, names)
+    body = _ArrayBody(plan, words, Names(re.findall(r"[A-Za-z_]\w*", skeleton)))
     inside = body.text()
     page = Page()
     page.line('"""Which tiles of keys each tile of queries reads: spans of', "", f"    {show(plan.mask)}", "")
@@ -109,6 +110,7 @@ class PlannerBody:
         self.ranks = dict.fromkeys(plan.tables, 1)
         for n in walk(*self.roots):
             if n.op == "lookup" or n.op in RANGES:
+                # a range has two ends for each axis
                 self.ranks[n.name] = len(n.args) // (1 if n.op == "lookup" else 2)
             elif n.op == "extent":
                 self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)
@@ -163,6 +165,7 @@ class _ArrayBody(PlannerBody):
         if e.op in ("lookup", "segment") or e.op in SEARCHES:
             return self.call(e, args)
         if e.op in _BY_LITERAL and _plain(e.op, e.args[1]):
+            # the function of the header guards against 0, which a literal shows not to be
             symbol = _BY_LITERAL[e.op]
             binds = PRECEDENCE[symbol]
             return Text(f"{args[0].inside(binds)} {symbol} {args[1].text}", binds)
@@ -183,11 +186,13 @@ class _ArrayBody(PlannerBody):
         if not ranging:
             return self.call(e, lows)
         join, other = _JOINS[e.op]
+        # ranged axes come last, so that the others number the rows
         view = f"front({table}, ({', '.join(map(str, ranging))},))" if half > 1 else table
         row = "0"
         if fixed:
             shape = self.named(view, "turned")
             row = f"leading({', '.join([shape, *(lows[i].text for i in fixed)])})"
+        # two ranges of one table share what is built for it, by its text
         wish = f"{table}_{'least' if e.op == 'range_min' else 'most'}"
         if len(ranging) == 1:
             i = ranging[0]
@@ -219,6 +224,7 @@ class _ArrayBody(PlannerBody):
         for name, type in self.plan.scalars.items():
             page.line(f'{self.known[name]} = scalar(scalars["{name}"], {type}, q)')
         page.line(*(f'{self.known[name]} = tables["{name}"]' for name in self.plan.tables))
+        # before the rows: what is built of a table is the same for all of them
         page.line(*(f"{name} = {text}" for text, name in self.built.items()))
         page.line(
             "bq, bk = block", "rows, columns = -(-q_len // bq), -(-kv_len // bk)", "row = arange(rows, q)[:, None]"
@@ -228,6 +234,7 @@ class _ArrayBody(PlannerBody):
     def _intervals(self, page: Page) -> None:
         page.blank()
         with page.block("def tiles(first, last):"):
+            # by a sum with zeros: a bound may be one number for all rows
             page.line("first, last = q0 * 0 + first, q0 * 0 + last")
             page.line("start = clip((first - k0) // bk, 0, columns)")
             page.line("return start, where(last >= first, clip((last - k0) // bk + 1, 0, columns), start)")
@@ -267,5 +274,6 @@ class _ArrayBody(PlannerBody):
         page.line("start = where(arange(room, q) == 0, q0 * 0, columns)  # one open piece a row")
         page.line("kind = where(start == 0, OPEN, EMPTY)")
         page.line("start, kind = repeated(finer, widths(columns, room), (start, kind))")
+        # no loop until all is decided: shapes are fixed before the kinds are known
         page.line("overflow = (kind == OPEN).any()")
         page.line("start, kind = joined(start, where(kind == OPEN, PARTIAL, kind), columns)")

@@ -26,8 +26,7 @@ from .arrays import PlannerBody, sides
 from .planner import CLASSES, SEARCHES, Planner
 
 AXES = 64  # of a table, as in cpp.hpp
-HEAD = ("slices", "q_len", "kv_len", "bq", "bk", "room", "most", "from_b", "from_h", "from_q", "from_k", "bounds",
-        "count")  # fmt: skip
+HEAD = tuple("slices q_len kv_len bq bk room most from_b from_h from_q from_k bounds count".split())
 TYPES = {INT: "Int", FLOAT: "Real", BOOL: "bool"}
 ROWS = {**CPP, "and": "{} && {}", "or": "{} || {}", "xor": "{} != {}", "isfinite": "bounded({})"}
 LOOSE = {**BINDS, "&&": 0, "||": -1}
@@ -38,8 +37,7 @@ WISHES = {"range_min": "least", "range_max": "most"}
 
 def prelude() -> str:
     """The text that all C++ planners share."""
-    parts = ("cpp.hpp", "cpp_pieces.hpp")
-    return "\n".join((files(__package__) / name).read_text(encoding="utf-8") for name in parts)
+    return "\n".join((files(__package__) / name).read_text(encoding="utf-8") for name in ("cpp.hpp", "cpp_pieces.hpp"))
 
 
 @memo(group="sources")
@@ -74,6 +72,7 @@ def function(plan: Planner, name: str = "frisket_plan") -> str:
 
 def questions(plan: Planner) -> tuple[Expr, ...]:
     """The roots of a planner, and what else tells that a piece is empty, to be asked one after another."""
+    # each is asked on its own line, so that the first true one ends the search
     disjoint = () if plan.disjoint is FALSE else plan.disjoint.args if plan.disjoint.op == "or" else (plan.disjoint,)
     return plan.roots if plan.seen else (*plan.roots, *disjoint)
 
@@ -107,6 +106,7 @@ class _CppBody(PlannerBody):
         assert ranging or e.op not in CLASSES
         if not ranging:
             return self.call(e, lows)
+        # the number of axes is a template argument, so that loops over them unroll
         form = KNOWN[e.op].format(TYPES[e.type]) + (f", {len(ranging)}" if len(ranging) > 1 else "")
         kind, call = ("Line", "over") if len(ranging) == 1 else ("Plane", "within")
         axes = ", ".join(map(str, ranging))
@@ -155,7 +155,9 @@ class _CppBody(PlannerBody):
                 f"{self.ranks[name]});"
             )
         for text, name in self.built.items():
+            # 2 says that memory ran out: no exception crosses the C interface
             page.line(f"const {text.replace('NAME', name)};", f"if ({name}.failed()) return 2;")
+        # lengths and tiles are words of the call: a planner is compiled once for a mask
         page.line("const Int rows = (q_len + bq - 1) / bq, columns = (kv_len + bk - 1) / bk;")
         page.line("Pieces found(columns);", "bool overflow = false;")
 
@@ -166,6 +168,7 @@ class _CppBody(PlannerBody):
 
     def _intervals(self, page: Page) -> None:
         seen, hidden = self.plan.seen, self.plan.hidden
+        # two more hidden intervals, for the tiles that the lengths cut
         page.line(f"Sweep<{len(seen)}, {len(hidden) + 2}> sweep(columns, k0, bk);")
         for name, pairs in (("seen", seen), ("hidden", hidden)):
             for pair in pairs:
@@ -190,7 +193,7 @@ class _CppBody(PlannerBody):
             page.line("const bool single = stop - start == 1;")
             if "tk" in self.free:
                 page.line("const Int tk = stop == columns ? kv_len - (columns - 1) * bk : bk;  // its narrowest tile")
-            for empty in (never, *disjoint):
+            for empty in (never, *disjoint):  # most pieces are empty, so that this is asked first
                 page.line(f"if ({ask(empty)[0]}) return EMPTY;")
             with page.block("if (stop * bk <= kv_len && row * bq + bq <= q_len) {", "}"):
                 outer = set(done)
@@ -219,7 +222,7 @@ def _literal(e: Expr) -> Text:
         return Text("true" if e.name else "false")
     if e.type is FLOAT and not math.isfinite(e.name):
         return Text("NOT_A_NUMBER") if math.isnan(e.name) else Text("INF" if e.name > 0 else "-INF", PREFIX)
-    if e.type is INT and e.name == -(2**63):
+    if e.type is INT and e.name == -(2**63):  # C reads it as a minus before a number that fits no type
         return Text("INT64_MIN")
     text = f"{e.name}L" if e.type is INT and abs(e.name) >= 2**31 else repr(e.name)
     return Text(text, PREFIX if text[0] == "-" else ATOM)

@@ -37,6 +37,7 @@ def intervals(mask: Expr, sorted_: frozenset[str]) -> tuple[tuple[Interval, ...]
     bounds neither side. `sorted_` names the tables that never decrease along their last axis."""
     seen = _sides(mask, sorted_)
     hidden = None if seen is None else _sides(simplify(negate(mask)), sorted_)
+    # hidden keys tell which tiles are FULL: one side alone is no layout
     return None if seen is None or hidden is None or len(seen) + len(hidden) > MOST else (seen, hidden)
 
 
@@ -74,7 +75,7 @@ def _keys(e: Expr, sorted_: frozenset[str]) -> tuple[Expr | None, Expr | None] |
         return None
     op, form = relation(e.op, *e.args)
     moving = [(a, f) for a, f in form.terms if "k" in depends(a)]
-    if len(moving) != 1 or abs(moving[0][1]) != 1:
+    if len(moving) != 1 or abs(moving[0][1]) != 1:  # k has to stand alone, with factor 1 or -1, to be searched for
         return None
     atom, factor = moving[0]
     rest = form.without(atom)

@@ -64,6 +64,7 @@ class Planner:
     def records(self, columns: int) -> int:
         """The number of records a row may need, as far as the mask tells."""
         enough = len(self.seen) + len(self.hidden) if self.seen else RECORDS
+        # a record has at least a tile, and a gap before the next
         return max(1, min(enough, -(-columns // 2)))
 
 
@@ -101,10 +102,10 @@ def planner(
     bounds = intervals(mask, sorted_)
     if bounds is not None:
         roots = [e for pair in (*bounds[0], *bounds[1]) for e in pair]
+        # an integer that may not fit would give wrong tiles: questions leave out such clauses
         if all(fits(e, limits, wide) for e in roots):
             return Planner(mask, *bounds, FALSE, FALSE, FALSE, _wide(roots, limits))
-    questions = (always(mask), never(mask), _whole(mixed(mask)))
-    yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in questions)
+    yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in (always(mask), never(mask), _whole(mixed(mask))))
     disjoint = _safe(points(_no_common_ids(mask, {*_named(yes, no, both)}), sorted_), limits, wide)
     return Planner(mask, (), (), yes, no, both, _wide([yes, no, both], limits), disjoint)
 
@@ -112,6 +113,7 @@ def planner(
 def _no_common_ids(mask: Expr, tables: set[str]) -> Expr:
     """Whether a piece is empty, as terms `T[q] == U[k]` tell: of some clause of the mask no part can hold."""
     with_ids = (clause for clause in _parts(mask, "and") if any(map(sides_of_ids, walk(clause))))
+    # a clause without ids cannot tell
     return disj(*(conj(*(_part_disjoint(part, tables) for part in _parts(clause, "or"))) for clause in with_ids))
 
 
@@ -141,7 +143,7 @@ def _safe(e: Expr, limits: Mapping[str, float], wide: bool) -> Expr:
     """A question without the clauses whose integers may not fit: without a clause the answer is only less certain."""
     if e.op in ("and", "or"):
         return (conj if e.op == "and" else disj)(*(_safe(a, limits, wide) for a in e.args))
-    return e if e is TRUE or fits(e, limits, wide) else FALSE
+    return e if e is TRUE or fits(e, limits, wide) else FALSE  # FALSE is the answer that decides nothing
 
 
 def fits(e: Expr, limits: Mapping[str, float], wide: bool) -> bool:

@@ -34,9 +34,7 @@ TRITON = {
     "sqrt": "tl.sqrt({})", "rsqrt": "(1.0 / tl.sqrt({}))",
 }  # fmt: skip
 TYPES = {INT: "tl.int64", FLOAT: "tl.float64", BOOL: "tl.int1"}
-HEAD = (
-    "Bounds", "Count", "Left", "Work", "Place", "line_count", "rows", "q_len", "kv_len", "bq", "bk", "room", "records",
-)  # fmt: skip
+HEAD = tuple("Bounds Count Left Work Place line_count rows q_len kv_len bq bk room records".split())
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class _TritonBody(PlannerBody):
             return Text(e.name if e.op == "var" else self.known[e.name])
         if e.op == "lit" and e.type is FLOAT:
             value = f'float("{e.name}")' if not math.isfinite(e.name) else repr(e.name)
-            return Text(f"tl.full((), {value}, tl.float64)")
+            return Text(f"tl.full((), {value}, tl.float64)")  # a bare literal would be float32
         if e.op == "lit":
             return Text(repr(e.name), PREFIX if repr(e.name)[0] == "-" else 10)
         if e.op == "extent":
@@ -115,6 +113,7 @@ class _TritonBody(PlannerBody):
 
     def entry(self, source: str) -> TablePointer:
         if source not in self.entries:
+            # made at the first read: an argument that no line reads would only fill the call
             name, n = self.known[source], self.ranks[source]
             sizes, strides = (
                 tuple(self.names.new(f"{name}_{w}{i}" if n > 1 else f"{name}_{w}") for i in range(n))
@@ -129,13 +128,14 @@ class _TritonBody(PlannerBody):
         return _typed(f"tl.load({' + '.join([t.name, *steps])})", e)
 
     def _range(self, e: Expr, args: list[Text]) -> Text:
-        half, axes, fixed = sides(e)
+        half, axes, fixed = sides(e)  # axes with equal ends need no range: they choose a row of the range table
         if not axes:
             return self._look(e, args[:half])
         ranged, most = self._ranged(e, tuple(axes)), e.op == "range_max"
         pointer, row = ranged.most if most else ranged.least, "0"
         for i in fixed:  # as the rows of the table are numbered
             size = self.entry(e.name).sizes[i]
+            # a bound may lie outside the table, where the mask reads nothing
             index = f"clip({args[i].text}, {size} - 1)"
             row = index if row == "0" else f"({row}) * {size} + {index}"
         lows, highs = ([side[i].text for i in axes] for side in (args[:half], args[half:]))
@@ -146,7 +146,7 @@ class _TritonBody(PlannerBody):
         return _typed(f"within{len(axes)}({pointer}, {row}, {box}, {most})", e)
 
     def _ranged(self, e: Expr, axes: tuple[int, ...]) -> Ranged:
-        key = e.name, axes
+        key = e.name, axes  # the least and the greatest entries of one table are built together
         if key not in self.ranges:
             name = self.known[e.name]
             sizes = tuple(self.names.new(f"{name}_length{i if len(axes) > 1 else ''}") for i in axes)
@@ -160,6 +160,7 @@ class _TritonBody(PlannerBody):
         sizes = tuple(n for n in SIZES if n in self.free)
         ranges = tuple(self.ranges.values())
         ends = 2 * (len(self.plan.seen) + len(self.plan.hidden) + 2) + 1
+        # tl.sort takes powers of two
         pieces = 1 << (ends - 1).bit_length() if self.plan.seen else 0
         body = Page()
         names = [*HEAD, *sizes, *(self.known[n] for n in self.plan.scalars)]
@@ -167,6 +168,7 @@ class _TritonBody(PlannerBody):
             names += [t.name, *t.sizes, *t.strides]
         for r in ranges:
             names += [r.least, r.most, r.rows, *r.sizes]
+        # lengths change from call to call: specialised, each would compile again
         body.line("@triton.jit(do_not_specialize=[", *_listed([f'"{n}"' for n in names]), "])")
         body.line("def plan_spans(", *_listed([*names, "ROWS: tl.constexpr", "PIECES: tl.constexpr"]))
         with body.block("):"):
@@ -183,13 +185,16 @@ class _TritonBody(PlannerBody):
         page.line(*(f"{n} = {n}.to(tl.int64)" for n in sizes))
         for name, type in self.plan.scalars.items():
             known = self.known[name]
+            # a tensor on the device or a number of Python: the text is the same for both
             value = f"number({known}, {TYPES[INT if type is BOOL else type]})"
             page.line(f"{known} = {value}{' != 0' if type is BOOL else ''}")
         page.line("line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]")
+        # lines past the last repeat it, so that no load needs a mask
         page.line("inside = line < line_count", "line = tl.minimum(line, line_count - 1)")
         page.line("at_slice = Place + (line // rows) * 4", "row = (line % rows).to(tl.int64)")
         page.line("b, h = tl.load(at_slice), tl.load(at_slice + 1)")
         page.line("q, k = tl.load(at_slice + 2), tl.load(at_slice + 3)")
+        # a piece is 4 * its first tile + its kind: one number to sort
         page.line("columns = (kv_len + bk - 1) // bk", "end = 4 * columns")
         page.line("slot = tl.arange(0, PIECES)[None, :]")
         page.line("q0, q1 = q + row * bq, q + tl.minimum(row * bq + bq, q_len) - 1")
@@ -210,10 +215,12 @@ class _TritonBody(PlannerBody):
         page.line(f"hidden{n}, hidden{n}_end = tl.where(kv_len % bk != 0, columns - 1, columns), columns")
         page.line("cut = (row == rows - 1) & (q_len % bq != 0)")
         page.line(f"hidden{n + 1}, hidden{n + 1}_end = tl.where(cut, 0, columns), columns")
+        # kinds change only at these ends, so that each piece between two of them has one kind
         sides = [f"seen{i}" for i in range(len(self.plan.seen))] + [f"hidden{i}" for i in range(n + 2)]
         for side in sides:
             page.line(f"starts = tl.where(slot == {at}, {side}, tl.where(slot == {at + 1}, {side}_end, starts))")
             at += 2
+        # tiles fit 32 bits, and a sort of 64 bits takes twice the registers
         page.line("starts = tl.sort(starts.to(tl.int32))", "seen, hidden = starts < 0, starts < 0")
         for side in sides:
             name = "seen" if side.startswith("seen") else "hidden"
@@ -225,6 +232,7 @@ class _TritonBody(PlannerBody):
 
     def _pieces(self, page: Page) -> str:
         self.write(page, SCALAR, ROW)
+        # each round asks pieces of a quarter of the width, until they are single tiles
         page.line("room = tl.minimum(room, columns)", "pieces = tl.where(slot == 0, OPEN, end + line * 0)")
         page.line("half = tl.maximum(room // 2, 1)")
         page.line("width = tl.where(columns <= room, 1, (columns + half - 1) // half)", "coarse = columns > 0")
@@ -242,6 +250,7 @@ class _TritonBody(PlannerBody):
             page.line(f"kind = tl.where({never}, EMPTY, kind)")
             page.line("pieces = tl.where((pieces & 3) == OPEN, (pieces & -4) | kind, pieces)")
             page.line("coarse = width > 1", "width = (width + 3) // 4")
+        # what stays open is read with the mask, which is slower and never wrong
         page.line("open = (pieces & 3) == OPEN", "lacking = tl.max(open.to(tl.int32), 1)[:, None] > 0")
         page.line("pieces = joined(tl.where(open, (pieces & -4) | PARTIAL, pieces), end)")
         return "left | lacking"
@@ -249,6 +258,7 @@ class _TritonBody(PlannerBody):
     def _module(self, body: str) -> str:
         head = Page()
         head.line('"""Which tiles of keys each tile of queries reads: spans of', "")
+        # a backslash in a docstring would escape what follows
         head.line(*(f"    {line}" for line in show(self.plan.mask).replace("\\", "\\\\").split("\n")), "")
         head.line("for tables on the device. Shapes are fixed, nothing is copied to the host.", '"""')
         ranges = self.ranges.values()
@@ -272,6 +282,7 @@ def _listed(names: list[str]) -> list[str]:
 
 def _functions(text: str) -> str:
     """The functions that a text needs, with the functions they need."""
+    # written out for each number of axes: a function of Triton takes a fixed number of arguments
     within = [_within(int(n)) for n in sorted(set(re.findall(r"\bwithin(\d+)\(", text)))]
     text += "".join(within)
     used: dict[str, str] = {}
@@ -292,6 +303,7 @@ def _within(axes: int) -> str:
     for i in each:
         lines.append(f"    a{i}, z{i}, room = along(size{i}, lo{i}, hi{i})")
         places = [f"row{c}" for c in range(1 << i)] if i else ["row"]
+        # from the last on: row{c} is overwritten by what is made of it
         for c, place in reversed(list(enumerate(places))):
             lines.append(f"    row{2 * c + 1} = {place} * room + z{i}")
             lines.append(f"    row{2 * c} = {place} * room + a{i}")

@@ -16,24 +16,23 @@ __all__ = ["RULES", "Canonical", "Rule", "Simplifier", "canonical", "hoist", "pr
 
 
 def prepare(
-    mask: Expr | None, score: Expr | None, finite_tables: Mapping[str, bool] | None = None,
-    counts: Counter[str] | None = None,
-) -> tuple[Expr | None, Expr | None]:  # fmt: skip
+    mask: Expr | None, score: Expr | None, finite: Mapping[str, bool] | None = None, counts: Counter[str] | None = None
+) -> tuple[Expr | None, Expr | None]:
     """The simplified (mask, score); None for a mask that is always true and for a score mod that changes nothing.
 
-    `finite_tables` says which Float tables hold only finite values: a bias beside a hidden mask needs it.
+    `finite` says which Float tables hold only finite values: a bias beside a hidden mask needs it.
     """
     run = Simplifier()
     seen, rest = TRUE, run(score) if score is not None else SCORE
     while True:  # a branch can hide another
-        more, rest = hoist(rest, finite_tables or {})
+        more, rest = hoist(rest, finite or {})
         if more is TRUE:
             break
         if more is FALSE:  # nothing is visible, so nothing is left to score
             seen, rest = FALSE, SCORE
             break
         seen, rest = conj(seen, more), run(rest)
-    whole = run(conj(mask if mask is not None else TRUE, seen))
+    whole = run(conj(mask if mask is not None else TRUE, seen))  # together: terms of both may imply one another
     if counts is not None:
         counts.update(run.counts)
     return None if whole is TRUE else whole, None if rest is SCORE else rest

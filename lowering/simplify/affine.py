@@ -99,7 +99,7 @@ def _look(e: Expr, args: list[_Known]) -> _Known:
     shape = digest(e.op, str(e.type), label, *(a.shape for a in args))
     name = str(e.name[0] if e.op == "extent" else e.name) if named else ""
     literal = _bits(e.name) if e.op == "lit" else b""
-    comparable = (0, 0) if e.name != e.name else (1, e.name)
+    comparable = (0, 0) if e.name != e.name else (1, e.name)  # NaN compares with nothing, and a sort needs an order
     literals = (comparable,) if e.op == "lit" else _gather(a.literals for a in args)
     names = _gather([(name,) if named else (), *(a.names for a in args)])
     whole = digest(shape, literal, name, *(a.whole for a in args))
@@ -143,7 +143,9 @@ def _bits(value: Any) -> bytes:
 def digest(*parts: str | bytes) -> bytes:
     state = blake2b(digest_size=12)
     for part in parts:
+        # a name may hold half a surrogate, which UTF-8 refuses
         raw = part.encode(errors="surrogatepass") if isinstance(part, str) else part
+        # with its length first: ("ab", "c") and ("a", "bc") differ
         state.update(len(raw).to_bytes(4, "little") + raw)
     return state.digest()
 
@@ -191,6 +193,7 @@ def _collect(terms: Iterable[tuple[Expr, int]], const: int) -> Linear:
     for atom, factor in terms:
         total[atom] = total.get(atom, 0) + factor
     nonzero = [(a, f) for a, f in total.items() if f]
+    # one term is in order, and the key of a node costs more than a sum
     if len(nonzero) > 1:
         nonzero.sort(key=lambda t: sort_key(t[0]))
     return Linear(tuple(nonzero), const)
@@ -210,6 +213,7 @@ def linear(e: Expr) -> Linear:
         if len(left.terms) + len(right.terms) > _WIDEST:
             return Linear(((e, 1),), 0)
         both = left + right if e.op == "add" else left - right
+        # of numbers so large another order of the sum may leave 64 bits, which the text itself does not
         return Linear(((e, 1),), 0) if both.large else both
     if e.op == "neg":
         return -linear(e.args[0])
@@ -226,7 +230,7 @@ def write(form: Linear) -> Expr:
     """The one expression for an affine form: positive terms first, the constant last."""
     ordered = sorted(form.terms, key=lambda t: t[1] < 0)
     result: Expr | None = None
-    for atom, factor in ordered:
+    for atom, factor in ordered:  # positive terms first, so that no text begins with a minus
         term = atom if abs(factor) == 1 else build("mul", lit(abs(factor)), atom)
         if result is None:
             result = term if factor > 0 else build("neg", atom) if factor == -1 else build("mul", lit(factor), atom)
@@ -258,10 +262,12 @@ def relation(op: str, left: Expr, right: Expr) -> tuple[str, Linear]:
     if op in ("lt", "gt"):  # Int: x < 0 is x + 1 <= 0
         form = Linear(form.terms, form.const + (1 if op == "lt" else -1))
         op = "le" if op == "lt" else "ge"
+    # terms are in canonical order, so the first that varies gives equal relations one sign
     lead = next((f for a, f in form.terms if varies(a)), form.terms[0][1] if form.terms else 1)
     if lead < 0:
         op, form = FLIP[op], -form
     g = math.gcd(*(f for _, f in form.terms)) if form.terms else 1
+    # an equation whose constant the divisor does not divide holds nowhere: `write_relation` says so
     if g > 1 and (op not in ("eq", "ne") or form.const % g == 0):
         const = -(-form.const // g) if op == "le" else form.const // g
         form = Linear(tuple((a, f // g) for a, f in form.terms), const)
@@ -282,6 +288,7 @@ def write_relation(op: str, form: Linear) -> Expr:
     strict = {"le": ("lt", -1), "ge": ("gt", 1)}.get(op)
     has_minus = any(f < 0 for _, f in moving)
     if not fixed and has_minus and strict and bound.const == strict[1]:
+        # `q - k < 1` reads as q <= k: strict bounds of 1 are written without the 1
         op, bound = strict[0], Linear((), 0)
     if not fixed and has_minus and bound.const == 0:
         right = tuple((a, -f) for a, f in moving if f < 0)

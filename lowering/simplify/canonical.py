@@ -77,8 +77,8 @@ def _kinds(roots: Iterable[Expr]) -> dict[str, tuple[str, ...]]:
 
 def ranked(roots: list[Expr]) -> list[str]:
     """The parameters of some Exprs, in an order that depends only on their use."""
-    kinds = _kinds(roots)
-    start = {n: digest(*kind) for n, kind in sorted(kinds.items())}
+    start = {n: digest(*kind) for n, kind in sorted(_kinds(roots).items())}
+    # kinds tell all parameters apart: no graph is built
     if len(set(start.values())) == len(start):
         return sorted(start, key=lambda n: start[n])
     return _settled(_Graph(roots, WORK), start)[1]
@@ -106,10 +106,10 @@ def _settled(graph: _Graph, colours: Colours) -> tuple[bytes, list[str]]:
     for name, colour in colours.items():
         classes[colour].append(name)
     tied = min(((c, names) for c, names in classes.items() if len(names) > 1), default=None)
-    if tied is None or graph.left <= 0:
+    if tied is None or graph.left <= 0:  # past the budget the user's names decide
         return picture, sorted(colours, key=lambda n: (colours[n], by_length(n)))
     best: tuple[bytes, list[str]] | None = None
-    for name in tied[1]:
+    for name in tied[1]:  # each of the tied parameters may give the smallest picture
         if best is not None and graph.left <= 0:
             break
         candidate = _settled(graph, {**colours, name: digest("first", tied[0])})
@@ -145,6 +145,7 @@ class _Graph:
             down = self._below(colours)
             new = self._around(colours, down)
             self.left -= len(self.nodes)
+            # no class was split: further rounds would find none either
             if len(set(new.values())) == len(set(colours.values())) or self.left <= 0:
                 return new, digest(*(down[r] for r in self.roots))
             colours = new
@@ -162,6 +163,7 @@ class _Graph:
         """The edges as sorted bytes, and whether signs were turned: `a - b == 0` is `b - a == 0`."""
         edges = self.edges[e]
         plain = sorted(digest(label, below[a]) for label, a in edges)
+        # an equation is the same with all signs turned: the smaller encoding stands for both
         if not self.tags[e].endswith("+-"):
             return plain, False
         turned = sorted(digest(_negated(label), below[a]) for label, a in edges)
@@ -179,6 +181,7 @@ class _Graph:
             if name is not None:
                 places[name].append(digest(context, below[e]))
             sides, turned = self._sides(e, below)
+            # equal to its mirror image, so a sign tells nothing about a parameter
             either = self.tags[e].endswith("+-") and sides == self._mirror(e, below)
             for label, a in self.edges[e]:
                 label = label.lstrip("-") if either else _negated(label) if turned else label
@@ -209,12 +212,14 @@ def _view(e: Expr) -> tuple[str, list[tuple[str, Expr]]]:
         if e.op in ("eq", "ne"):
             return f"{e.op} +-", _terms(form)
         form = form if e.op in ("ge", "gt") else -form
+        # a strict bound is one more, so `q > k` and `q - 1 >= k` look alike
         form = Linear(form.terms, form.const - (e.op in ("gt", "lt")))
         return "ge", _terms(form)
     if e.op in COMPARISONS:
         left, right = e.args
         if e.op in ("eq", "ne"):
             return e.op, [("", left), ("", right)]
+        # one direction: `u > v` is `v < u`, with NaN too
         op, pair = (e.op, (left, right)) if e.op in ("lt", "le") else (MIRRORED[e.op], (right, left))
         return op, [("0", pair[0]), ("1", pair[1])]
     if e.type is INT and e.op == "abs":
@@ -225,6 +230,7 @@ def _view(e: Expr) -> tuple[str, list[tuple[str, Expr]]]:
             return "sum", _terms(form)
     if e.op in _CHAINS and e.type is not FLOAT:
         return e.op, [("", a) for a in chain(e)]
+    # Floats may change places, and are never regrouped: only the two operands of one node are alike
     if e.op in _CHAINS or (e.op == "add" and e.type is FLOAT):
         return e.op, [("", a) for a in e.args]
     tag = e.op

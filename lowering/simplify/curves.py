@@ -85,6 +85,7 @@ def _solve(form: Linear, op: str, other: Linear, needs: Expr) -> tuple[Curve, ..
     if factor < 0:
         op, factor, other = FLIP[op], -factor, -other
     if op == "eq":
+        # an equation is a bound on either side
         halves = [_at(atom, factor, half, other, needs) for half in ("ge", "le")]
         return None if halves[0] is None or halves[1] is None else halves[0] + halves[1]
     return _at(atom, factor, op, other, needs)
@@ -110,7 +111,7 @@ def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
     conditions = needs.args if needs.op == "and" else (needs,)
     total = Linear((), form.const)
     for a, f in form.terms:
-        if "q" not in depends(a) or a is _Q:
+        if "q" not in depends(a) or a is _Q:  # exact: such a term bounds itself
             total += Linear(((a, f),), 0)
         elif f == 1 and a.op in _RUNS and (a.op in _FIRST) == (op == "ge"):
             total += linear(a.args[-1])  # a run's first is at or before the position, its last at or after it
@@ -148,7 +149,7 @@ def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, .
     """Bounds on the position x from bounds on the entry `T[.., x]`, for tables that never decrease. That is a fact of
     the table, so it becomes a condition; offsets of segments have it."""
     *fixed, x = atom.args
-    if any(depends(a) for a in fixed):
+    if any(depends(a) for a in fixed):  # with another index that moves, an entry is no function of k alone
         return None
     kind = "segment" if atom.op == "segment" else "run"
     mate = other.terms[0][0] if len(other.terms) == 1 and other.terms[0][1] == 1 else None
@@ -157,10 +158,11 @@ def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, .
             needs = conj(needs, make("is_sorted", (), atom.name, BOOL))
         first, last = (linear(make(f"{kind}_{end}", mate.args, atom.name, INT)) for end in ("first", "last"))
         one = Linear((), 1)
+        # entries are Ints: one that is larger by 1 or more is past the run
         known = {("ge", 0): first, ("ge", 1): last + one, ("le", 0): last, ("le", -1): first - one}
         bound = known.get((op, other.const))
         return None if bound is None else _solve(linear(x), op, bound, needs)
-    if kind == "segment" or fixed:
+    if kind == "segment" or fixed:  # a table of several axes has no rank of a value
         return None
     needs = conj(needs, make("is_sorted", (), atom.name, BOOL))
     rank = make("rank_first" if op == "ge" else "rank_last", (write(other),), atom.name, INT)
@@ -174,6 +176,7 @@ def solve_equal_entries(e: Expr, condition: Expr = TRUE) -> tuple[Curve, ...] | 
     if e.op != "eq" or any(a.op != "lookup" for a in e.args) or e.args[0].name != e.args[1].name:
         return None
     mine, theirs = sorted(e.args, key=lambda a: "k" in depends(a))
+    # the other indices have to name one row of the table
     if depends(mine) - {"q"} or depends(theirs) - {"k"} or mine.args[:-1] != theirs.args[:-1]:
         return None
     plain = mine.args == (_Q,) and condition is not TRUE
@@ -192,10 +195,11 @@ def rising(e: Expr) -> Expr:
         return TRUE
     form = linear(e)
     if form.terms != ((e, 1),):
+        # a sum rises where its parts do, and a falling part may undo that
         return conj(*(rising(a) if f > 0 or "q" not in depends(a) else FALSE for a, f in form.terms))
     if e.op in ("min", "max"):
         return conj(*(rising(a) for a in e.args))
-    if e.op in ("mul", "floordiv") and "q" not in depends(e.args[1]):
+    if e.op in ("mul", "floordiv") and "q" not in depends(e.args[1]):  # a factor or divisor of the query may fall
         return conj(rising(e.args[0]), e.args[1] > 0)
     if e.op in _RUNS or e.op == "segment":
         return FALSE if any(depends(a) for a in e.args[:-1]) else rising(e.args[-1])
@@ -234,7 +238,7 @@ def ends_of(mask: Expr, axis: str = "k", facts: frozenset[Fact] = frozenset()) -
     for term in _terms(mask):
         e = term if axis == "k" else substitute(term, _TURN)
         bounds = next((curves for curves in _solved(e) if _needs(curves) <= facts), None)
-        if "k" not in uses(e):
+        if "k" not in uses(e):  # a condition on the query alone bounds no key
             asks = conj(asks, term)
         elif bounds is None:
             rest = conj(rest, term)

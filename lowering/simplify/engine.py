@@ -54,7 +54,7 @@ class Simplifier:
             if node in self.done:
                 stack.pop()
                 continue
-            if node.settled is self.rules:
+            if node.settled is self.rules:  # remembered across calls: rules that change nothing do not run again
                 self.done[node] = node
                 continue
             missing = [a for a in node.args if a not in self.done]
@@ -62,8 +62,10 @@ class Simplifier:
                 stack.extend(missing)
                 continue
             inner = rebuild(node, tuple(self.done[a] for a in node.args))
+            # the rules may have met the rebuilt node elsewhere
             new = self.done.get(inner) if inner is not node else None
             if new is None:
+                # new operands may be unsimplified where rebuilding flattened or renamed them: they go first
                 new = self._once(inner) if inner is node or all(a in self.done for a in inner.args) else inner
             if new is node:
                 self.done[node] = node

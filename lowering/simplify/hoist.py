@@ -39,6 +39,7 @@ def finite(e: Expr, tables: Mapping[str, bool]) -> bool:
         return all(finite(a, tables) for a in e.args[1:])
     if e.op == "div":
         d = e.args[1]
+        # a quotient by 0 is infinite or NaN
         return finite(e.args[0], tables) and d.op == "lit" and d.name not in (0.0, float("inf"))
     return e.op in _FINITE and all(finite(a, tables) for a in e.args)
 
@@ -81,6 +82,7 @@ def _hoist_binary(e: Expr, tables: Mapping[str, bool]) -> tuple[Expr, Expr]:
     safe = finite if e.op in ("add", "sub") else positive
     if e.op == "add":
         (seen_left, new_left), (seen_right, new_right) = hoist(left, tables), hoist(right, tables)
+        # -inf on either side hides the sum, if the other side is not +inf or NaN
         if TRUE not in (seen_left, seen_right) and finite(new_left, tables) and finite(new_right, tables):
             return conj(seen_left, seen_right), _rest("add", new_left, new_right)
     seen, new = hoist(left, tables)

@@ -34,16 +34,18 @@ def match(pattern: Expr, node: Expr, bindings: Bindings) -> Bindings | None:
     """The Exprs that the holes of `pattern` stand for in `node`, added to `bindings`; None if there is no match."""
     if pattern.op == "hole":
         name, literal = pattern.name
+        # holes have types: a rule of Ints would be wrong of Floats, which round
         if node.type is not pattern.type or (literal and node.op != "lit"):
             return None
         if name in bindings:
-            return bindings if bindings[name] is node else None
+            return bindings if bindings[name] is node else None  # equal nodes are one object
         return {**bindings, name: node}
     if pattern is node:
         return bindings
     if (pattern.op, pattern.type, len(pattern.args)) != (node.op, node.type, len(node.args)) or not pattern.args:
         return None
     result = _match_all(pattern.args, node.args, bindings)
+    # the operands of a commutative operator are in canonical order, which the pattern's need not be
     if result is None and pattern.op in COMMUTATIVE:
         result = _match_all(pattern.args, node.args[::-1], bindings)
     return result
@@ -74,7 +76,7 @@ class Rule:
     of: Type | None = None
     origin: str = ""
 
-    @cached_property
+    @cached_property  # asked of every node for every rule, so it is computed once
     def below(self) -> frozenset[str]:
         """Operators that must stand right below the top: a quick test before the full match."""
         if isinstance(self.before, str):
@@ -112,5 +114,5 @@ def rule(
 ) -> Rule:  # fmt: skip
     """A row of a table of rules. `when`, and `after` if it is a function, get what the holes matched, in order of
     appearance; where `before` is an operator name, `after` gets the node, if its first operand has the type `of`."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # tests name the line of a rule that is not proved
     return Rule(name, before, after, when, of, f"{frame.f_globals['__name__']}:{frame.f_lineno}")

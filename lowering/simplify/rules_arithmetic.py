@@ -28,6 +28,7 @@ def fold(node: Expr) -> Expr | None:
     values = [a.name for a in node.args]
     if node.op in _PLAIN and node.args[0].type is INT:
         result = _PLAIN[node.op](*values)
+        # past 64 bits the interpreter decides what happens, with its error
         if all(-(2**63) <= x < 2**63 for x in (result, *values)):
             return lit(result)
     try:

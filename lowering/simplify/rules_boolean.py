@@ -36,6 +36,7 @@ def push_not(node: Expr) -> Expr | None:
         return negate(inner)
     if inner.op in ("eq", "ne") and inner.args[0].type is not INT:  # NaN: == and != are complements, < is not
         return build(NEGATE[inner.op], *inner.args)
+    # the comparison takes the negation, as `exclusive` has it
     if inner.op == "xor" and any(is_int_comparison(a) for a in chain(inner)):
         return build("xor", TRUE, inner)
     if inner.op == "where":
@@ -53,7 +54,7 @@ def junction(node: Expr) -> Expr | None:
 
 def absorb(node: Expr) -> Expr | None:
     """Absorption: p & (p | r) is p; more generally, a term that another one implies is dropped."""
-    if len(node.args) > _VERY_MANY:
+    if len(node.args) > _VERY_MANY:  # each term is compared with each
         return None
     terms = list(node.args)
     for term in node.args:
@@ -111,7 +112,7 @@ def _implies(a: Expr, b: Expr) -> bool:
     if not (is_int_comparison(a) and is_int_comparison(b)):
         return False
     (op_a, form_a), (op_b, form_b) = relation(a.op, *a.args), relation(b.op, *b.args)
-    if form_a.terms != form_b.terms:
+    if form_a.terms != form_b.terms:  # bounds on different forms say nothing about each other
         return False
     ca, cb = -form_a.const, -form_b.const  # terms op constant
     if op_b == "ge":
@@ -128,7 +129,7 @@ def factor(node: Expr) -> Expr | None:
     dual = DUAL[node.op]
     groups = [set(a.args) if a.op == dual else {a} for a in node.args]
     common = set.intersection(*groups)
-    if not common or len(node.args) < 2:
+    if not common or len(node.args) < 2:  # one term has everything in common with itself
         return None
     inner, outer = (conj, disj) if dual == "and" else (disj, conj)
     rests = [inner(*(t for t in (a.args if a.op == dual else (a,)) if t not in common)) for a in node.args]
@@ -168,7 +169,7 @@ def _intersect(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
     lo = max((b for op, b in bounds if op in ("ge", "eq")), default=None)
     hi = min((b for op, b in bounds if op in ("le", "eq")), default=None)
     holes = sorted({b for op, b in bounds if op == "ne"})
-    while lo is not None and lo in holes:
+    while lo is not None and lo in holes:  # a bound on a hole moves past it
         lo += 1
     while hi is not None and hi in holes:
         hi -= 1
@@ -197,6 +198,7 @@ def substitute_equal(node: Expr) -> Expr | None:
         if gone.op == "floordiv" and gone.args[1].op == "lit" and gone.args[1].name > 0:
             known[build("mod", *gone.args)] = gone.args[0] - gone.args[1] * base
         new = [a if a is term else substitute(a, known) for a in node.args]
+        # else the substitution would go round in a circle
         if new != list(node.args) and not any(k in walk(base) for k in known):
             return (conj if node.op == "and" else disj)(*new)
     return None
@@ -225,7 +227,7 @@ def exclusive(node: Expr) -> Expr | None:
     odd = False
     parts: dict[Expr, None] = {}
     operands = chain(node)
-    if len(operands) >= LONGEST:
+    if len(operands) >= LONGEST:  # very long chains come in parts, which repeats may straddle
         return None
     for e in operands:
         positive, flipped = _upright(e)
@@ -272,8 +274,7 @@ def choose(node: Expr) -> Expr | None:
         common = [t for t in groups[0] if t in groups[1]]
         if common:
             join = conj if op == "and" else disj
-            rests = (join(*(t for t in g if t not in common)) for g in groups)
-            return join(*common, where(cond, *rests))
+            return join(*common, where(cond, *(join(*(t for t in g if t not in common)) for g in groups)))
     return None
 
 
@@ -307,4 +308,4 @@ RULES = [
     rule("where-or-true", where(p, r, True), lambda p, r: build("or", negate(p), r)),
     rule("where-or-false", where(p, r, False), p & r),
     rule("choose", "where", choose),
-]  # fmt: skip
+]

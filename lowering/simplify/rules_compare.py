@@ -18,6 +18,7 @@ from .rules_order import comparison_in_order
 def normal(node: Expr) -> Expr | None:
     """The canonical form of a comparison, or a constant where signs decide."""
     op, form = relation(node.op, *node.args)
+    # sums of such numbers in another order may leave 64 bits
     if form.large:
         return comparison_in_order(node)
     again = recombined(form)
@@ -147,8 +148,7 @@ def _sign_is(rel: str, x: Expr, value: int) -> Expr | None:
 
 def _extreme_is(rel: str, op: str, x: Expr, limit: int, value: int) -> Expr:
     """The bounds equivalent to min(x, limit) == value."""
-    beyond = value > limit if op == "min" else value < limit
-    if beyond:
+    if value > limit if op == "min" else value < limit:
         return FALSE if rel == "eq" else TRUE
     if value != limit:
         return build(rel, x, lit(value))
@@ -185,4 +185,4 @@ RULES = [
     rule("bool-ne-self", ne(p, p), FALSE),
     rule("bool-eq", "eq", lambda e: build("not", build("xor", *e.args)), of=BOOL),
     rule("bool-ne", "ne", lambda e: build("xor", *e.args), of=BOOL),
-]  # fmt: skip
+]

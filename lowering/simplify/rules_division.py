@@ -62,6 +62,7 @@ def divide_again(a: Expr, d: Expr) -> Expr | None:
     if d.name <= 0 or len(form.terms) != 1 or form.terms[0][1] != 1:
         return None
     atom = form.terms[0][0]
+    # the product of the divisors has to fit 64 bits
     if atom.op != "floordiv" or atom.args[1].op != "lit" or not 0 < atom.args[1].name * d.name < _WIDEST:
         return None
     m = atom.args[1].name
@@ -123,11 +124,13 @@ def bits(a: Expr, d: Expr) -> Expr | None:
     """Bit masks as arithmetic: x & 12 is 4 * (x // 4 % 4), a run of bits; and x & -8 is 8 * (x // 8)."""
     mask = int(d.name)
     low = mask & -mask
+    # in two's complement -8 has all bits but the lowest three
     if mask < 0 and -mask == low < _WIDEST:
         return low * (a // low)
     if not 0 < mask < _WIDEST:
         return None
     run = mask // low
+    # a mask with a gap between its bits is no single run
     return low * (a // low % (run + 1)) if run & (run + 1) == 0 else None
 
 
@@ -143,6 +146,7 @@ def turned_down(a: Expr) -> bool:
 
 def ceiling(a: Expr, d: Expr) -> bool:
     """Whether a // d is written as -(-a // d), that is minus a rounded up."""
+    # the first term gives the sign, so that equal quotients are written alike
     return 0 < d.name < _WIDEST and turned_down(a)
 
 
@@ -155,7 +159,7 @@ def negative(a: Expr, d: Expr) -> bool:
 
 
 def small_shift(a: Expr, s: Expr) -> bool:
-    return bool(0 <= s.name < 62)
+    return bool(0 <= s.name < 62)  # larger factors may leave 64 bits in sums
 
 
 def no_shift(a: Expr, s: Expr) -> bool:
@@ -206,4 +210,4 @@ RULES = [
     rule("bitxor-equal", ne(x ^ y, 0), ne(x, y)),
     rule("bitxor-equal", eq(x ^ m, n), lambda x, m, n: eq(x, m.name ^ n.name)),
     rule("bitxor-equal", ne(x ^ m, n), lambda x, m, n: ne(x, m.name ^ n.name)),
-]  # fmt: skip
+]

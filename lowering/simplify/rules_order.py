@@ -49,9 +49,10 @@ def chain_in_order(node: Expr) -> Expr | None:
     if node.type is FLOAT:
         return pair_in_order(node)
     parts = chain(node)
+    # the rest of a very long chain may repeat what this part holds, so nothing is dropped
     if len(parts) >= LONGEST:
         return None
-    if node.op == "mul" and any(a.op == "lit" for a in node.args):
+    if node.op == "mul" and any(a.op == "lit" for a in node.args):  # a literal factor stands first, as in affine forms
         return pair_in_order(node)
     if node.op == "mul" and any(_factor(a) != 1 for a in parts):
         return _factors_first(parts)
@@ -80,8 +81,7 @@ def _undominated(op: str, parts: list[Expr]) -> list[Expr]:
     """Operands without those that are never the smallest (largest): in min(x, y, x + 1) the last."""
     operands: list[Expr] = []
     for i, a in enumerate(parts):
-        others = [*operands, *parts[i + 1 :]]
-        if not any(ordered(a, o) if op == "min" else ordered(o, a) for o in others):
+        if not any(ordered(a, o) if op == "min" else ordered(o, a) for o in [*operands, *parts[i + 1 :]]):
             operands.append(a)
     return operands
 
@@ -96,6 +96,7 @@ def _factors_first(parts: list[Expr]) -> Expr | None:
     """Move literal factors to the front: (3 * x) * -y is -3 * (x * y), as in affine forms."""
     factor = math.prod(_factor(a) or a.name for a in parts)
     rest = [linear(a).terms[0][0] if _factor(a) not in (0, 1) else a for a in parts if a.op != "lit"]
+    # the product of the factors has to be a literal of 64 bits
     if abs(factor) >= 2**63 or not rest:
         return None
     return build("mul", lit(factor), reduce(lambda x, y: build("mul", x, y), sorted(rest, key=sort_key)))
@@ -120,4 +121,4 @@ RULES = [
     *(rule("order-chain", op, chain_in_order) for op in ("mul", "min", "max", "bitand", "bitor", "bitxor")),
     rule("order-sum", "add", pair_in_order, of=FLOAT),
     *(rule("order-comparison", op, comparison_in_order, of=FLOAT) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
-]  # fmt: skip
+]

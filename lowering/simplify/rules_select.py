@@ -48,7 +48,7 @@ _EXACT = frozenset({"var", "lit", "add", "sub", "neg", "abs", "min", "max", "flo
 def position(e: Expr) -> bool:
     """Whether an Int stays far below 2 ** 53: sums, differences, quotients of coordinates, sizes and small literals."""
     return e.type is not INT or (
-        e.depth < 12
+        e.depth < 12  # bounded, as `position` walks the tree and not the graph
         and e.op in _EXACT
         and (e.op != "lit" or abs(e.name) < 2**31)
         and all(a.type is BOOL or position(a) for a in e.args)
@@ -65,6 +65,7 @@ def positions(node: Expr) -> Expr | None:
     x = left.args[0]
     if right.op == "float" and position(x) and position(right.args[0]):
         return build(node.op, x, right.args[0])
+    # near so small a number every Int is exact as a Float
     if right.op != "lit" or not abs(right.name) < 2**31:
         return None
     whole = right.name == math.floor(right.name)

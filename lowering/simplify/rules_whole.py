@@ -22,7 +22,9 @@ def whole(e: Expr) -> Expr | None:
     if e.op == "float":
         return e.args[0] if position(e.args[0]) else None
     if e.op == "lit":
+        # past 2**31 a literal is no position, and sums of it may not be exact
         return lit(int(e.name)) if math.isfinite(e.name) and e.name.is_integer() and abs(e.name) < 2**31 else None
+    # bounded, as `whole` walks the tree and not the graph
     parts = [p for p in map(whole, e.args) if p is not None] if e.op in EXACT and e.depth < 40 else []
     return build(e.op, *parts) if e.args and len(parts) == len(e.args) else None
 

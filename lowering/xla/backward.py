@@ -94,6 +94,7 @@ def _backward(
         tile_row = t.row(r)
         q_tile, dout_tile = t.queries(queries, tile_row) * static.scale, t.queries(dout, tile_row) * t.keep
         lse_tile, low_tile, delta_tile = (t.lines(x, tile_row)[..., None] for x in (lse, lse_residual, delta))
+        # a row that sees nothing may have any cotangent, NaN too
         dout_tile = jnp.where((lse_tile == nowhere).reshape(*dout_tile.shape[:3], 1), 0, dout_tile)
         plain_q = finite(q_tile)
 
@@ -105,7 +106,8 @@ def _backward(
             weight = p
             if (survivors := t.survivors(env)) is not None:
                 weight, dp = jnp.where(survivors, p, 0), jnp.where(survivors, dp, 0)
-            dm = jnp.where(p == 0, 0, p * (dp - delta_tile))
+            dm = jnp.where(p == 0, 0, p * (dp - delta_tile))  # 0 times NaN of dp would be NaN
+            # a slope may be infinite where the weight is 0
             ds = dm if slope is None else jnp.where(p == 0, 0, dm * t.value(slope, env))
             ds, weight = (x.reshape(*q_tile.shape[:3], body.width) for x in (ds, weight))
             whole, place = dict(whole), (tile_row.b, tile_row.kv, chunk[0], jnp.int32(0))
@@ -114,6 +116,7 @@ def _backward(
             if "k" in static.grad_names:
                 whole["k"] = added(whole["k"], dot(ds, plain_q, (2, 2)), place)
             if "v" in static.grad_names:
+                # sums are laid out by heads, as products give them, and turned once at the end
                 whole["v"] = added(whole["v"], dot(weight, dout_tile, (2, 2)), place)
             parts = tuple(c.line(part, p, dm, env) for c, part in zip(captured, parts, strict=True))
             for c, name in zip(captured, names, strict=True):

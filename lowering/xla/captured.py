@@ -28,9 +28,11 @@ def plane_of(gradient: Gradient, geometry: Geometry, slots: Mapping[str, Any], s
         if index.op == "add" and [a.op for a in index.args] in (["var", "lit"], ["var", "param"]):
             name, by = index.args[0].name, index.args[1]
             shift = by.name if by.op == "lit" else slots[by.name]
+        # traced places are not known to be inside
         if name not in lengths or name in dict(axes) or not all(isinstance(x, int) for x in (origin[name], shift)):
             return None
         first = origin[name] + shift
+        # a clamped index would add several positions to one entry
         if not 0 <= first <= size - lengths[name]:
             return None
         axes.append((name, first))
@@ -48,7 +50,7 @@ class CapturedGradient:
         t = self.t
         if self.plane is not None:
             sizes = t.tables[self.gradient.source].shape
-            more = {"q": t.length - t.q_len}
+            more = {"q": t.length - t.q_len}  # the last row of tiles reaches past the last query
             return t.full(tuple(n + more.get(name, 0) for n, (name, _) in zip(sizes, self.plane, strict=True)), 0.0)
         shape: tuple[int, ...] = {
             "head": (t.batch, t.heads),
@@ -107,7 +109,7 @@ class CapturedGradient:
     def _terms(self, p: Array, dm: Array, env: dict[str, Array]) -> Array:
         import jax.numpy as jnp
 
-        return jnp.where(p == 0, 0, dm * self.t.value(self.gradient.weight, env))
+        return jnp.where(p == 0, 0, dm * self.t.value(self.gradient.weight, env))  # 0 times an infinite weight is NaN
 
     def _laid(self, buffer: Array, terms: Array, tile_row: TileRow, start: Array) -> Array:
         """The buffer with a tile added at its place."""

@@ -8,11 +8,11 @@ as many as a step has room for, or go one at a time where the mask differs betwe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from frisket.dsl.ir import Named
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 @usual_promotion()
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
-    lse_residual: bool = False,
+    slots: Named, tables: Named, target: Target, *, sinks: jax.Array | None = None, lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The forward: (out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from q
     [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
@@ -92,6 +91,7 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
 
     shape = (q.shape[0], q.shape[2], t.length)
     lines = [t.full(shape, x) for x in (-np.inf, -np.inf, *[0.0] * static.lse_residual)]
+    # what rounding to 16 bits left out takes a second array, which a backward alone reads
     outs = [t.full((*q.shape[:3], v_dim), 0.0, q.dtype)] * (1 + (static.lse_residual and q.dtype.itemsize == 2))
     outs, lines = lax.fori_loop(0, t.steps, row, (outs, lines))
     out, *rest = (x[:, :q_len] for x in outs)
@@ -130,6 +130,7 @@ def _written(t: XlaTiles, tile_row: TileRow, results: Any, state: Any, sinks: An
     if sinks is not None:
         sink = lax.dynamic_slice(sinks, (tile_row.h,), (t.static.heads,)).reshape(1, t.kvs, t.groups, 1)
         peak = jnp.maximum(top, sink)
+        # the difference of two infinite sinks is NaN
         shrink, share = jnp.exp(top - peak), jnp.exp(jnp.where(sink == peak, 0, sink - peak))
         top, total, acc = peak, total * shrink + share, acc * shrink[..., None]
     out = acc * (t.keep / jnp.where(total == 0, 1, total))[..., None]

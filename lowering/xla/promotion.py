@@ -14,7 +14,7 @@ from contextlib import contextmanager
 @contextmanager
 def usual_promotion() -> Iterator[None]:
     """A context manager and decorator with JAX's default promotion: `@usual_promotion()`."""
-    jax = sys.modules.get("jax")
+    jax = sys.modules.get("jax")  # a program of torch alone has no JAX to ask
     if jax is None or (
         jax.config.jax_numpy_rank_promotion == "allow" and jax.config.jax_numpy_dtype_promotion == "standard"
     ):

@@ -22,6 +22,7 @@ from .tiles import EDGE, Body, Loop, Numbers, Static, TileRow, XlaTiles, scalar
 
 QUERIES = 128  # of a row of tiles
 Array = Any  # a jax.Array, traced
+# with the predicate alone: a full tile is not known in advance
 KEYS = Body(EDGE, True)
 
 
@@ -51,7 +52,7 @@ class SymbolicTiles(XlaTiles):
         return self.lengths.batch * self.tiles
 
     def place(self, r: Array) -> tuple[Array, Array, Array]:
-        return r // self.tiles, 0 * r, r % self.tiles
+        return r // self.tiles, 0 * r, r % self.tiles  # 0 * r: a zero of the trace's own type
 
     def padded(self, x: Array, axis: int = 1, value: float = 0.0) -> Array:
         return longer(x, self.static.block_q)
@@ -60,7 +61,7 @@ class SymbolicTiles(XlaTiles):
         import jax.numpy as jnp
 
         lo, hi = self._keys(self.row(r))
-        count = jnp.maximum(hi - lo + EDGE - 1, 0) // EDGE
+        count = jnp.maximum(hi - lo + EDGE - 1, 0) // EDGE  # rounded up, and not negative where a row sees nothing
         yield KEYS, 0, count, lambda i: (lo + i * EDGE, lo + i * EDGE, jnp.minimum(lo + (i + 1) * EDGE, hi))
 
     def _keys(self, row: TileRow) -> tuple[Array, Array]:
@@ -78,6 +79,7 @@ class SymbolicTiles(XlaTiles):
             some = last >= first
             lo = jnp.minimum(lo, jnp.where(some, first, n).min())
             hi = jnp.maximum(hi, jnp.where(some, jnp.minimum(last, n - 1) + 1, 0).max())
+        # the slice begins inside the array, whatever an end says
         return jnp.maximum(lo, 0).astype(n.dtype), hi.astype(n.dtype)
 
     def _value(self, e: Any, env: Mapping[str, Array]) -> Array:

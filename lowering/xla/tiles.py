@@ -49,6 +49,7 @@ class Schedule:
 def schedule(spans: Spans | DeviceSpans, geometry: Geometry, block: tuple[int, int]) -> Schedule:
     """The schedule of spans, in chunks of few widths."""
     g, (block_q, block_k) = geometry, block
+    # a tile of few queries would be mostly padding
     block_q = min(block_q, g.q_len)
     group = g.heads // g.kv_heads
     (batches, heads), slices, places = _sharing(spans.slice_of, group, CELLS // (block_q * WIDEST))
@@ -88,6 +89,7 @@ def _sharing(slice_of: Ints, group: int, most: int) -> tuple[tuple[int, int], In
     step takes at most `most` heads of equal spans, a whole number of groups or a part of one."""
     batch, heads = slice_of.shape
     h = heads if (slice_of == slice_of[:, :1]).all() else 1
+    # heads of a step share keys: whole groups, or a part of one
     fits = [n for n in range(1, h + 1) if h % n == 0 and (n % group == 0 or group % n == 0) and n <= max(1, most)]
     h = fits[-1]
     b = batch if h == heads and (slice_of == slice_of[:1]).all() else 1
@@ -120,9 +122,10 @@ def _cut(segments: Ints, partial: bool, block_k: int, widest: int) -> list[tuple
         left = (rest > 0) * (width + extra) if partial else rest * (1 + extra)
         return float((steps * (width + extra) + left).sum())
 
+    # the fewest tokens, with a step priced as so many
     width = min(range(1, most + 1), key=cost)
     pieces = _pieces(segments, width)
-    if partial or width == 1:
+    if partial or width == 1:  # a partial piece may be cut short by the predicate, a full one may not
         return [(width, pieces)]
     whole = pieces[:, 2] - pieces[:, 1] == width
     rest = _pieces(pieces[~whole], 1)
@@ -254,7 +257,7 @@ def prepared(
     """Divide a call into its compiled part and its data."""
     import jax.numpy as jnp
 
-    if plan.int64 and not int64_enabled():
+    if plan.int64 and not int64_enabled():  # JAX would narrow to 32 bits without an error
         raise LoweringError(
             "an index of this mask may leave 32 bits and JAX has 64-bit integers switched off; "
             'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
@@ -291,6 +294,7 @@ def dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
     from jax import lax
 
     axes = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
+    # JAX's default rounds float32 products to fewer bits on some devices
     return lax.dot_general(x, y, axes, precision=lax.Precision.HIGHEST)
 
 
@@ -341,6 +345,7 @@ class XlaTiles:
         from jax import lax
 
         x = jnp.full(shape, value, self.static.dtype if dtype is None else dtype)
+        # JAX refuses a loop whose carry varies between devices while its start does not
         return lax.pcast(x, self.axes, to="varying") if self.axes else x
 
     @property
@@ -370,6 +375,7 @@ class XlaTiles:
         from jax import lax
 
         batches = self.static.batches
+        # one origin serves all batch entries
         return x if x.shape[0] <= batches else lax.dynamic_slice_in_dim(x, b, batches)
 
     def walk(self, r: Array) -> Iterator[Loop]:
@@ -388,6 +394,7 @@ class XlaTiles:
             if self.static.once:
                 state = step(body, chunk(r), state)
             else:
+                # bound by default: the lambda of each turn reads its own body and chunk
                 state = lax.fori_loop(begin, end, lambda i, s, b=body, c=chunk: step(b, c(i), s), state)
         return state
 
@@ -400,6 +407,7 @@ class XlaTiles:
 
         width = [(0, 0)] * x.ndim
         width[axis] = (0, self.length - self.q_len)
+        # a pad copies the whole array
         return jnp.pad(x, width, constant_values=value) if self.length > self.q_len else x
 
     def queries(self, x: Array, row: TileRow) -> Array:
@@ -443,6 +451,7 @@ class XlaTiles:
         places = start + jnp.arange(shape[1], dtype=jnp.int32)
         mine = lax.dynamic_slice_in_dim(pages, row.b, shape[0])[:, places // page]
         heads = lax.dynamic_slice_in_dim(x, row.kv, shape[2], 2)
+        # entries of pages without a visible key may have any number
         return heads.at[mine, places % page].get(mode="clip")
 
     def put_queries(self, whole: Array, tile: Array, row: TileRow) -> Array:
@@ -483,6 +492,7 @@ class XlaTiles:
 
     def value(self, e: Expr, env: Mapping[str, Array], rounded: bool = False) -> Array:
         kinds = {"int64": self.static.int64, "float64": self.static.float64}
+        # fused products of a compiler would round scores otherwise in forward and backward
         return evaluate(e, env, self.tables, **kinds, rounded=rounded)
 
     def survivors(self, env: Mapping[str, Array]) -> Array | None:

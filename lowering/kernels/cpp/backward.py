@@ -43,6 +43,7 @@ class BackwardKernel(CppKernel):
         for n, g in enumerate(derived.gradients):
             roots[f"weight{n}"] = g.weight
             if g.over == "scatter":
+                # other sums know their entry from the place of the tile
                 roots |= {f"index{n}_{axis}": e for axis, e in enumerate(g.index)}
         return roots
 
@@ -51,8 +52,7 @@ class BackwardKernel(CppKernel):
 
     def source(self) -> str:
         walk = ("scores", "backward", "backward_walk", "backward_work")
-        parts = [self.head(), *map(part, ARITHMETIC), self.expressions(), *map(part, walk), self.entries()]
-        return "\n".join(parts)
+        return "\n".join([self.head(), *map(part, ARITHMETIC), self.expressions(), *map(part, walk), self.entries()])
 
     def entries(self) -> str:
         kernel = 'extern "C" int64_t frisket_backward(const Call *call) { return backward(call); }\n'
@@ -68,7 +68,8 @@ class BackwardKernel(CppKernel):
             self._function(f"weight{n}", f"Vec weight{n}({ARGUMENTS})", "reals(1)")
             for axis in range(len(g.index) if g.over == "scatter" else 0):
                 self._function(f"index{n}_{axis}", f"Ints index{n}_{axis}({ARGUMENTS})", "ints(0)")
-        over = ", ".join(OVER[g.over] for g in derived.gradients) or "HEADS"
+        over = ", ".join(OVER[g.over] for g in derived.gradients) or "HEADS"  # C++ has no empty array
+        # a row that sees nothing has an lse of -inf, whose exponent is no number
         guarded = self.plan.guard or derived.guard
         line("enum Over { HEADS, ROWS_OF_QUERIES, COLUMNS, DIAGONALS, ENTRIES };")
         line(f"const int CAPTURED = {len(derived.gradients)};")
@@ -86,6 +87,7 @@ class BackwardKernel(CppKernel):
         where = "const Fixed &fixed, const Row &row, const Column &column, int i, int j"
         with self.page.block(f"INLINE void collect(C &captured, {where}, Vec p, Vec dm, Vec score) {{", "}"):
             for n, g in enumerate(gradients):
+                # a call may want some of the gradients: one text for all choices
                 with self.page.block(f"if (captured.buffer[{n}]) {{  // {self.names[g.source]}", "}"):
                     line(f"Vec x = dm * weight{n}(fixed, row, column, score);")
                     line("if (CHECKED) x = select(p != 0, x, Vec{});")
@@ -104,7 +106,7 @@ class BackwardKernel(CppKernel):
             for n, g in scattered:
                 size = " * ".join(f"fixed.{self.names[g.source]}.size[{a}]" for a in range(len(g.index)))
                 line(f"if (n == {n}) return {size};")
-            line("return 0;")
+            line("return 0;")  # for gradients that are not scattered, which have no entries to count
         line("", "// Whether work items never meet at an entry, because they differ in its index.")
         with self.page.block("INLINE bool apart(const Call *call, const Fixed &fixed, int n, bool parts) {", "}"):
             line(*(f"if (n == {n}) return {self._apart(g)};" for n, g in scattered))

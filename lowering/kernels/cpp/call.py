@@ -78,7 +78,7 @@ FIELDS = (
     _array("dv", ""),
     Field("dlse", "const Real *dlse;", "the cotangent of lse, contiguous, or null"),
     Field("gradients", "Real *const *gradients;", "a zeroed buffer for each of the plan's captured gradients, or null"),
-)  # fmt: skip
+)
 
 OFFSET = {f.name: sum(before.words for before in FIELDS[:i]) for i, f in enumerate(FIELDS)}
 WORDS = sum(f.words for f in FIELDS)

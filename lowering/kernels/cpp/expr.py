@@ -35,8 +35,8 @@ CPP: dict[str, str] = exprs.SHARED | {
     "seeded": "seeded({})", "stirred": "stirred({}, {})",
 }  # fmt: skip
 
-BINDS = {"|": 1, "^": 2, "&": 3, "==": 4, "!=": 4, "<": 5, "<=": 5, ">": 5, ">=": 5, "<<": 6, ">>": 6,
-         "+": 7, "-": 7, "*": 8, "/": 8}  # fmt: skip
+_SIGNS = ("|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* /")  # from loose to tight
+BINDS = {sign: n for n, signs in enumerate(_SIGNS, 1) for sign in signs.split()}
 COMPARES = {"==", "!=", "<", "<=", ">", ">="}
 WORD = ("seeded", "stirred")  # operators with a 32-bit word for a value
 FIRST = var("first")  # the first key of a vector
@@ -85,6 +85,7 @@ def liftable(e: Expr) -> bool:
 
 
 def _product(e: Expr) -> Expr:
+    # reciprocals of numbers near the ends of float32 lose digits or overflow
     if e.op != "div" or e.args[1].op != "lit" or not 1e-30 < abs(e.args[1].name) < 1e30:
         return e
     return build("mul", e.args[0], lit(1 / e.args[1].name))
@@ -100,6 +101,7 @@ def _prepared(e: Expr, paged: Collection[str]) -> Expr:
         return e
     inside = e.name in paged
     axes = {i: _step(a) or int(inside and _place(a)) for i, a in enumerate(e.args) if not _one(a, inside)}
+    # a vector is read along one axis, by steps of 1 or -1
     if len(axes) != 1 or not (step := next(iter(axes.values()))):
         return e
     first = (substitute(a, {var("k"): FIRST}) for a in e.args)
@@ -124,8 +126,7 @@ def _paged(e: Expr, by_bits: str, divided: str) -> bool:
 
 def _level(e: Expr) -> frozenset[str]:
     """The level of a node: `k` where the value is a vector, because it depends on the key or the score."""
-    variables = uses(e)
-    wide = bool(variables & {"k", "score"}) or any(n.op in ("ahead", "behind") for n in walk(e))
+    wide = bool(uses(e) & {"k", "score"}) or any(n.op in ("ahead", "behind") for n in walk(e))
     return frozenset({"k"}) if wide else frozenset()
 
 
@@ -206,7 +207,7 @@ class Forms:
             raise exprs.unknown(node, "C++")
         infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
         if infix is None and row[0] not in "-~!":
-            args = self._spread(node, args)
+            args = self._spread(node, args)  # functions are overloaded for numbers or for vectors, not for both at once
             return exprs.Text(row.format(*(a.text for a in args)))
         if infix is None:
             symbol = "~" if node.op == "not" and self.wide[node] else row[0]
@@ -218,6 +219,7 @@ class Forms:
         within = BINDS["<<"] if symbol in "&|^" else binds
         parts = [args[0].inside(within), *(a.inside(within + (symbol not in exprs.ASSOCIATIVE)) for a in args[1:])]
         text = exprs.Text(f" {symbol} ".join(parts), binds)
+        # lanes of a comparison of Ints are as wide as these, Bits as wide as a Real
         if symbol in COMPARES and self.wide[node] and node.args[0].type is INT and self.int64 != self.double:
             return exprs.Text(f"flags({text.text})")
         return text
@@ -236,6 +238,7 @@ class Forms:
             return exprs.Text("true" if value else "false")
         if isinstance(value, int):
             text = f"{value}LL" if abs(value) >= 2**31 else str(value)
+            # C reads the literal as a minus before a number that fits no type
             text = "INT64_MIN" if value == -(2**63) else text
             return exprs.Text(text, exprs.PREFIX if value < 0 else exprs.ATOM)
         if not self.double:

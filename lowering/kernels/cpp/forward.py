@@ -65,7 +65,7 @@ class CppKernel:
                 f"the C++ kernels take k and v of {dtype} with such a q, or of {', '.join(EIGHT)}, not {stored}; "
                 "convert k and v"
             )
-        if target.block_k % KEYS or target.block_q < 1:
+        if target.block_k % KEYS or target.block_q < 1:  # a vector of keys must not cross the end of a tile
             raise LoweringError(
                 f"C++ tiles have a multiple of {KEYS} keys, this one is {target.block_q} queries by "
                 f"{target.block_k} keys; take 64 by 64"
@@ -73,17 +73,19 @@ class CppKernel:
         self.plan, self.target, self.dtype, self.stored = plan, target, dtype, stored or dtype
         self.head_dim, self.v_dim, self.named, self.permuted = head_dim, v_dim, named, permuted
         self.double = dtype == "float64"
-        self.roots = self.source_roots()
+        self.roots = self.source_roots()  # a method, since a backward has more functions
         paged = [t.name for t in plan.tables if plan.pages is not None and t.source in SCALES]
         self.ready = {
             n: expr_cpp.prepared(expr.machine(expr_cpp.parted(e)), self.double, paged)
             for n, e in self.roots.items()
             if e is not None
         }
+        # after `prepared`: a table by distance is written in its operators
         self.ready, self.distances = by_distance(self.ready)
         self.ready |= self.distances
         names = Names({*KEYWORDS, *MACROS, *NUMBERS, "fixed", "row", "column", "score"})
         self.names = self._named(names)
+        # passed as arguments: other values of them need no new compilation
         lifted = [e for e in walk(*self.ready.values()) if expr_cpp.liftable(e)]
         self.lifted = {e: names.new(f"c{i}") for i, e in enumerate(lifted)}
         self.literals = tuple(e.name for e in lifted)
@@ -94,6 +96,7 @@ class CppKernel:
             list(self.ready.values()), expr_cpp.CPP, self.forms.leaf, self._name, "C++",
             inner=list(self.ready.values()), when=expr_cpp.WHEN, early=[] if scale is None else [scale],
         )  # fmt: skip
+        # of the prepared roots: a name that was simplified away needs no argument
         self.used = frozenset[str]().union(*map(uses, self.ready.values()))
         self.page = Page()
 
@@ -106,6 +109,7 @@ class CppKernel:
 
     def interval_roots(self) -> dict[str, Expr | None]:
         """The ends of the keys that a query sees, where these are one interval and nothing else is asked of a key."""
+        # run tables are not passed to C++: an interval that reads one is left to the mask
         ends, known = self.plan.by_query, {t.name for t in self.plan.tables}
         if ends is None or ends.rest is not TRUE or self.plan.weight is not None:
             return {}
@@ -119,11 +123,12 @@ class CppKernel:
         def wish(use: Slot | TableUse) -> str:
             return WISHES.get(use.source or "", (self.named and use.source) or use.name)
 
+        # always in this order: equal plans give equal texts, which are compiled once
         slots = {s.name: names.new(wish(s)) for s in self.plan.slots}
         return slots | {t.name: names.new(wish(t) + ("_by_index" if t.derived else "")) for t in self.plan.tables}
 
     def _name(self, node: Expr, level: int) -> str:
-        if level == POSITION:
+        if level == POSITION:  # a local of a function; other levels are fields of a struct
             return self.locals.numbered("x")
         where = {SCALAR: "fixed", ROW: "row", COLUMN: "column"}[level]
         return f"{where}.{self.locals.new(self._called(node)) if node.op in LOOKUPS else self.locals.numbered('x')}"
@@ -133,8 +138,7 @@ class CppKernel:
             return "k" if node.name == "first" else str(node.name)
         if node.op not in LOOKUPS:
             return "at"
-        index = node.args[node.op != "lookup" :]
-        return "_".join([self.names[node.name], *map(self._called, index)])
+        return "_".join([self.names[node.name], *map(self._called, node.args[node.op != "lookup" :])])
 
     # -- the source -------------------------------------------------------------------------------
 
@@ -173,9 +177,9 @@ class CppKernel:
         page.line(f"#define EIGHT {eight}  // entries of k and v are {kinds}")
         page.line(f"typedef {real} Entry;  // of q and out", f"typedef {entry} Stored;  // of k and v", "")
         page.line(*(f"const int {name} = {value};" for name, value in self.constants().items()))
-        flags = {"SCORED": "modified", "DROPPED": "kept", "SCALED": "scale_of_value"}
-        for name, root in flags.items():
+        for name, root in {"SCORED": "modified", "DROPPED": "kept", "SCALED": "scale_of_value"}.items():
             page.line(f"const bool {name} = {'true' if root in self.ready else 'false'};")
+        # constants rather than macros: the compiler checks the branches that it drops
         page.line(f"const bool BY_HEAD = {'true' if 'h' in self.used else 'false'};  // heads differ")
         page.line(f"const bool MOVED = {'true' if self.permuted else 'false'};  // rows are in the order of tables")
         page.line("// Tiles without a predicate look at positions too.")
@@ -184,6 +188,7 @@ class CppKernel:
 
     def constants(self) -> dict[str, int]:
         most = tallest(self.head_dim, self.v_dim, self.target.precision == "bf16x6")  # one text for every length
+        # tiles of any call have to fit the buffers, whose size is a constant
         tile = {"BLOCK_Q": max(self.target.block_q, most), "BLOCK_K": self.target.block_k}
         return tile | {"HEAD_DIM": self.head_dim, "V_DIM": self.v_dim, "PAGE": self.plan.page}
 
@@ -246,6 +251,7 @@ class CppKernel:
         page, pages, share = Page(), self.plan.pages, self._sharing()
         line = page.line
         where = "0" if pages is None else f"at(fixed.{self.names[pages]}, (Int)batch, (Int)page)"
+        # a head that is read as h // n is the same for n heads in a row, from a multiple of n on
         alike = f"{share} % group == 0 && call->h_origin % group == 0" if share else "false"
         line("// The page of the pool that is a batch entry's.")
         line(f"INLINE int64_t page_of(const Fixed &fixed, int64_t batch, int64_t page) {{ return {where}; }}")
@@ -263,7 +269,7 @@ class CppKernel:
         line(f"const bool INTERVAL = {'false' if first is last is None else 'true'};")
         arguments = "const Fixed &fixed, const Row &row, int64_t tile, int64_t keys, int64_t &begin, int64_t &end"
         with page.block(f"INLINE void interval({arguments}) {{", "}"):
-            if condition is not None:
+            if condition is not None:  # begin and end are 0 until they are set: a query that sees nothing has no keys
                 line(f"if (!{condition}) return;")
             line("end = keys;" if last is None else f"end = between(0, (int64_t){last} + 1 - tile, keys);")
             line("begin = 0;" if first is None else f"begin = between(0, (int64_t){first} - tile, end);")
@@ -272,12 +278,11 @@ class CppKernel:
         """The number n where the head is read as h // n and in no other way, otherwise 0."""
         divisors = {1}
         for root in self.roots.values():
-            nodes = list(walk(root)) if root is not None else []
-            for e in nodes:
+            for e in list(walk(root)) if root is not None else []:
                 shared = e.op == "floordiv" and e.args[1].op == "lit" and e.args[1].name > 0
                 divisors |= {e.args[1].name if shared and i == 0 else 0 for i, a in enumerate(e.args) if a is var("h")}
         sizes = divisors - {1}
-        return sizes.pop() if len(sizes) == 1 else 0
+        return sizes.pop() if len(sizes) == 1 else 0  # two divisors would agree only on a common multiple
 
     def _function(self, name: str, head: str, otherwise: str) -> None:
         line = self.page.line
@@ -292,6 +297,7 @@ class CppKernel:
                 for one in self.printed.needed([root], POSITION):
                     line(f"const {self.forms.type(one.node)} {one.name} = {one.text};")
                 text = self.printed.values[root]
+                # a value that is the same for all keys is spread here, once, and not at every use
                 line(f"return {text if self.forms.wide[root] else spread(root, text)};")
         self.page.blank()
 
@@ -314,6 +320,7 @@ class CppKernel:
             for i, name in enumerate(self.lifted.values(), len(plan.slots)):
                 line(f"fixed.{name} = (Real)call->slots[{i}].f;")
             if plan.tables:
+                # tables of any rank follow one another, each with sizes and strides
                 line("const int64_t *words = call->tables;")
             line(*(f"words = read(fixed.{names[t.name]}, words);" for t in plan.tables))
             line(*(f"{one.name} = {one.text};" for one in lines))

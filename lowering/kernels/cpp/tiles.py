@@ -89,6 +89,7 @@ def tallest(head_dim: int, v_dim: int, six: bool = False) -> int:
 def second_level() -> int:
     """The bytes of a core's second-level cache; 1 MiB where the system does not say."""
     try:
+        # 0 or -1 where the system does not know
         known = os.sysconf("SC_LEVEL2_CACHE_SIZE")
     except (AttributeError, ValueError, OSError):
         known = 0

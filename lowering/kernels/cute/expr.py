@@ -62,7 +62,7 @@ def _text(x: Text) -> str:
 def _divided(node: Expr, x: Text) -> Text:
     n, (least, _) = node.args[1].name, interval(node.args[0])
     if n == 0:
-        return Text(f"0 * {x.inside(PRECEDENCE['*'])}", PRECEDENCE["*"])
+        return Text(f"0 * {x.inside(PRECEDENCE['*'])}", PRECEDENCE["*"])  # a plain 0 has no shape
     if node.op == "floordiv":
         return Text(f"{x.inside(7)} // {_inside(n)}", 7)
     if n > 0 and least is not None and least >= 0:  # then CuTe rounds as the language does
@@ -75,6 +75,7 @@ def _shifted(node: Expr, x: Text) -> Text:
     if not 0 <= n < (BITS if node.op == "shl" else 64):
         return Text(f"0 * {x.inside(7)}", 7)
     if node.op == "shl":
+        # 2**31 is no Int32, and -(2**31) has its bits
         return Text(f"{x.inside(7)} * {2**n if n < BITS - 1 else -(2**n)}", 7)
     return Text(f"{x.inside(7)} // {2**n}" if n < BITS - 1 else f"{x.inside(7)} // {2**30} // 2", 7)
 

@@ -67,11 +67,13 @@ def emit(plan: LoopPlan, *, gradients: bool = True, placed: frozenset[str] = fro
     read = {n.name for n in walk(*ready.values()) if n.op in ("lookup", "param")} | {
         n for root in ready.values() for n in uses(root)
     }
+    # the simplified functions may read less than the plan
     tables = tuple(t.name for t in plan.tables if t.name in read)
     scalars = [s.name for s in plan.slots if s.name in read] + [n for n in SIZES if n in read]
     scalars += [f"first {n}" for n in COORDINATES if n in placed and n in read]
     writer = _Writer(plan, tables, tuple(scalars))
     texts = [writer.function(name, root, backward_of(plan).guard) for name, root in ready.items()]
+    # a slope of 1 has no text, and the engine asks for a function
     if gradients and plan.score is not None and "score_mod_bwd" not in roots:
         texts.append(writer.unchanged())
     functions = tuple(n for n in MODS if n in roots or (n == "score_mod_bwd" and plan.score is not None and gradients))
@@ -97,6 +99,7 @@ def _title(plan: LoopPlan) -> str:
     """The plan as the user wrote it, and what its slots and tables are, fit for a docstring."""
     lines = [plan.text or "every key visible, plain scores"]
     lines += [f"{s.name} = {s.source if s.value is None else s.value}" for s in plan.slots]
+    # equal bodies are one kernel: names of the user are in the title alone
     lines += [f"{t.name} = {t.derived.replace('_', ' ')}{' of ' * bool(t.derived)}{t.source}" for t in plan.tables]
     return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
@@ -109,6 +112,7 @@ class _Writer:
         self.types = {s.name: s.type for s in plan.slots} | {t.name: t.type for t in plan.tables}
 
     def function(self, name: str, root: Expr, guard: bool) -> str:
+        # a function has numbers from x0 on, whatever was written before: texts are compared
         names = Names({"grad", *POSITIONS.values(), *self.tables, *self.scalars, *expr.PRELUDE, "cute", "cutlass"})
         users = Counter(a for node in walk(root) for a in node.args)
         lines, value = named_lines(root, self._leaf, expr.CUTE, "CuTe", users, lambda: names.numbered("x"))
@@ -131,6 +135,7 @@ class _Writer:
         return str(page)
 
     def _head(self, name: str) -> str:
+        # the order in which FlashAttention 4 passes them
         first = {"score_mod": "score, ", "score_mod_bwd": "grad, score, "}.get(name, "")
         return f"def {name}({first}b, h, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=()):"
 
@@ -144,6 +149,7 @@ class _Writer:
                 lines.append(f"{POSITIONS[axis]} = {POSITIONS[axis]} + aux_scalars[{i}]")
             elif name in read:
                 kind = "Float32" if self.types.get(name) is FLOAT else "Int32"
+                # as wide as the positions, which FlashAttention 4 gives as vectors
                 number = f"cute.full(q_idx.shape, aux_scalars[{i}], {kind})"
                 lines.append(f"{name} = {number}{' != 0' * (self.types.get(name) is BOOL)}")
         return lines

@@ -107,8 +107,9 @@ def refusal(plan: LoopPlan, dims: Dims) -> str:
 
 def translated(text: str) -> str:
     """A kernel's text with Triton's names turned into Gluon's."""
+    # Gluon has no PropagateNan
     source = re.sub(r"\btl\.(?!PropagateNan)", "gl.", text).replace("@triton.jit", "@gluon.jit")
-    source = source.replace("gl.sigmoid(", "sigmoid(")
+    source = source.replace("gl.sigmoid(", "sigmoid(")  # Gluon has no sigmoid
     head, gap, rest = source.partition("\n\n\n@gluon.jit")
     used = [text for name, text in FUNCTIONS.items() if re.search(rf"\b{name}\(", rest)]
     source = gap.join([head, *(f"\n{text}" for text in used)]) + gap + rest
@@ -171,7 +172,7 @@ class GluonForward(RowKernel):
             "tiles": self.tiles(),
             "rescale": "rescale" if self.sinks else "1.0",
             "whole": "total" if rate is None else f"(total * (1.0 - {self.arguments[rate].name}))",
-        }  # fmt: skip
+        }
 
     def _passed(self, common: dict[str, Any]) -> list[str]:
         """The arguments of `consume` that its expressions read."""

@@ -95,6 +95,7 @@ def emit(
     """The text of one kernel, for the members of "q", tables and slots (`attention_dq`), or of "k" and "v"
     (`attention_dkv`), that are in `grad_names`. `interpretable` text runs in Mosaic GPU's interpreter, which has
     less."""
+    # each kernel owns the rows that it sums, so that it needs no atomic sums
     kind = _GpuKeyGradients if {"k", "v"} & set(grad_names) else _GpuQueryGradients
     return kind(plan, target, geometry, frozenset(grad_names), interpretable).text()
 
@@ -132,6 +133,7 @@ class _GpuKernel:
     def weights(self) -> list[str]:
         """The lines of the weights `p`, from the product `s`."""
         lines = self.e.each(self.plan)
+        # the scale is part of the exponent where no score mod comes between
         score, unit = "s", "SCALE * LOG2E"
         if self.plan.score is not None:
             assignments, value = self.e.written(self.plan.score, "y")
@@ -140,11 +142,13 @@ class _GpuKernel:
         elif self.geometry.scale <= 0:  # rounded as the forward does, whose maximum is of scaled scores
             score, unit = "s * SCALE", "LOG2E"
         base, low = self.vector("lse"), self.vector("low")
+        # low after the difference, which is small: in lse it would be rounded away
         lines.append(f"p = jnp.exp2(exponent({score}, {unit}, {base}) - {low})")
         hidden = []
         if self.plan.mask is not None:
             assignments, value = self.e.written(self.plan.mask, "x")
             hidden = [*assignments, f"p = jnp.where({value}, p, 0.0)"]
+        # the axis across, whose last tile may be cut; of the own rows those outside are not stored
         block = "BLOCK_K" if self.owned == "q" else "BLOCK_Q"
         lines += ["if border:", *(f"    {line}" for line in hidden), f"    if length % {block}:",
                   f"        p = jnp.where(across(tile * {block} + steps_along(1) < length), p, 0.0)"]  # fmt: skip
@@ -166,7 +170,7 @@ class _GpuKernel:
             assignments, value = self.times(self.slope, "z")
             lines += [*assignments, f"ds = {value}"]
         elif {"q", "k"} & self.grad_names:
-            lines.append("ds = dm")
+            lines.append("ds = dm")  # a score mod of slope 1, or none
         return lines
 
     def times(self, factor: Expr, temporary: str) -> tuple[list[str], str]:

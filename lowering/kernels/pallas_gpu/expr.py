@@ -156,7 +156,7 @@ class Expressions:
             op = "tanh_approximate" if e.op == "tanh" and e not in exact else e.op
             done[e] = make(op, args, e.name, e.type) if e.args else e
         whole = self._over(done[root], known[root], POSITION)
-        if known[root] == 0:
+        if known[root] == 0:  # a number has no tile to be spread over
             whole = make("tiled", (whole,), None, root.type)
         count = itertools.count()
         rows = MOSAIC_GPU | {n: f"{n}({{}})" for n in ("down", "across", "tiled", "tanh_approximate")}

@@ -61,17 +61,19 @@ def walked(spans: Spans | DeviceSpans) -> GpuWalk:
 
     tiles = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
     count = xp.stack([spans.count, tiles], -1).astype(xp.int32)
+    # stable: rows of equal work come in one order on every run
     order = xp.argsort(-tiles, axis=-1, stable=True).astype(xp.int32)
     return GpuWalk(spans.slice_of, order, count, spans.bounds)
 
 
 def dims(dim: int) -> int:
     """The head sizes a kernel computes with, zeros behind a head's own."""
-    return -(-dim // SWIZZLE) * SWIZZLE
+    return -(-dim // SWIZZLE) * SWIZZLE  # TMA copies rows of whole swizzles, and zeros add nothing to a product
 
 
 def stages(block_q: int, block_k: int, dim: int, v_dim: int) -> int:
     """The number of tiles of keys and values that fit beside the queries."""
+    # a result of the size of the queries takes their room
     used = 2 * block_q * (dim + (v_dim if v_dim != dim else 0)) + 12 * block_q + BARRIERS
     return min(MOST, (SHARED - used) // (2 * block_k * (dim + v_dim)))
 
@@ -119,8 +121,7 @@ def _refused_lookup(plan: LoopPlan, g: Geometry) -> str:
         )
     for e in inputs.distances:
         used = {v for n in walk(e) for v in uses(n)}
-        copies = (g.batch if "b" in used else 1) * (g.heads if "h" in used else 1)
-        size = copies * SWIZZLE * 4 * (g.q_len + g.kv_len)
+        size = (g.batch if "b" in used else 1) * (g.heads if "h" in used else 1) * SWIZZLE * 4 * (g.q_len + g.kv_len)
         if size > SKEWED:
             return (
                 f"values by q - k take {size >> 20} MiB in kernels for Hopper, for {g.q_len} queries by {g.kv_len} "
@@ -158,7 +159,7 @@ def emit(
     rough = not {n.op for root in roots(plan) for n in walk(root)} & INEXACT
     e = Expressions(roots(plan), tanh=target.tanh if rough else "exact")
     dim, v_dim = dims(geometry.head_dim), dims(geometry.v_dim)
-    folded = plan.score is None and geometry.scale > 0
+    folded = plan.score is None and geometry.scale > 0  # a negative scale would turn maxima into minima
     operands = [*e.operands(plan), *["sinks"] * sinks]
     listed = ", ".join(["slice_of", "order", "count", "records", *operands])
     return filled(
@@ -215,6 +216,7 @@ def _written(plan: LoopPlan, e: Expressions, root: Expr | None, temporary: str, 
 def _finish(plan: LoopPlan, sinks: bool, low: bool) -> list[str]:
     """The lines of `lse`, `largest`, with `low` the rounding error of lse, and `weight`, the factor of the
     accumulator."""
+    # the kernel works in exponents of 2, which the machine has an instruction for
     lines = ["largest = top * LN2", "weight = 1.0"]
     if plan.guard:
         lines[0] = "largest = jnp.where(total == 0.0, -jnp.inf, top * LN2)"
@@ -236,5 +238,6 @@ def _finish(plan: LoopPlan, sinks: bool, low: bool) -> list[str]:
         lines += ["# by the product that the backward begins with, rounded, so that no compiler joins it to the sum"]
         lines.append(f"low = jnp.where(empty, 0.0, {formula})" if plan.guard else f"low = {formula}")
     rate = "" if plan.rate is None else f" * (1.0 - {plan.rate})"
+    # one division per row instead of one per entry of the accumulator
     lines.append(f"weight = weight / {f'(total{rate})' if rate else 'total'}")
     return lines

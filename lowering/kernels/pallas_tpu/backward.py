@@ -100,11 +100,10 @@ def dkv(
 
 
 def terms(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool = True,
-    search: bool = False,
-) -> Source:  # fmt: skip
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, n: int, strided: bool = True, search: bool = False
+) -> Source:
     """The kernel of the shares of all positions in the gradient of this number."""
-    gradients = {number: backward_of(plan).gradients[number]}
+    gradients = {n: backward_of(plan).gradients[n]}
     return _Terms(plan, target.dq or target, geometry, dtype, gradients, strided=strided, search=search).source()
 
 
@@ -311,7 +310,7 @@ class _TpuKernel:
             aliases=[f"input_output_aliases={{{len(refs) - 1}: 0}},"] * len(self.zeros),
             operands=", ".join(["*scalars", *arrays.values(), *blocks]),
             result=f"[{', '.join(self.shown)}]",
-        )  # fmt: skip
+        )
         return Source(text, self.entry, tuple(self.results))
 
 
@@ -353,7 +352,7 @@ class _TpuQueryGradients(_TpuQueryRows):
             )
             self.gives("q", "dq", spec, shape, self.turned, "dq [batch, q_len, heads, dim]")
             self.finish.append(f"dq_ref[0, {part}] = (dq[{index}] * SCALE).astype(dq_ref.dtype)")
-            self.needs(TEXT["finite"])
+            self.needs(TEXT["finite"])  # a tile with the mask may have keys behind the last one, which may be NaN
             assignments, ds = self.times("ds", self.slope)
             keys = "keys = finite(k_ref[0, 0]) if partial else k_ref[0, 0]"
             lines += [*assignments, keys, f"dq[{index}] += rows_by_columns({ds}, keys)"]
@@ -440,7 +439,7 @@ class _TpuKeyGradients(_TpuKernel):
     def _dv(self) -> list[str]:
         self.finish.append("dv_ref[0, 0] = dv[...].astype(dv_ref.dtype)")
         return [
-            "douts = dout_ref[0, 0]",
+            "douts = dout_ref[0, 0]",  # rows behind the last query may hold NaN, and 0 times NaN is NaN
             "if partial and q_len % BLOCK_Q:",
             "    inside = lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len - q_tile * BLOCK_Q",
             "    douts = jnp.where(inside, douts, jnp.zeros_like(douts))",

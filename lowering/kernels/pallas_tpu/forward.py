@@ -98,6 +98,7 @@ def head(
         group=geometry.heads // geometry.kv_heads,
         sharing=list(constants),
         scale=repr(float(geometry.scale)),
+        # products of bfloat16 are exact in one pass of the matrix unit, those of float32 take six
         exact="DEFAULT" if dtype == "bfloat16" else "HIGHEST",
     )
 
@@ -120,6 +121,7 @@ def emit(
     numbers = [*walk, "ints", "q_origin", "k_origin", *pallas_inputs.floats(plan), *["sinks"] * sinks]
     if plan.pages:
         numbers.append("pages")
+    # more than one page in a tile: each is an operand
     parts = target.block_k // plan.page if plan.pages and target.block_k > plan.page else 1
     marks = [str(i) for i in range(parts)] if parts > 1 else [""]
     key, value = ([f"{n}{mark}_ref" for mark in marks] for n in "kv")

@@ -41,7 +41,7 @@ def mosaic(root: Expr) -> Expr:
 
     def change(e: Expr) -> Expr:
         if e.op == "where" and e.type is BOOL:
-            when, yes, no = e.args
+            when, yes, no = e.args  # Mosaic has no select of vectors of Bool
             return (when & yes) | (~when & no)
         return e
 
@@ -83,6 +83,7 @@ class TableInputs:
         """The nodes that the kernel computes."""
         at_hand = self.outside()
         nodes: dict[Expr, None] = {}
+        # a node inside one that was placed is not visited: it is computed outside with it
         stack = list(reversed(self.roots))
         while stack:
             e = stack.pop()
@@ -128,8 +129,10 @@ def _place(root: Expr, inputs: TableInputs) -> None:
     while stack:
         e = stack.pop()
         reads = [n for n in walk(e) if n.op == "lookup"]
+        # without a lookup the kernel computes it, which is faster than to read it
         if not reads or e in inputs.outside():
             continue
+        # from the root down, so that the largest part that depends on one axis is one operand
         used = uses(e) & {"q", "k", "score"}
         if not used:
             inputs.heads[e] = f"of_head{len(inputs.heads)}"
@@ -157,7 +160,7 @@ def _shifted(e: Expr, name: str) -> bool:
     if e.op not in ("add", "sub"):
         return False
     x, y = e.args
-    constant = not uses(y) & set(COORDINATES)
+    constant = not uses(y) & set(COORDINATES)  # sizes and parameters are the same for a whole call
     return (_shifted(x, name) and constant) or (e.op == "add" and _shifted(y, name) and not uses(x) & set(COORDINATES))
 
 
@@ -167,6 +170,7 @@ def check_tables(plan: LoopPlan, inputs: TableInputs, shapes: Mapping[str, tuple
         if node.op != "lookup":
             continue
         ends = zip(node.args, shapes[node.name], strict=True)
+        # without a gather each entry is compared with the index, so work grows with the entries tried
         tried = math.prod(n for index, n in ends if uses(index) & {"q", "k", "score"})
         if tried > SMALL:
             source = next(t.source for t in plan.tables if t.name == node.name)
@@ -183,7 +187,7 @@ def written(
     root: Expr, names: Mapping[Expr, Text], look: Callable[[Expr, str], Text], temporary: str
 ) -> tuple[list[str], str]:
     """The (assignments to `temporary` 0, 1, ..., text of the value) of `root`, with `names` for known values."""
-    at_hand = {e: param(f"{i} at hand", e.type) for i, e in enumerate(names)}
+    at_hand = {e: param(f"{i} at hand", e.type) for i, e in enumerate(names)}  # no parameter has a space in its name
     shown = {at_hand[e]: shown for e, shown in names.items()}
 
     def leaf(e: Expr, args: list[Text]) -> Text | None:

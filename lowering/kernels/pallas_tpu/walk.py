@@ -147,6 +147,7 @@ def _listed(
 def _counted(xp: Any, places: Any, room: int) -> Any:
     """The number of `places` [slices, ..] at each of the first `room`."""
     slices = len(places)
+    # places past the room count in one more bin, which is cut off
     at = (xp.minimum(places, room) + (room + 1) * xp.arange(slices)[:, None]).reshape(-1)
     size = slices * (room + 1)
     counts = np.bincount(at, minlength=size) if xp is np else xp.bincount(at, length=size)
@@ -166,8 +167,7 @@ def _search(xp: Any, bounds: Any, length: Any, slice_of: NDArray[np.int32], most
     longest = first[:, -1].max()
     shift = ((longest - 1) >> xp.arange(31) >= entries).sum()  # the least that is enough
     past = _counted(xp, -(-first[:, 1:] >> shift), entries).cumsum(-1)  # rows that end at or before an anchor
-    anchor = xp.minimum(past, rows - 1)
-    flat = [xp.asarray(x.reshape(-1), np.int32) for x in (slice_of, shift, anchor, first, records)]
+    flat = [xp.asarray(x.reshape(-1), np.int32) for x in (slice_of, shift, xp.minimum(past, rows - 1), first, records)]
     return TpuSearch(xp.asarray(longest, np.int32), *flat)
 
 

@@ -77,18 +77,19 @@ class GradientKernel(RowKernel):
         self.slope = machine(derived.slope, dims) if slope and derived.slope is not None else None
         self.keep_mask = None if plan.keep_mask is None else expr.machine(plan.keep_mask)
         self.sums = [(s, machine(s.gradient.weight, dims)) for s in summed]
-        self.inner = slope or bool(self.sums)
+        self.inner = slope or bool(self.sums)  # otherwise no product of dout and v is computed
         arrays = [
             (f"D{n.upper()}", f"d{n}", "e" if n == "v" and dims.v_dim != dims.head_dim else "d") for n in gradients
         ]
-        totals = [(s.buffer, s.total) for s, _ in self.sums]
-        self.part = PartSums(dims, arrays, totals, dims.group if swapped else 1)
+        self.part = PartSums(dims, arrays, [(s.buffer, s.total) for s, _ in self.sums], dims.group if swapped else 1)
+        # what is None here is not written: its nodes would take registers
         more = [e for e in (self.slope, self.keep_mask, *(w for _, w in self.sums), *others) if e is not None]
         super().__init__(plan, dims, target, more, swapped=swapped)
         self.full = [*self.score, *more]  # what full tiles ask for
 
     def holes(self) -> dict[str, Any]:
         axis, index, block = ("k", "columns", "BLOCK_K") if self.swapped else ("q", "rows", "BLOCK_Q")
+        # without a slope ds is dm itself, and one name is enough for both
         ds = "ds" if self.slope is not None or not self.sums else "dm"
         common = super().holes()
         return {
@@ -175,6 +176,7 @@ class GradientKernel(RowKernel):
         if not value.isidentifier():
             lines.append(f"{name} = {value}")
             value = name
+        # 0 times an infinite slope is NaN
         return lines, f"tl.where(p == 0.0, 0.0, dm * {value})" if self.careful else f"dm * {value}"
 
     def read(self, gradient: Gradient) -> str:
@@ -194,7 +196,7 @@ class GradientKernel(RowKernel):
 
 def weights(gradients: Sequence[Gradient]) -> list[Expr]:
     """The distinct weights, in order: the sums that `attention_diagonal` makes."""
-    return list(dict.fromkeys(g.weight for g in gradients))
+    return list(dict.fromkeys(g.weight for g in gradients))  # tables that are added to one another have one weight
 
 
 class CapturedKernel(GradientKernel):
@@ -214,6 +216,7 @@ class CapturedKernel(GradientKernel):
         self.factors = [machine(w, dims) for w in weights(gradients)]
         self.index = [expr.machine(e) for e in index]
         others = [*self.factors, *self.index]
+        # the grid is none of rows of tiles, so that no order of rows applies
         super().__init__(plan, replace(target, order="forward"), dims, (), slope=False, others=others)
         self.tile_roots = [
             *self.mask,
@@ -247,9 +250,8 @@ class CapturedKernel(GradientKernel):
         """The holes of seen.tpl: the condition that the mask shows any position of a tile, and the lines before it."""
         if not self.bounds:
             return {"seen": "seen > 0"}
-        roots = [self.bounds["first"], self.bounds["last"]]
         return {
-            "formulas": self.lines(roots, SCALAR, set(self.hoisted)),
+            "formulas": self.lines([self.bounds["first"], self.bounds["last"]], SCALAR, set(self.hoisted)),
             "bounds": [f"{name} = {self.bound(name)}" for name in ("first", "last")],
             "seen": "(first < (tile + 1) * BLOCK_K) & (last >= tile * BLOCK_K)",
         }
@@ -307,12 +309,13 @@ def kernels(plan: LoopPlan, target: Target, dims: Dims, grad_names: Collection[s
     for g in gradients:
         if g.over != "scatter":
             continue
+        # a plane has an entry for every pair, so that no two shares meet and none is summed atomically
         single, moving = {alone(e) for e in g.index}, frozenset[str]().union(*map(uses, g.index))
         if {"q", "k"} <= single and not moving & {"b", "h"} - single:
             writers.append(_Plane(plan, target, dims, g, "".join(n for n in "bh" if n not in moving)))
         else:
             writers += [_Total(plan, target, dims, g), _Scatter(plan, target, dims, g, fixed=True)]
-    first: dict[str, CapturedKernel] = {}
+    first: dict[str, CapturedKernel] = {}  # a module cannot hold two kernels of one name
     for writer in writers:
         first.setdefault(writer.name, writer)
     return [writer.kernel() for writer in first.values()]
@@ -358,6 +361,7 @@ class _Placed(CapturedKernel):
         lines = self.lines(self.index, POSITION, written, load_mask)
         entries = [f"clamp({self.value(e)}, {n})" for e, n in zip(self.index, self.table.sizes, strict=True)]
         inner = zip(entries[1:], self.table.sizes[1:], strict=True)
+        # a large table has more entries than 32 bits count
         return [*lines, f"to = tl.cast({entries[0]}, tl.int64)", *(f"to = to * {n} + {entry}" for entry, n in inner)]
 
 
@@ -446,5 +450,4 @@ class _Scatter(_Walk):
         return [f"Counted,  # int64, {what}, in units", "PerUnit,  # float32: how many units make 1, a power of two"]
 
     def each(self, written: set[str]) -> dict[str, Any]:
-        into = self.into(written, "visible")
-        return {"total": False, "fixed": self.fixed, "atomic": not self.fixed, "into": into}
+        return {"total": False, "fixed": self.fixed, "atomic": not self.fixed, "into": self.into(written, "visible")}

@@ -75,7 +75,7 @@ class DecodeKernel(ForwardKernel):
     ) -> None:  # fmt: skip
         self.group, self.pack = dims.group, packed(plan, dims) if packs else 1
         self.packs, self.parted, self.balanced = self.pack > 1, target.splits != 1, balanced
-        levels = {**LEVELS, "h": ROW} if self.packs else LEVELS
+        levels = {**LEVELS, "h": ROW} if self.packs else LEVELS  # heads of a packed tile are rows of it
         target = replace(target, order="forward", descriptors=False)
         super().__init__(plan, target, dims, sinks, top, low, levels=levels)
         self.numbers = ("heads", "q_len", "kv_len", *["splits"] * self.parted, *["batches"] * balanced)

@@ -116,7 +116,7 @@ def prelude(source: str, dtype: str, int64: bool) -> str:
         used.insert(0, "tanh")
     if "among" in used and "one_of" not in used:  # it calls one_of in the interpreter
         used.insert(0, "one_of")
-    if "seeded" in used:
+    if "seeded" in used:  # which calls it
         used.insert(0, "mix")
     bodies = {n: TANH_16 if n == "tanh" and dtype != "float32" else PRELUDE[n] for n in used}
     text = "".join(bodies.values()) + source

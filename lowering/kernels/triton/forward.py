@@ -87,7 +87,7 @@ class HeadPart:
 
 def parts_of(dim: int, index: str, constant: str, length: str) -> list[HeadPart]:
     widths = parts(dim)
-    if len(widths) == 1:
+    if len(widths) == 1:  # no mark: kernels of one part have the plain names
         return [HeadPart("", index, 0, constant, length if widths[0] > dim else "")]
     whole, rest = widths
     return [
@@ -113,6 +113,7 @@ class ForwardKernel(RowKernel):
             self.one_of = "among"
         self.paged = plan.pages is not None
         self.numbered = self.paged and plan.page % target.block_k != 0  # each key of a tile by its own page
+        # a tile within one page has one number of it, which is loaded once
         token = "at" if self.numbered else f"(tile * BLOCK_K % {plan.page} + columns)"
         self.placed = {PAGE: Text("page[None, :]" if self.numbered else "page"), TOKEN: Text(f"{token}[None, :]")}
         self.page_of = lookup(plan.pages, (var("b"), var("k") // plan.page), INT) if plan.pages else None
@@ -122,7 +123,9 @@ class ForwardKernel(RowKernel):
         super().__init__(plan, dims, target, [*self.keep_mask, *self.weight], when=levels)
         self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
         same = dims.head_dim == dims.v_dim
+        # one set of masks and offsets for both
         self.values = self.head if same else parts_of(dims.v_dim, "e", "DIM_V", "V_DIM")
+        # TMA reads boxes of an array as it lies: no pages, no conversion
         self.described = target.descriptors and describable(plan, dims)
         self.unwritten = plan.mask is not None and plan.unwritten  # keys in a border tile may be so
         if self.paged:
@@ -162,6 +165,7 @@ class ForwardKernel(RowKernel):
         return launched(self.name, self.filled(self.skeleton), self.grid_of("q tiles", "heads"), self.target)
 
     def holes(self) -> dict[str, Any]:
+        # a descriptor carries the range of the head dimension
         axes = [self.values] if self.described or self.values is self.head else [self.head, self.values]
         pages = self.arguments[str(self.plan.pages)] if self.paged else None
         return {
@@ -217,12 +221,13 @@ class ForwardKernel(RowKernel):
         """The offset of a tile's first key, or of each key where keys are `numbered`."""
         if not self.paged:
             return f"at * stride_{step}s"
+        # the batch axis of a pool is that of pages
         offset = f"page * stride_{step}b + at * stride_{step}s"
         return f"({offset}){axes}" if self.numbered else offset
 
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
-        roots = self.positions if inside else [*self.score, *self.keep_mask, *self.weight]
+        roots = self.positions if inside else [*self.score, *self.keep_mask, *self.weight]  # full tiles ask no mask
         row, column = (f"{inside}[None, :]", f"{self._seen}[:, None]") if inside else ("", "")
         first, last = self.head[0], self.head[-1]
         keep_mask, weight = (next(iter(roots), None) for roots in (self.keep_mask, self.weight))
@@ -264,7 +269,7 @@ def combine(
     """The kernel that combines the parts of each row, or of those rows that a table lists. Of the plan it reads
     `guard`: whether a row may be empty."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
-    ragged = padded(dims.v_dim) != dims.v_dim
+    ragged = padded(dims.v_dim) != dims.v_dim  # without a mask loads are wider
     text = filled(
         COMBINE,
         wrapped,
@@ -322,14 +327,14 @@ class PartSums:
     def stores_of_totals(self) -> list[str]:
         """The lines that store the totals of a head there."""
         head = " + head - kv_head * GROUP" if self.heads > 1 else ""
-        offsets = self.offsets[len(self.arrays) :]
         return [
             f"tl.store(Acc + part_at * {self.numbers} + {offset}{head}, {total}, mask=present)"
-            for offset, (_, total) in zip(offsets, self.totals)
+            for offset, (_, total) in zip(self.offsets[len(self.arrays) :], self.totals)
         ]
 
     def kernel(self, name: str, length: str, buffers: Sequence[str]) -> TritonKernel:
         """The kernel that adds the parts of rows up; `buffers` are the parameters of totals."""
+        # a key head sums over its query heads, and a total has one entry for each of them
         several = self.heads > 1
         offsets = [f" + {n}" if n else "" for n in self.offsets]
         text = filled(

@@ -50,6 +50,7 @@ class RowKernel(TritonWriter):
     ) -> None:  # fmt: skip
         self.axes = axes_of(target)
         self.ends = self._ends(plan, dims, swapped)
+        # what the ends of a row say already is not asked again of its positions
         mask = conjuncts(plan.mask if self.ends is None else self.ends.rest)
         self.mask = [by_distance(e, when) for e in mask] if self.gathers else mask
         self.score, self.factor = [], 1.0
@@ -58,17 +59,20 @@ class RowKernel(TritonWriter):
                 machine(self.rewritten(plan.score), dims, when, gathers=self.gathers), dims
             )
             self.score = [score]
+        # the closed form gives keys of queries; a swapped kernel reads its spans from tables
         self.bounds = {} if swapped else bounds_of(plan)
         self.tabled = plan.mask is not None and not self.bounds
         self.rows = self._rows()
         known = levels(*self.mask, when={**when, **ALONG})
+        # a Bool that no position decides, which only the interpreter minds
         self.spread = any(n.type is BOOL and n.op != "const" and at == SCALAR for n, at in known.items())
         self.positions = [*self.mask, *self.score, *more]
         inner = [*self.positions, *self.rows.values()]
         roots = [*self.bounds.values(), *inner]
         super().__init__(
             plan, dims, roots, inner, precision=target.precision, tanh=target.tanh, swapped=swapped, when=when
-        )  # fmt: skip
+        )
+        # a table that lists the programs has their order
         ordered = target.order != "forward" and not shrinking(self.bounds) and not self.listed
         origins = {"q" if swapped else "k"} if self.rows else set()
         self.parameters = Parameters(plan, self.used | origins, self.tabled, bool(self.bounds), ordered)
@@ -135,6 +139,7 @@ class RowKernel(TritonWriter):
         """A bound of the closed form, counted from the call's first key and clamped to its keys, unless the bound says
         otherwise."""
         root = self.bounds[name]
+        # a bound that holds its clamp already is not clamped again
         op, end, clamp = ("max", K0, "tl.maximum({}, k_first)")
         if "last" in name:
             op, end, clamp = ("min", K1, "tl.minimum({}, k_last)")
@@ -182,12 +187,14 @@ class RowKernel(TritonWriter):
 
     def before_tiles(self) -> list[str]:
         """The lines before the loops: values that are known once a program or once a row, and the ends of each row."""
+        # all in one go: values that the mask and the score mod share are computed once
         roots = [*self.positions, *self.rows.values()]
         lines = [*self.lines(roots, SCALAR), *self.lines(roots, ROW)]
         if not self.rows:
             return lines
         axis, length = ("q", "q_len") if self.swapped else ("k", "kv_len")
         row, others = ("key", "queries") if self.swapped else ("query", "keys")
+        # a condition on the row alone makes its interval empty, so that no position asks it again
         least, most, asks = (self.value(self.rows[n]) if n in self.rows else "" for n in ("least", "most", "asks"))
         most = f"placed({most}, {axis}_origin, -1, {length} - 1)" if most else f"{length} - 1"
         most = f"tl.where({asks}, {most}, -1)" if asks else most
@@ -226,6 +233,7 @@ class RowKernel(TritonWriter):
     def score_mod(self, name: str, written: set[str], mask: str = "") -> list[str]:
         """The lines of the modified score, which has the shape of a tile also where it is one number for all keys."""
         root = next(iter(self.score), None)
+        # without the score it has no axis of queries, and products need a whole tile
         whole = root is None or "score" in uses(root)
         line = f"{name} = {{}}" if whole else f"_, {name} = tl.broadcast(score, tl.cast({{}}, tl.float32))"
         return self.quoted(self.plan.score, root, line, written, mask)

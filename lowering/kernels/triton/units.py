@@ -73,26 +73,29 @@ def in_products(root: Expr, when: Mapping[str, int]) -> Expr:
     done: dict[Expr, Expr] = {}
     for node in walk(scaled):
         rebuilt = rebuild(node, tuple(done[a] for a in node.args))
+        # what decides an Int or a Bool keeps the rounding of the language: it may decide a tile
         done[node] = rebuilt if node.type is not FLOAT or node in deciding else _merged(rebuilt, when)
     return done[scaled]
 
 
 def _merged(e: Expr, when: Mapping[str, int]) -> Expr:
     """An Expr with its constant factors merged; those of its arguments already are."""
-    if e.op == "exp":
+    if e.op == "exp":  # the machine has an instruction for powers of 2 alone
         return build("exp2", _times(e.args[0], lit(LOG2E), when))
     if e.op == "float":
         return _distance(e, when)
     if e.op not in ("mul", "div"):
         return e
     x, y = e.args
-    if e.op == "mul" and _level(x, when) < _level(y, when):
+    if e.op == "mul" and _level(x, when) < _level(y, when):  # the factor second, whichever way it is written
         x, y = y, x
     if e.op == "mul" and _level(x, when) == POSITION and _level(y, when) in (ROW, COLUMN):
-        return _times_line(e, x, y, when)
+        return _times_line(e, x, y, when)  # the constant goes to the line, which has fewer entries than the tile
+    # a factor that varies, or a product of constants, moves nowhere
     if _level(y, when) != SCALAR or _level(x, when) == SCALAR:
         return e
     if e.op == "div":
+        # one reciprocal instead of a division per position
         y = lit(1.0 / y.name) if _common(y) else build("div", lit(1.0), y)
     return _times(x, y, when)
 
@@ -102,6 +105,7 @@ def _times(x: Expr, factor: Expr, when: Mapping[str, int]) -> Expr:
     if x.op == "mul":
         for rest, inner in (x.args, x.args[::-1]):
             if _level(inner, when) == SCALAR and _level(rest, when) != SCALAR:
+                # a product of extreme factors could overflow where the chain does not
                 both = _common(inner) and _common(factor)
                 return build("mul", rest, lit(inner.name * factor.name) if both else build("mul", inner, factor))
     return build("mul", x, factor)

@@ -81,6 +81,7 @@ def arguments(plan: LoopPlan) -> dict[str, Argument]:
     for t in plan.every_table:
         wish = NAMED.get(t.source, t.source)
         name = names.new(f"{wish}_{t.derived.split('_')[1]}" if t in plan.run_tables else wish)
+        # a table of one axis reads better without a number
         axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
         sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
         by_name[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
@@ -93,6 +94,7 @@ def rows_of_tables(plan: LoopPlan) -> dict[str, int]:
     query_axes: dict[str, set[int]] = {}
     for node in walk(*roots):
         if node.op == "lookup":
+            # two reads with q on different axes leave no one axis to count rows along
             axes = [i for i, a in enumerate(node.args[:-1]) if a is QUERY]
             query_axes.setdefault(node.name, set()).add(axes[0] if len(axes) == 1 else -1)
     return {n: axes.pop() for n, axes in query_axes.items() if len(axes) == 1 and -1 not in axes}
@@ -100,7 +102,7 @@ def rows_of_tables(plan: LoopPlan) -> dict[str, int]:
 
 def near(shape: Sequence[int], strides: Sequence[int], axis: int, rows: int) -> bool:
     """Whether so many rows of a table, along one of its axes, are within 2**31 entries of one another."""
-    return rows * strides[axis] + shape[-1] * strides[-1] < 1 << 31
+    return rows * strides[axis] + shape[-1] * strides[-1] < 1 << 31  # Triton computes such offsets in 32 bits
 
 
 def reserved_names(plan: LoopPlan) -> Names:
@@ -114,8 +116,10 @@ def parts(dim: int) -> tuple[int, ...]:
     >>> parts(96), parts(128), parts(72), parts(112), parts(40)
     ((64, 32), (128,), (64, 16), (128,), (64,))
     """
+    # dots take powers of two, and a padded one multiplies zeros
     most = 1 << (dim.bit_length() - 1)
     rest = padded(dim - most)
+    # two parts only where they are less than one padded power of two
     return (most, rest) if dim > 64 and dim > most > rest else (padded(dim),)
 
 
@@ -139,7 +143,7 @@ class Parameters:
     def origins(self) -> list[str]:
         """The origins that the expressions and bounds ask for."""
         of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1", "q_line"], "k": ["k", "k0", "k1", "k_line"]}
-        if self.closed:
+        if self.closed:  # the formulas count from the first query and the first key of the call
             return [n for n, names in of.items() if n in "qk" or self.used.intersection(names)]
         return [n for n, names in of.items() if self.used.intersection(names)]
 
@@ -147,7 +151,7 @@ class Parameters:
         """The scalars whose value must not make a new kernel."""
         slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
         sizes = [n for t in self.plan.every_table for n in arguments(self.plan)[t.name].sizes]
-        records = ["records"] if self.tabled else []
+        records = ["records"] if self.tabled else []  # their number changes with the mask
         return [
             *numbers,
             *records,
@@ -161,6 +165,7 @@ class Parameters:
     def _steps(self) -> list[str]:
         """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
         roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
+        # a load for each position is wider where its strides are known to be divisible: those stay specialised
         wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
         tables = [arguments(self.plan)[t.name] for t in self.plan.every_table if t.name not in wide]
         return [n for t in tables for n in t.strides[:-1]]
@@ -172,6 +177,7 @@ class Parameters:
     def holes(self, numbers: Sequence[str]) -> dict[str, Any]:
         """The holes of a kernel's decorator and of parameters.tpl; `numbers` are integers of the kernel's own."""
         named, origins = arguments(self.plan), self.origins()
+        # Triton makes a kernel for each divisibility by 16 of an argument, unless told not to
         varying = ", ".join(f'"{n}"' for n in self.run_time(numbers))
         jit = [f"@triton.jit(do_not_specialize=[{varying}])"]
         if len(varying) >= 80:
@@ -264,6 +270,7 @@ def check_tile(target: Target) -> None:
 def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[TritonKernel], head: str = MODULE) -> str:
     """The text of a module: its head, by a skeleton, the constants and functions that the kernels use, and the
     kernels."""
+    # the head comes last: it holds only what the kernels below turn out to use
     texts = "\n\n".join(k.text for k in kernels)
     prelude = expr_triton.prelude(texts, dims.dtype, plan.int64)
     needed = expr_triton.words(prelude + texts)
@@ -292,6 +299,7 @@ def _shown(plan: LoopPlan) -> str:
         name = names[s.name].name
         if s.source != name:
             lines.append(f"{name} = {s.source if s.value is None else s.value}")
+    # the text of a mask is the user's, and a quote in it would end the docstring
     return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
 
@@ -335,7 +343,7 @@ class TritonWriter:
             return self._lookup(node, args)
         if node.op == GATHERED:
             return Text(f"along({args[0].text}, away{LOAD_MASK})")
-        if node.op == "div" and node in self.decisive:
+        if node.op == "div" and node in self.decisive:  # an Int or a Bool depends on it: the last bit may decide a tile
             return Text(f"tl.div_rn({args[0].text}, {args[1].text})")
         if node.op == "tanh" and self.approximate and node not in self.decisive:
             return Text(f"tanh_approximate({args[0].text})")
@@ -454,13 +462,13 @@ def bounds_of(plan: LoopPlan) -> dict[str, Expr]:
     """The bounds of the closed form by name; empty where there is none."""
     if plan.bounds is None or plan.mask is None:
         return {}
-    names = ("first", "full_first", "full_last", "last")
-    return {n: expr.machine(getattr(plan.bounds, n)) for n in names}
+    return {n: expr.machine(getattr(plan.bounds, n)) for n in ("first", "full_first", "full_last", "last")}
 
 
 def masked(*terms: str, other: str = ", other=0.0") -> str:
     """The mask of a load, or with no `other` of a store; an empty term asks for nothing."""
     terms = tuple(t for t in terms if t)
+    # `&` binds tighter than `<` in Python
     joined = " & ".join(f"({t})" if "<" in t and len(terms) > 1 else t for t in terms)
     return f", mask={joined}{other}" if joined else ""
 
@@ -540,6 +548,7 @@ def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, resul
             return _stride(match[1], match[2], form.dims, plan.page)
         if n in steps:
             text = " * ".join(f"tl.cast({x}, tl.int64)" if i else x for i, x in enumerate(steps[n])) or "1"
+            # tells the compiler that 16 divides it: loads may be wide
             return f"({text}) // 16 * 16" if n in form.aligned else text
         if n in real:
             return f"tl.load(Real + {real.index(n)})"
