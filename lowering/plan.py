@@ -58,8 +58,8 @@ class Slot:
 @dataclass(frozen=True)
 class TableUse:
     """A run-time table of the kernel; `source` is the user's name for it. `derived` names the table computed from the
-    user's before the kernel: "segment" is the segment of every index from 0 to the start of the last segment, "segment
-    below" the segment of -1, -2 and on to the first; "run_first" and "run_last" are the ends of the run of equal
+    user's before the kernel. "segment" is the segment of every index from 0 to the start of the last segment, "segment
+    below" the segment of -1, -2 and on to the first. "run_first" and "run_last" are the ends of the run of equal
     entries that holds an index, "segment_first" and "segment_last" those of its segment, or -RUN_LIMIT, RUN_LIMIT."""
 
     name: str

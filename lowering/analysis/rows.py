@@ -79,9 +79,9 @@ def _distance(c: Curve) -> Expr:
 @dataclass(frozen=True)
 class RowIntervals:
     """A mask as intervals of keys, in the first and last query of a row of tiles and the first and last key of the
-    call. The intervals hold for single queries where `needs` holds. They hold for rows if also no condition reads a
-    query alone (`rowwise`), no value of `rises` decreases over the queries of the call (where the condition beside it
-    holds, it does not), and every diagonal condition holds."""
+    call. The intervals hold for single queries where `needs` holds. They hold for rows under three more
+    conditions. No condition reads a query alone (`rowwise`). No value of `rises` decreases over the queries of the call
+    where its own condition holds. Every diagonal condition holds."""
 
     visible: tuple[Interval, ...]
     hidden: tuple[Interval, ...] | None  # of the negation, where that is made of bounds too

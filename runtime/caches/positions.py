@@ -1,5 +1,5 @@
-"""Positions of stored keys and new queries: a user's attention, read at the positions that the places of a cache hold;
-and the checks before anything is stored, with equal words for every framework.
+"""Positions of stored keys and new queries: a user's attention, read at the positions that the places of a cache hold.
+Also the checks before anything is stored, with equal words for every framework.
 
 One mask serves prefill, chunked prefill and decode: it speaks of positions in the sequence, and arrays of a cache
 hold some of them, in an order of their own. `placed` gives the same attention in places:
