@@ -1,5 +1,5 @@
 // New tokens written to their places in a cache, in one pass: those of few queries cost more in operations of torch
-// than in work. The same bits as torch_store.py.
+// than in work. The same bits as torch_plain.py.
 
 #include <math.h>
 #include <stdint.h>
@@ -13,7 +13,7 @@ struct Array {  // of k or v
     float *scale;  // [rows, heads, room]; 0: what is given is held as it is
 };
 
-struct Append {  // words of torch_native.py, in this order
+struct Append {  // words of torch_plain.py, in this order
     int64_t batch, heads, given, rows, room, ring, width;
     const int32_t *lengths, *counts, *pages;  // counts 0: all are real; pages [batch, width], 0: a row of its own
     int64_t from, to, bytes;  // which dtypes, by their number below; of an entry of what is given

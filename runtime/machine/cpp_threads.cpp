@@ -1,5 +1,5 @@
 // Threads for native kernels: torch's OpenMP ones where they can be had, otherwise a pool of ours.
-// native_pool.py puts in front: the text of lowering/kernels/cpp/call.py.
+// cpp_build.py puts in front: the text of lowering/kernels/cpp/call.py.
 #include <pthread.h>
 #include <signal.h>
 

@@ -1,4 +1,4 @@
-// A call by XLA as the record of a native kernel. native_jax.py puts in front: XLA's xla/ffi/api/c_api.h and the text
+// A call by XLA as the record of a native kernel. jax.py puts in front: XLA's xla/ffi/api/c_api.h and the text
 // of lowering/kernels/cpp/call.py with Real = void.
 //
 // Operands  q, k, v; in a backward out, lse, dout and, if given, dlse and norm; words, floats, spans, count, slice_of;
