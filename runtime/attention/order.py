@@ -259,7 +259,7 @@ def _formula(order: Candidate, length: int, name: str) -> Expr | None:
 
 def _permuted(
     what: Mask, queries: Candidate | None, keys: Candidate | None, q_len: int, kv_len: int, names: Collection[str] = ()
-) -> Mask:  # fmt: skip
+) -> Mask:
     """The mask of arrays in another order."""
     change: dict[Expr, Expr] = {}
     places: dict[str, NDArray[np.int32]] = {}

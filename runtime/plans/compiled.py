@@ -192,7 +192,7 @@ def _work(
 
 def _decode_work(
     base: SimplifiedProgram, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool
-) -> TiledPlan:  # fmt: skip
+) -> TiledPlan:
     """The work of a call with few queries. Integers have room to grow: later steps of decoding take the same kernel."""
     batch, heads, q_len, kv_len = lengths
     place = (q_len, kv_len, batch, heads, block, origin, sizes)

@@ -73,7 +73,7 @@ class PlannerStep:
 
     def __init__(
         self, plan: Planner, place: SpanRequest, tables: Mapping[str, Tensor], values: Mapping[str, Any]
-    ) -> None:  # fmt: skip
+    ) -> None:
         emitted, module = planner_triton.emit(plan), _module(plan)
         rows, slices, records = -(-place.q_len // place.block[0]), len(place.at[0]), place.most(plan)
         self.emitted, self.device = emitted, place.device
@@ -373,7 +373,7 @@ Array = Any
 
 def spans(
     plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]
-) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+) -> tuple[Array, Array, Array, Array | None]:
     """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow, order) of a planner, on the tables'
     device, as `DeviceSpans` has them; `values` by the planner's names."""
     inputs = [values[n] for n in (*plan.tables, *plan.scalars)]
@@ -444,7 +444,7 @@ def _plain(x: Any, device: str) -> bool:
 
 def _native(
     plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]
-) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+) -> tuple[Array, Array, Array, Array | None]:
     bounds, count, overflow = called(function(plan), plan, place, values)
     if framework == "jax":
         import jax.numpy as jnp

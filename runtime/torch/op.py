@@ -158,7 +158,7 @@ def repeated(
 
 def earlier_call(
     att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, extra: tuple[Any, ...] = ()
-) -> Any:  # fmt: skip
+) -> Any:
     """(settings, what runs it, its `PreparedCall`) of an earlier call with other entries in its arrays, or None.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
@@ -176,7 +176,7 @@ def earlier_call(
 
 def _extra_key(
     att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
-) -> tuple[Any, ...] | None:  # fmt: skip
+) -> tuple[Any, ...] | None:
     """The part of a key of `repeated` beside q, k and v; () for a call of these alone. None where a call is not to be
     repeated: it brings tables of its mask or score mod, arrays that learn, or arrays that have to be copied first."""
     parts: list[Any] = []
