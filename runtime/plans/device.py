@@ -254,8 +254,8 @@ class FlatPlan:
     def _versions(self) -> dict[str, Any]:
         if self.static.planner is None or self.key.framework == "jax":  # arrays of JAX never change
             return {}
-        read = {n: x for n, x in self.device_values.items() if n in self.static.planner.tables}
-        return {n: version_of(x) for n, x in read.items() if x.is_cpu or not x.is_inference()}
+        values, read = self.device_values.items(), self.static.planner.tables
+        return {n: version_of(x) for n, x in values if n in read and (x.is_cpu or not x.is_inference())}
 
     @property
     def values(self) -> dict[str, Any]:

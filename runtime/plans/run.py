@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
@@ -55,9 +54,10 @@ def kernel_spans(plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -
         step = place.copies[key] = PlannerStep(plan, place, tables, values)
     import torch
 
-    other = place.device.type == "cuda" and torch.cuda.current_device() != place.device.index
-    with torch.cuda.device(place.device) if other else nullcontext():  # Triton launches on the current device
-        return step(tables, scalars, place.ranges)
+    if place.device.type == "cuda" and torch.cuda.current_device() != place.device.index:
+        with torch.cuda.device(place.device):  # Triton launches on the current device
+            return step(tables, scalars, place.ranges)
+    return step(tables, scalars, place.ranges)
 
 
 def runs(device: Any) -> bool:

@@ -226,11 +226,12 @@ def share_of_sinks(ready: PreparedCall, sinks: Tensor, lse: Tensor, softmax_stat
     the row where it does, since a float32 lse of 1e5 is off by 0.004."""
     sinks, lse = (x.clamp(max=torch.finfo(torch.float32).max) for x in (sinks, lse))  # inf - inf is 0 here
     if softmax_stats is None:
-        return (sinks[:, None] - lse).exp()
-    if ready.stats_kind == "offset":
-        return (sinks.double()[:, None] - lse_of(ready.plan, softmax_stats, lse)).exp().to(lse.dtype)
-    # the rounding error of lse; twice, where it comes from a graph
-    return (sinks[:, None] - lse - (softmax_stats if softmax_stats.ndim == 3 else softmax_stats[..., 0])).exp()
+        share: Tensor = (sinks[:, None] - lse).exp()
+    elif ready.stats_kind == "offset":
+        share = (sinks.double()[:, None] - lse_of(ready.plan, softmax_stats, lse)).exp().to(lse.dtype)
+    else:  # the rounding error of lse; twice, where it comes from a graph
+        share = (sinks[:, None] - lse - (softmax_stats if softmax_stats.ndim == 3 else softmax_stats[..., 0])).exp()
+    return share
 
 
 def dsinks(share: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any) -> Tensor:

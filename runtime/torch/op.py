@@ -225,8 +225,8 @@ def _keep_repeat(att: Any, ready: PreparedCall, request: CallArgs, settings: Set
         return
     if ready.seed or (ready.stored and kind == "learning") or any(x.is_inference() for x in ready.tables.values()):
         return
-    stored = all(source in params and source in KV_INPUTS for _, source in ready.kv_inputs)
-    if ready.kv_inputs and (ready.bshd or not stored):  # scales would have to be turned, and other values may learn
+    # scales would have to be turned, and other values may learn
+    if ready.kv_inputs and (ready.bshd or not all(s in params and s in KV_INPUTS for _, s in ready.kv_inputs)):
         return
     extra = _extra_key(att, plan, sinks, origin, sizes, layout, params)
     if extra is None or not (plan is None or isinstance(plan, Plan)):
