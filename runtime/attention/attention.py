@@ -89,9 +89,8 @@ class Attention:
         self.program, self.options = program, options or Options()
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
         self.ready: dict[Any, Any] = {}  # key of a call -> its `PreparedCall`
-        self.by_tables: tuple[
-            Any, ...
-        ] = ()  # (key, tables of the host, `PreparedCall`) of the latest calls with such tables
+        # (key, tables of the host, `PreparedCall`) of the latest calls with such tables
+        self.by_tables: tuple[Any, ...] = ()
         self.repeats: dict[Any, Any] = {}  # what a call is, but for entries of its arrays -> its runner
         self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
         self.history: dict[Any, Any] = {}  # of calls that were prepared, for `records`
@@ -111,17 +110,19 @@ class Attention:
                 f"replaces it would be missed\n  give it to the call under this name: att(q, k, v, ...), or read it "
                 "as an attribute or an entry"
             )
+        # without a name: no table holds them, the expression does
         inside = [("", x, paths) for p in program.parts for x, paths in p.origin.inside]
         self._flowing = [(n, x, self.paths.get(n)) for n, x in flowing.items()]
         self._copied = [(n, self.captured[n], paths) for n, paths in self.paths.items() if n not in flowing] + inside
         self._tables, self._shared = program.tables, call_arrays.shared(program.tables)
         self.rereads = program.rereads
         program.origin.follow_copies(type(self))
-        if not self.rereads:
+        if not self.rereads:  # else `__getattr__` reads them at each access
             self.learned: dict[str, Any] = flowing
             self.constants: dict[str, Any] = {**self._tables, **flowing}
             self.inputs: dict[str, Any] = {**self._shared, **flowing}  # of graphs that Dynamo makes
         both = [e for e in program.exprs if e is not None]
+        # each call is prepared again then: `refuse_ambiguous` raises only where gradients are enabled
         self.ambiguous = any(all(n in names_of(e) for e in both) for n in learned.keys() - flowing)
 
     @cached_property
@@ -141,7 +142,7 @@ class Attention:
         return self is other or (type(other) is type(self) and other.identity == self.identity)
 
     def __hash__(self) -> int:
-        return hash(self.program.exprs)
+        return hash(self.program.exprs)  # equality compares tables; a digest of all entries is too much for a hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the program and the options; a copy prepares its calls again."""
@@ -189,7 +190,7 @@ class Attention:
             stay = {*but, *(n for n, *_ in self._flowing)}
             program, is_traced = self.program.changed(lambda p: p.now(stay)), any(traced(x) for *_, x in arrays)
             same = program.parts == self.program.parts and not is_traced
-            entry = self if same else self._over(program), arrays
+            entry = self if same else self._over(program), arrays  # equal entries: the calls that are prepared stay
             if not is_traced:
                 remember(self._views, key, entry, KEPT)  # with the arrays: no other array has their id then
         return entry[0]
@@ -296,16 +297,13 @@ class Attention:
         if self.rereads:
             if plan is not None:
                 self._check_current(plan)
-            if not call_arrays.in_graph(q) and (now := self.now(params)) is not self:
-                return now(
-                    q, k, v, plan=plan, seed=seed, sinks=sinks, return_lse=return_lse, return_max=return_max,
-                    origin=origin, sizes=sizes, layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
-                )  # fmt: skip
+            if not call_arrays.in_graph(q):  # a graph reads the arrays again by `inputs` or `constants`
+                self = self.now(params)
         if k_scale is not None or v_scale is not None or pages is not None:
             params |= call_arrays.kv_inputs_of(k_scale, v_scale, pages)
             if not call_arrays.in_graph(q):
                 call_arrays.refuse_name_clash({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
-        if params or isinstance(sinks, list | tuple):
+        if params or isinstance(sinks, list | tuple):  # lists may hold tracers, and tensors that learn
             sinks, params = stacked_values(sinks, params)
         watched = call_arrays.in_graph(q)
         plain = not watched and seed is None and not return_max  # a graph asks for no more: Dynamo guards what is read
@@ -317,11 +315,11 @@ class Attention:
         if watched or call_arrays.in_graph(q, k, v, sinks, self.options.sinks, *params.values()):
             if is_jagged(q):
                 return results(jagged_attend(self, request), return_lse, return_max)
-            from frisket.runtime.torch.graph import attend
+            from frisket.runtime.torch.graph import attend  # imports torch
 
             return results(attend(self, request, return_lse or return_max), return_lse, return_max)
         framework = call_arrays.framework_of(q)
-        if framework != "torch" and call_arrays.symbolic(q, k, v, *params.values()):
+        if framework != "torch" and call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework
             from frisket.runtime.torch.graph import record
 
             return record(self, request, return_lse)
@@ -333,14 +331,14 @@ class Attention:
         if call.geometry.vacant or not Settings.read().check:
             return
         if traced(results[0]):
-            report_later(call, *results[:2])
+            report_later(call, *results[:2])  # numbers come when the compiled function runs
         else:
             report(self._as_run(call), *results[:2]).require()
 
     def _as_run(self, call: CheckedCall) -> CheckedCall:
         """`call`, by the engine that runs it: dense attention beside it rounds what that engine rounds."""
         proof = _operators("torch").engine_call(call, self.options) if call.arrays.framework == "torch" else None
-        return call if proof is None else replace(call, backend=proof.backend)
+        return call if proof is None else replace(call, backend=proof.backend)  # engines round scores, too
 
     def call(self, request: CallArgs) -> CheckedCall:
         """A call, checked; `run` runs it."""
@@ -350,6 +348,7 @@ class Attention:
         known = self._frameworks(request) if any(isinstance(x, np.ndarray) for x in (q, k, v)) else ()
         arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES), known=known)
         geometry = self._geometry(arrays, plan, origin, sizes)
+        # a layout that is named is meant, and the lengths of a plan tell it
         if layout is None and plan is None and not geometry.vacant:
             check_order(arrays, geometry, self.program, params)
         how, kv_inputs = call_arrays.kv_format(arrays, geometry, kv_inputs) if kv_inputs else (None, kv_inputs)
@@ -364,13 +363,12 @@ class Attention:
         if arrays.framework == "torch" and (params or self.captured):
             _operators("torch").refuse_ambiguous(self.program, {**self.captured, **params})
         if geometry.vacant:
-            check_used(params, self.program.names)
+            check_used(params, self.program.names)  # a plan would have checked both
             check_bound(self.program, {**self.constants, **self.traced, **params})
         else:
             plan = plan or self._plan_for(geometry, params, arrays.framework, how)
-        return CheckedCall(
-            arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs
-        )  # no plan of a vacant call
+        # a vacant call has no plan
+        return CheckedCall(arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs)
 
     def run(self, call: CheckedCall) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call; top may be None where it is not asked for."""
@@ -398,13 +396,12 @@ class Attention:
             origin, sizes = plan.origin, plan.sizes
         g = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
         if plan is not None:
-            have = (g.batch, g.heads, g.q_len, g.kv_len)
-            made_for = (plan.batch, plan.heads, plan.q_len, plan.kv_len)
-            if have != made_for:
-                turned = made_for == (g.batch, g.q_len, g.heads, g.kv_heads)
+            have, want = (g.batch, g.heads, g.q_len, g.kv_len), (plan.batch, plan.heads, plan.q_len, plan.kv_len)
+            if have != want:
+                turned = want == (g.batch, g.q_len, g.heads, g.kv_heads)
                 other = "bhsd" if arrays.layout == "bshd" else "bshd"
                 raise ShapeError(
-                    f"the plan is for (batch, heads, q_len, kv_len) = {made_for}, the arrays have {have}; "
+                    f"the plan is for (batch, heads, q_len, kv_len) = {want}, the arrays have {have}; "
                     + (f'layout="{other}" reads them so' if turned else "make a plan for these lengths")
                 )
         return g
@@ -419,23 +416,19 @@ class Attention:
     def _check_plan(self, plan: CallPlan, params: dict[str, Any]) -> None:
         if params:
             raise ParameterError(f"the plan holds the values of all parameters; give `{next(iter(params))}` to `plan`")
-        made_for = plan.host_program
-        if made_for.exprs != self.program.exprs or made_for.positions != self.program.positions:
-            raise ParameterError(
-                "the plan is for another mask or score mod:\n  "
-                + (str(made_for).replace("\n", "\n  ") or "everything visible")
-                + "\n  make it with this attention's own `plan`"
-            )
+        program, remedy = plan.host_program, "make it with this attention's own `plan`"
+        # not the values: a plan may hold others than the attention, which `plan` has bound
+        if program.exprs != self.program.exprs or program.positions != self.program.positions:
+            text = str(program).replace("\n", "\n  ") or "everything visible"
+            raise ParameterError(f"the plan is for another mask or score mod:\n  {text}\n  {remedy}")
         if plan.dropout != bool(self.options.dropout):
             have, want = ("with", "without") if plan.dropout else ("without", "with")
-            raise ParameterError(
-                f"the plan is for attention {have} dropout, this one is {want}\n"
-                "  make it with this attention's own `plan`"
-            )
+            raise ParameterError(f"the plan is for attention {have} dropout, this one is {want}\n  {remedy}")
 
     def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None) -> CallPlan:
         host, device_values = split_host_device(params, None, self.program.learnable, framework) if params else ({}, {})
         if self.captured:
+            # JAX reads copies of torch's tensors
             captured = {**(self.learned if framework == "torch" else {}), **self.traced}
             device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
         return self._cached_plan(g, host, device_values, how)
@@ -444,21 +437,19 @@ class Attention:
         self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None = None
     ) -> CallPlan:
         """A plan; its part that does not depend on the tables of this step is remembered."""
+        # a check tests the tables of each call
         key = None if Settings.read().check else _known(g, host, device_values, how)
         plan = None if key is None else self._plans.get(key)
         if plan is None:
-            plan = self._new_plan(
-                g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, device_values, None, how
-            )
+            plan = self._new_plan(g, host, device_values, None, how)
             if key is not None:  # without values: those of a step hold its graph, or its trace
                 remember(self._plans, key, plan.with_tables({}) if device_values else plan, KEPT)
         return plan.with_tables(device_values) if device_values else plan
 
     def _new_plan(
-        self, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None,
-        host: dict[str, Any], device_values: dict[str, Any], block: tuple[int, int] | None, how: Stored | None = None,
-    ) -> CallPlan:  # fmt: skip
-        place, dropout = (q_len, kv_len, batch, heads, origin, sizes), bool(self.options.dropout)
+        self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], block: Any, how: Stored | None = None
+    ) -> CallPlan:
+        place, dropout = (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes), bool(self.options.dropout)
         program = self.program if how is None else self.program.stored_as(how)
         if device_values:
             return device_plan(program, host, device_values, *place, block, Settings.read().check, dropout)
@@ -487,10 +478,9 @@ class Attention:
             raise ParameterError("origin is traced by JAX, and a plan takes one that is known: give it to a call")
         check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
         host, device_values = split_host_device(stacked_values(None, params)[1], flat, self.program.learnable)
-        device_values = {
-            **{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params},
-            **device_values,
-        }
+        captured = {**self.learned, **self.traced}
+        device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
+        # a plan is for any head_dim and kv_heads, which decide no more than the tiles that are guessed: the usual ones
         g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
         x = next(iter(device_values.values()), None)
         framework = call_arrays.framework_of(x) or "torch"
@@ -499,14 +489,15 @@ class Attention:
             plan = self._cached_plan(g, host, device_values)
         else:
             block = self._flat_block(backend, x, g) if device_values else None
-            plan = self._new_plan(q_len, kv_len, batch, heads, origin, sizes, host, device_values, block)
+            plan = self._new_plan(g, host, device_values, block)
         if self.rereads:
+            # one may be replaced later
             plan.captured = {n: read_again(n, paths) for n, paths in self.paths.items() if n not in params}
         return plan
 
     def _flat_block(self, backend: str, x: Any, g: Geometry) -> tuple[int, int]:
         """The tiles a call is likely to have; another size is planned when it is met."""
-        dtype = "bfloat16" if RECORDS[backend].accelerated else "float32"
+        dtype = "bfloat16" if RECORDS[backend].accelerated else "float32"  # calls there are mostly of 16 bits
         target = target_of(backend, g, dtype, self.options, device=getattr(x, "device", None))
         return target.block_q, target.block_k
 
@@ -527,7 +518,7 @@ class Attention:
         - `sizes` gives the lengths of the problem where they are not those of the arrays.
         """
         texts = tuple(coordinates.items())
-        if not all(isinstance(x, str | int) for _, x in texts):
+        if not all(isinstance(x, str | int) for _, x in texts):  # entries of arrays are no part of a key
             return self._logs(Attention(remap_positions(self.program, coordinates), self.options))
         att: Attention | None = self._views.get(texts)
         if att is None:
@@ -641,15 +632,12 @@ class Attention:
         v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises `MismatchError`
         when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
         if self.rereads:  # inside the pullback of a check no variable of flax can be read
-            return self._over(self.program.fixed()).check(
-                q, k, v, plan=plan, seed=seed, sinks=sinks, gradients=gradients, origin=origin, sizes=sizes,
-                layout=layout, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
-            )  # fmt: skip
+            self = self._over(self.program.fixed())
         sinks, params = stacked_values(sinks, params)
         kv_inputs = call_arrays.kv_inputs_of(*map(unwrapped, (k_scale, v_scale, pages)))
         q, k, v, seed, sinks, *values = map(unwrapped, (q, k, v, seed, sinks, *params.values()))
         params = dict(zip(params, values, strict=True))
-        gradients &= not kv_inputs and k.dtype == q.dtype
+        gradients &= not kv_inputs and k.dtype == q.dtype  # stored keys are for the forward alone
         params |= learned_values(self.program, q, params) if gradients and plan is None else {}
         call = self.call(CallArgs(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **kv_inputs}))
         if gradients and RECORDS[call.backend].has_gradients(call.arrays.framework):
@@ -673,14 +661,12 @@ def _operators(framework: str) -> Any:
     return jax_op
 
 
-def _known(
-    g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None
-) -> tuple[Any, ...] | None:
+def _known(g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None) -> Any:
     """The part of a call that its plan depends on; None where an array of the host belongs to it."""
     numbers = all(type(x) in (bool, int, float) for x in host.values())
-    if not numbers or any(isinstance(x, np.ndarray) for x in g.origin):
+    if not numbers or any(isinstance(x, np.ndarray) for x in g.origin):  # `work` knows plans by their entries
         return None
-    scalars = tuple((n, kind_of(x), x) for n, x in host.items())
+    scalars = tuple((n, kind_of(x), x) for n, x in host.items())  # 1, 1.0 and True are equal as keys
     shapes = tuple((n, call_arrays.framework_of(x), tuple(x.shape), x.dtype) for n, x in device_values.items())
     return (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes), how, scalars, shapes
 

@@ -70,6 +70,7 @@ def compile(
     check_name(backend)
     program, scale = program_of(mask, score, params), scale_of(scale)
     if not isinstance(scale, float | None):
+        # options are numbers: a factor that changes is a parameter of the score mod
         program, scale = program.scaled(scale)[0], 1.0
     options = Options(
         scale, flag(enable_gqa, "enable_gqa"), backend, check_tile(tile), rate_of(dropout),
@@ -124,15 +125,18 @@ def attention(
     rate, deterministic = rate_of(dropout), flag(deterministic, "deterministic")
     enable_gqa = flag(enable_gqa, "enable_gqa")
     texts = isinstance(mask, str | None) and isinstance(score, str | None)
+    # Dynamo cannot trace the compiler; else functions are traced for the call, and nested tensors packed
     if in_graph(q) and (by_dynamo() or (texts and not is_jagged(q))):
         from frisket.runtime.torch.graph import written_call
 
         settings = scale, enable_gqa, backend, None, rate, None, deterministic, True
         params |= kv_inputs_of(k_scale, v_scale, pages)
         request = CallArgs(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
+        # the graph holds texts, not an attention
         outputs = written_call(mask, score, settings, request, return_lse or return_max)
         return results(outputs, return_lse, return_max)
     options = Options(None, enable_gqa, backend, None, rate, deterministic=deterministic)
+    # before the key is made: a list of a call has no type
     params = {n: call_value(n, x) for n, x in params.items()}
     att, params = scaled_attention(mask, score, options, scale, params)
     return att(
@@ -147,6 +151,7 @@ def scaled_attention(
     """`attention_for` with a scale, and the values of a call: a traced or learned scale is one of them."""
     if isinstance(scale := scale_of(scale), float | None):
         return attention_for(mask, score, replace(options, scale=scale), params), params
+    # other values of the scale are no other attention
     att, name = attention_for(mask, score, replace(options, scale=1.0), params).scaled
     return att, {**params, name: scale}
 
@@ -156,7 +161,7 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
     text: Any = None
     if isinstance(mask, str | None) and isinstance(score, str | None):
         text = mask, score, options, tuple((n, *_kind(x)) for n, x in params.items())
-        if (att := _compiled.get(text)) is not None:
+        if (att := _compiled.get(text)) is not None:  # before any text is parsed
             return att  # type: ignore[no-any-return]
     program = program_of(mask, score, {n: stand_in(x) for n, x in params.items()}, once=True).without(params)
     if any(traced(x) or (is_tensor(x) and x.grad_fn) for x in program.captured.values()):  # of the current graph
@@ -166,6 +171,7 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
     paths = tuple(x for p in program.parts for x in (*p.origin.paths.values(), *p.origin.inside))
     key = text or (rest.mask, rest.score, options, tuple((n, id(x)) for n, x in learned.items()), *map(id, paths))
     cached: Attention | None = _compiled.get(key)
+    # with the objects whose ids are in the key
     return cached or _compiled.put(key, Attention(program, options), (learned, paths))
 
 
@@ -209,7 +215,7 @@ def reference(
     sinks = sinks_of(sinks, g.heads, "numpy", "float64", None)
     if g.vacant:
         program.require_bound()
-        outputs = results_of(replace(inputs, framework="numpy"), g, sinks)
+        outputs = results_of(replace(inputs, framework="numpy"), g, sinks)  # arrays of any framework give numpy's
     else:
         _, kv_inputs = kv_format(inputs, g, kv_inputs_of(k_scale, v_scale, pages))
         out, lse, top = oracle(inputs, g, program, rate, seed, sinks, kv_inputs)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from itertools import chain
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -42,30 +44,28 @@ def merge(*parts: tuple[Array, Array], layout: str | None = None) -> tuple[Array
 def merged(parts: Sequence[tuple[Any, Any, Any]], xp: Any, layout: str) -> tuple[Any, Any, Any]:
     """(out, lse, low) of the parts' own, where lse + low is what a backward takes: low is what rounding left out."""
     first: Any = parts[0][0]
+    # sums of parts in 16 bits would round once for each part
     wide = xp.float64 if str(first.dtype).endswith("float64") else xp.float32
     kind = first.dtype
     lses = [_cast(lse, wide) for _, lse, _ in parts]
-    highest = _constant(lses[0])
-    for lse in lses[1:]:
-        highest = xp.maximum(highest, _constant(lse))
+    highest = reduce(xp.maximum, map(_constant, lses))
+    # -inf - -inf is NaN
     shift = xp.where(highest == -xp.inf, xp.zeros_like(highest), highest)
     gaps = [lse - shift + low for lse, (*_, low) in zip(lses, parts, strict=True)]
     most: Any = 0.0
     if any(framework_of(low) for *_, low in parts):  # of huge scores they are more than exp takes
-        most = gaps[0]
-        for gap in gaps[1:]:
-            most = xp.maximum(most, gap)
+        most = reduce(xp.maximum, gaps)
         most = xp.where(most == -xp.inf, xp.zeros_like(most), _constant(most))
         gaps = [gap - most for gap in gaps]
     shares = [xp.exp(gap) for gap in gaps]
-    total = shares[0]
-    for share in shares[1:]:
-        total = total + share
+    total = reduce(add, shares)
     nowhere = total == 0
+    # no division by 0, whose gradient is NaN even where it is not taken
     total = xp.where(nowhere, xp.ones_like(total), total)
     out = None
     for (mine, *_), share in zip(parts, shares, strict=True):
         weight = share / total
+        # lse has heads before lengths in both layouts
         weight = (weight if layout == "bhsd" else weight.swapaxes(-1, -2))[..., None]
         mine = _cast(mine, wide)
         term = xp.where(weight == 0, xp.zeros_like(mine), mine) * weight  # what an empty part holds may be NaN
@@ -86,6 +86,7 @@ def _checked(parts: tuple[Any, ...], layout: str | None) -> tuple[tuple[Any, ...
             raise ShapeError(f"part {i} is a {type(part).__name__}; a part is a pair (out, lse)")
     frameworks = {framework_of(x) for part in parts for x in part}
     if frameworks == {"jax", "numpy"}:
+        # numpy's arrays go with JAX's
         parts, frameworks = tuple(tuple(like_jax(x, *chain(*parts)) for x in part) for part in parts), {"jax"}
     if None in frameworks or len(frameworks) > 1:
         kinds = ", ".join(f"({type(out).__name__}, {type(lse).__name__})" for out, lse in parts)
@@ -109,9 +110,8 @@ def _checked(parts: tuple[Any, ...], layout: str | None) -> tuple[tuple[Any, ...
             )
         if str(out.dtype).removeprefix("torch.") not in FLOATS:
             raise ShapeError(f"out of part {i} is {out.dtype}; attention gives {', '.join(FLOATS)}")
-    if framework == "numpy":
-        return parts, np, layout
-    return parts, sys.modules["torch"] if framework == "torch" else sys.modules["jax"].numpy, layout
+    modules = {"numpy": np, "torch": sys.modules.get("torch"), "jax": getattr(sys.modules.get("jax"), "numpy", None)}
+    return parts, modules[framework], layout
 
 
 def _rows(shape: Any, layout: str) -> tuple[int, ...]:

@@ -92,6 +92,7 @@ class Order:
         if self._still(keys):
             return x
         at = self._axis(x, axis, keys) or 0
+        # results are the user's: their memory is no scratch
         return take(x, self._indices[keys, back], at, self._indices[keys, not back], not back)
 
     def ready(self) -> None:
@@ -108,6 +109,7 @@ class Order:
     @cached_property
     def _indices(self) -> dict[tuple[bool, bool], NDArray[np.int64]]:
         both = {False: self.positions.astype(np.int64), True: self.kv_positions.astype(np.int64)}
+        # the inverse of a permutation sorts it
         return {(keys, back): np.argsort(x) if back else x for keys, x in both.items() for back in (False, True)}
 
     def _axis(self, x: Any, axis: int, keys: bool) -> int | None:
@@ -119,7 +121,7 @@ class Order:
                 f"  this order is of {self.q_len:,} queries and {self.kv_len:,} keys; lengths of batches and heads "
                 "come before: write axis="
             )
-        return None if self._still(keys) else axis % len(shape)
+        return None if self._still(keys) else axis % len(shape)  # checked first, also where nothing moves
 
     @cached_property
     def rows(self) -> TokenPermutation | None:
@@ -133,10 +135,9 @@ class Order:
         for name, order, length in (("q", self.queries, self.q_len), ("k", self.keys, self.kv_len)):
             if order is None:
                 continue
-            e = _formula(order, length, name)
-            if e is not None:
+            if (e := _formula(order, length, name)) is not None:
                 arguments[name] = str(e)
-            else:
+            else:  # one table where queries and keys share an order: kernels read it once
                 table = "order_q" if self.queries is self.keys and self.q_len == self.kv_len else f"order_{name}"
                 arguments |= {name: f"{table}[{name}]", table: _places(order, length)}
         return arguments
@@ -207,13 +208,14 @@ def reorder(
     block = check_tile(block) or BLOCK
     what.check_tables(q_len, kv_len)
     if not (q_len and kv_len):
+        # nothing to count, and no tile to sample
         none = what.layout(q_len, kv_len, block=block).counts
         return Order(what, q_len, kv_len, None, None, block, none, none, 1.0)
     ways = list(_ways(what, q_len, kv_len))
     move_cost = {way: moving * 2 * (q_len * (way[0] is not None) + kv_len * (way[1] is not None)) for way in ways}
-    left, seen = ways[1:], _Seen(what, q_len, kv_len)
+    left, seen = ways[1:], _Seen(what, q_len, kv_len)  # without the present order, which is always counted
     for tiles, queries, most in ROUNDS:
-        if len(left) > most:
+        if len(left) > most:  # samples cost, too: few candidates are counted at once
             cost = {way: _sampled(seen, way, block, tiles, queries) + move_cost[way] for way in left}
             left = sorted(left, key=cost.__getitem__)[:most]
     counts = {
@@ -222,6 +224,7 @@ def reorder(
     }
     best = min(counts, key=lambda way: _cost(counts[way], block) + move_cost[way])
     before, after = counts[ways[0]], counts[best]
+    # a mask that shows nothing has no cost
     gain = _cost(before, block) / max(_cost(after, block) + move_cost[best], 1.0)
     if gain < WORTH:
         return Order(what, q_len, kv_len, None, None, block, before, before, 1.0)
@@ -234,11 +237,12 @@ Way = tuple["Candidate | None", "Candidate | None"]  # of queries, of keys
 def _ways(what: Mask, q_len: int, kv_len: int) -> Iterator[Way]:
     """The orders to compare, the present one first."""
     yield None, None
+    # candidates take strides and sides as literals
     numbers = {param(n, INT): lit(int(x)) for n, x in what.scalars.items() if isinstance(x, int | np.integer)}
     e = substitute(what.expr, numbers)
     by_name = {c.name: c for c in candidates(e, what.tables, kv_len)}
     for c in by_name.values():
-        if q_len == kv_len:
+        if q_len == kv_len:  # an order is of one length
             yield c, c
         if c.untiled:
             yield None, c
@@ -259,25 +263,22 @@ def _formula(order: Candidate, length: int, name: str) -> Expr | None:
 
 def _permuted(
     what: Mask, queries: Candidate | None, keys: Candidate | None, q_len: int, kv_len: int, names: Collection[str] = ()
-) -> Mask:  # fmt: skip
+) -> Mask:
     """The mask of arrays in another order."""
     change: dict[Expr, Expr] = {}
     places: dict[str, NDArray[np.int32]] = {}
     for name, order, length in (("q", queries, q_len), ("k", keys, kv_len)):
-        if order is not None:
-            e = _formula(order, length, name)
-            if e is None:
-                places[name] = _places(order, length)
-            else:
-                change[var(name)] = e
-    e = what.expr
+        if order is not None and (e := _formula(order, length, name)) is not None:
+            change[var(name)] = e
+        elif order is not None:
+            places[name] = _places(order, length)
     tables: dict[str, NDArray[Any]] = {}
-    if places:
+    e = what.expr
+    if places:  # a kernel then reads one table, not a table at a place of another
         e, tables = folded(e, places, {**what.scalars, "Q_LEN": q_len, "KV_LEN": kv_len}, what.tables, names)
     e = substitute(e, change)
-    mask = Mask(e)
-    values = {**what.params, **tables}
-    return Mask(e, {n: x for n, x in values.items() if n in {*mask.unbound}})
+    read = {*Mask(e).unbound}  # folded tables replace some of the mask's
+    return Mask(e, {n: x for n, x in {**what.params, **tables}.items() if n in read})
 
 
 class _Seen:
@@ -290,8 +291,8 @@ class _Seen:
         self.known: dict[int, NDArray[np.int64]] = {}
 
     def of(self, queries: NDArray[np.int64]) -> NDArray[np.int64]:
-        new = [q for q in queries.tolist() if q not in self.known]
-        if new:
+        # candidates share many queries, and a row of a long mask takes long
+        if new := [q for q in queries.tolist() if q not in self.known]:
             seen = evaluate(self.what.expr, {**self.env, "q": np.array(new)[:, None]}, self.what.tables)
             for q, row in zip(new, np.broadcast_to(seen, (len(new), self.kv_len)), strict=True):
                 self.known[q] = np.flatnonzero(row)
@@ -305,9 +306,8 @@ def _sampled(seen: _Seen, way: Way, block: tuple[int, int], tiles: int, queries:
     for i in range(tiles):
         p = int((i + PLACE) * seen.q_len / tiles)
         start = p // block[0] * block[0]
-        sample = np.arange(start, min(start + block[0], seen.q_len))
-        if of_queries is not None:
-            sample = of_queries.tile_at(p, block[0], seen.q_len)
+        sample = np.arange(start, min(start + block[0], seen.q_len))  # the last tile may be short
+        sample = sample if of_queries is None else of_queries.tile_at(p, block[0], seen.q_len)
         sample = sample[np.linspace(0, len(sample) - 1, min(queries, len(sample))).astype(np.int64)]
         keys = seen.of(sample)
         keys = keys if of_keys is None else of_keys.rank(keys, seen.kv_len)

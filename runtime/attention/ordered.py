@@ -75,10 +75,9 @@ class OrderedAttention(Attention):
             )
         self.order = order
         self._ordered: dict[Any, tuple[Order, Attention, Attention]] = {}
-        self._fixed = None
         if isinstance(order, Order):
-            order.ready()
-            self._fixed = order, *self._in_order(program, order)
+            order.ready()  # a graph of torch could not
+        self._fixed = (order, *self._in_order(program, order)) if isinstance(order, Order) else None
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:
@@ -88,7 +87,7 @@ class OrderedAttention(Attention):
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, kind, state = super().__reduce__()
-        return make, kind, (*state, self.order)
+        return make, kind, (*state, self.order)  # `__init__` takes it last
 
     @counting
     def order_of(self, q_len: int, kv_len: int, device: str = "cpu", **params: Any) -> Order:
@@ -98,6 +97,7 @@ class OrderedAttention(Attention):
     def _in_order(self, program: CallProgram, order: Order) -> tuple[Attention, Attention]:
         """The attention of arrays that are in an order, and that of arrays which are not, whose rows kernels find."""
         program = ordered(program, order)
+        # engines find no rows through a table
         options = replace(self.options, rows=order.rows, engines=False, tile=self.options.tile or _tile(order))
         return self._logs(Attention(program, self.options)), self._logs(Attention(program, options))
 
@@ -111,17 +111,20 @@ class OrderedAttention(Attention):
                 "  find the order outside: frisket.compile(mask, reorder=frisket.reorder(mask, q_len, kv_len))"
             )
         mask = self.program.mask
+        # the score mod moves no tile
         mine = {n: x for n, x in params.items() if mask is not None and n in mask.unbound}
         if wrong := [n for n, x in mine.items() if traced(x)]:
             raise ParameterError(
                 f"`{wrong[0]}` is traced by JAX, and an order is found by its values\n"
                 "  give it to `frisket.reorder` outside of the traced function"
             )
+        # by entries: an order is for these values
         key = (q_len, kv_len, device, tuple((n, digest(as_value(n, x))) for n, x in sorted(mine.items())))
         entry = self._ordered.get(key)
         if entry is None:
             block, moving = CPU if device == "cpu" else (BLOCK, MOVING)
             order = reorder("true" if mask is None else mask, q_len, kv_len, block=block, moving=moving, **mine)
+            # tiles on a CPU skip rows and lanes inside, which the count of tiles does not see
             order = timed(order) if device == "cpu" and order.gain > 1 else order
             entry = order, *self._in_order(self.program.bind(mine), order)
             remember(self._ordered, key, entry, KEPT)
@@ -140,18 +143,20 @@ class OrderedAttention(Attention):
         options = self._ordered_arguments(options, order)
         if order.rows is not None and self._reads_rows(q, k, v) and not in_graph(q, *options.values()):
             for x, keys in ((q, False), (k, True), (v, True)):
-                order._axis(x, axis, keys)
+                order._axis(x, axis, keys)  # raises as moving would: kernels do not look at lengths
             return by_rows(q, k, v, **options)
         move = order._permuted
         k, v = (move(x, axis, keys=True) for x in (k, v))
         result = att(move(q, axis), k, v, **options)
         if not isinstance(result, tuple):
             return move(result, axis, back=True)
+        # lse and max have lengths last in both layouts
         return move(result[0], axis, back=True), *(move(x, 2, back=True) for x in result[1:])
 
     def _reads_rows(self, q: Any, k: Any, v: Any) -> bool:
         """Whether the kernels of such a call find the rows of an order by themselves."""
         framework = framework_of(q) or "torch"
+        # the reference of a check, and graphs, know no rows
         if _device(q) != "cpu" or Settings.read().check or any(map(in_graph, (q, k, v))):
             return False
         record = RECORDS[choose(self.options.backend, framework, "cpu")]
@@ -178,6 +183,7 @@ class OrderedAttention(Attention):
         if call.geometry.vacant:
             return super().run(call)
         defaults = {**self.program.scalars, **self.program.tables, **self.learned}
+        # the values of the call alone: the others are in the attentions in order
         values = {n: x for p in call.plan.host_program.parts for n, x in p.params.items()} | call.plan.device_values
         params = {n: x for n, x in values.items() if n not in defaults or defaults[n] is not x}
         both: dict[str, Any] = {"seed": call.seed, "sinks": call.sinks, "layout": call.arrays.layout, **params}
@@ -207,7 +213,7 @@ class OrderedAttention(Attention):
 def timed(order: Order) -> Order:
     """An order with the gain that the model of the CPU's time gives it; none where that gain is too small."""
     q_len, kv_len = order.q_len, order.kv_len
-    moves = 2 * (q_len * (order.queries is not None) + kv_len * (order.keys is not None))
+    moves = 2 * (q_len * (order.queries is not None) + kv_len * (order.keys is not None))  # q and the result, k and v
     gain = time_of(order.mask, q_len, kv_len) / time_of(order.moved, q_len, kv_len, moves)
     if gain < WORTH_ON_CPU:
         return replace(order, queries=None, keys=None, after=order.before, gain=1.0)
@@ -270,11 +276,13 @@ def time_of(mask: Mask, q_len: int, kv_len: int, moves: int = 0) -> float:
 
 def work(mask: Mask, q_len: int, kv_len: int, lanes: int = 16) -> NDArray[np.float64]:
     """How much of each kind in `KINDS` but the last a call does, by a sample of its partial tiles."""
+    # the kernel's queries, the keys of `TIMES`
     block = tiles(Geometry(1, 1, 1, q_len, kv_len, DIM, DIM, 1.0), "float32", False)[0], KEYS
     layout: Tiling = mask.layout(q_len, kv_len, block=block, exact=False)
     counts, pairs = layout.counts, block[0] * block[1]
     share, seen = np.zeros(2), _seen(layout, block)
     if len(seen):
+        # a vector of scores is computed if one of these queries sees it
         seen = np.logical_or.reduceat(seen, range(0, block[0], GROUP), axis=1)
         share = np.array([seen.reshape(*seen.shape[:2], -1, lanes).any(-1).mean(), seen.mean()])
     return np.array([counts.full * pairs, counts.partial, *(counts.partial * pairs * share)])
@@ -283,6 +291,7 @@ def work(mask: Mask, q_len: int, kv_len: int, lanes: int = 16) -> NDArray[np.flo
 def _seen(layout: Tiling, block: tuple[int, int]) -> NDArray[np.bool_]:
     """The visible pairs of some partial tiles, bool [tiles, queries, keys]."""
     runs = layout.runs
+    # full tiles have one cost, partial ones what is in them
     width = np.where(runs.kind == 1, runs.stop - runs.start, 0)
     ends = np.cumsum(width)
     total = int(width.sum())
@@ -292,11 +301,7 @@ def _seen(layout: Tiling, block: tuple[int, int]) -> NDArray[np.bool_]:
     column = runs.stop[run] - (ends[run] - pick)
     q = row[:, None, None] * block[0] + np.arange(block[0])[:, None]
     k = column[:, None, None] * block[1] + np.arange(block[1])
-    where: dict[str, Any] = {
-        "b": 0,
-        "h": 0,
-        "q": np.minimum(q, layout.q_len - 1),
-        "k": np.minimum(k, layout.kv_len - 1),
-    }
-    seen = evaluate(layout.mask, {**layout.scope().env, **where}, {n: t.array for n, t in layout.tables.items()})
+    # tiles at the end are cut: positions behind it would be read past the ends of tables
+    at: Any = {"b": 0, "h": 0, "q": np.minimum(q, layout.q_len - 1), "k": np.minimum(k, layout.kv_len - 1)}
+    seen = evaluate(layout.mask, {**layout.scope().env, **at}, {n: t.array for n, t in layout.tables.items()})
     return np.asarray(seen & (q < layout.q_len) & (k < layout.kv_len), bool)

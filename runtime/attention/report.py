@@ -30,7 +30,7 @@ from frisket.runtime.machine.parameters import traced
 from frisket.runtime.plans.device import CheckedCall, checked_program, dropout_terms
 
 Array = NDArray[Any]
-FLOOR = 1e-6
+FLOOR = 1e-6  # allowed where dense attention happens to be exact
 _NO_GRADIENTS: list[dict[str, tuple[float, float]]] = [{}, {}]
 # (exact_delta, is_engine) of a backend -> what dense attention rounds where the two are compared
 STORED = {(True, False): (), (True, True): (), (False, False): ("out",), (False, True): ("out", "scores")}
@@ -121,13 +121,14 @@ def compared(
         "sizes": g.full, "sinks": None if sinks is None else to_numpy(sinks), "keep_mask": keep_mask, "rate": rate,
     }  # fmt: skip
     in_dtype, draws = _rounded(arrays), _orders(arguments, out.size)
-    stored = (*stored, "lse") if arrays.dtype == "float32" else stored
+    stored = (*stored, "lse") if arrays.dtype == "float32" else stored  # weights of kernels come of a rounded lse
     want, want_lse = dense.attention(*arguments, **options)
     plain = [dense.attention(*these, **options, rounded=in_dtype, stored=stored) for these in draws]
     gradients, norms = _NO_GRADIENTS
     if cotangents is not None:
         dout = turn(to_numpy(cotangents.dout), arrays.layout, "bhsd")
         dlse = None if cotangents.dlse is None else to_numpy(cotangents.dlse)
+        # gradients of tables, scalars and sinks have no layout
         got = {n: turn(to_numpy(x), arrays.layout, "bhsd") if n in ("q", "k", "v") else to_numpy(x)
                for n, x in cotangents.gradients.items()}  # fmt: skip
 
@@ -152,6 +153,7 @@ def _orders(arguments: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
     are then summed in another order: where a few of them decide, dense attention may be right by luck in one."""
     q, k, *rest = arguments
     random = np.random.default_rng(0)
+    # of many entries the largest error is no luck, and each order costs a dense attention
     orders = [random.permutation(q.shape[-1]) for _ in range(min(8, SMALL // max(1, size)) - 1)]
     return [arguments, *((q[..., at], k[..., at], *rest) for at in orders)]
 
@@ -171,10 +173,12 @@ def _gradient_errors(
         for name, x in got.items():
             want, approximate = (_named(grads, name, x) for grads in (exact, rough))
             size = np.maximum(1.0, _errors(np.where(np.isfinite(want), want, 0.0), np.zeros(())))
-            ours.setdefault(name, _errors(x, want) / size)
+            ours.setdefault(name, _errors(x, want) / size)  # the first of the draws has the arrays of `got`
             plain[name] = np.maximum(plain[name], _errors(approximate, want) / size)
+        # another sum of the same terms: errors that cancel by luck do not twice
         dout = dout * random.choice((-1.0, 1.0), dout.shape)
         dlse = None if dlse is None else dlse * random.choice((-1.0, 1.0), dlse.shape)
+    # few entries, sums of many terms: dense attention may be right by luck
     usual = np.max([plain[n] for n in ("q", "k", "v") if n in plain] or [np.zeros(2)], 0)
     bounds = {n: x if n in ("q", "k", "v") else np.maximum(x, usual) for n, x in plain.items()}
     return [{f"d{n}": (float(ours[n][i]), float(bounds[n][i])) for n in got} for i in range(2)]
@@ -209,13 +213,13 @@ def differentiated(
     if framework == "torch":
         import torch
 
+        # the user's may be one tensor
         leaves = {n: x.detach().clone().requires_grad_() for n, x in inputs.items()}
         out, lse = run(leaves)
         to_out, to_lse = (torch.from_numpy(draw(x)).to(x) for x in (out, lse))
         grads = torch.autograd.grad([out, lse], list(leaves.values()), [to_out, to_lse], allow_unused=True)
-        gradients = {
-            n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads, strict=True)
-        }
+        pairs = zip(leaves.items(), grads, strict=True)
+        gradients = {n: torch.zeros_like(x) if d is None else d for (n, x), d in pairs}  # a table may be unused
         return out.detach(), lse.detach(), CheckedGradients(to_out, to_lse, gradients)
     import jax
 
@@ -227,7 +231,7 @@ def differentiated(
 def _errors(got: Array, want: Array) -> Array:
     """The largest error and the root mean square; NaN is infinitely wrong, unless both are."""
     with np.errstate(all="ignore"):
-        same = (got == want) | (np.isnan(got) & np.isnan(want))
+        same = (got == want) | (np.isnan(got) & np.isnan(want))  # inf - inf is NaN
         off = np.where(same, 0.0, np.abs(got - want))
         off = np.where(np.isnan(off), np.inf, off)
         return np.array([off.max(initial=0.0), np.sqrt(np.square(off).sum() / max(1, off.size))])
@@ -263,14 +267,10 @@ def interpreted(call: CheckedCall) -> tuple[Any, Any, Any]:
 
 
 def report(
-    call: CheckedCall,
-    out: Any,
-    lse: Any,
-    cotangents: CheckedGradients | None = None,
-    program: CallProgram | None = None,
+    call: CheckedCall, out: Any, lse: Any, cotangents: CheckedGradients | None = None, program: Any = None
 ) -> Report:
     """The result of a call compared with the interpreter's, of the call's program unless another is given."""
-    program = program or call.plan.program
+    program = call.plan.program if program is None else program
     _check_pages(call, program)
     out = turn(to_numpy(out), call.arrays.layout, "bhsd")
     terms, record = dropout_terms(program, call.rate, call.seed), RECORDS[call.backend]
@@ -287,6 +287,7 @@ def _check_pages(call: CheckedCall, program: CallProgram) -> None:
     g, pages, pool = call.geometry, to_numpy(call.kv_inputs[PAGES]).astype(int).tolist(), call.arrays.k.shape[0]
     shape, mask = (g.batch, g.heads, g.q_len, g.kv_len), program.exprs[0]
     env = {**dense.coordinates(*shape, g.origin, g.full), **program.scalars}
+    # pages of which no query sees a key may be anything
     seen = dense.visible(lit(True) if mask is None else mask, env, program.tables, shape).any((1, 2))
     for b, i in np.argwhere(seen.reshape(g.batch, len(pages[0]), -1).any(-1)).tolist():
         x, earlier = pages[b][i], pages[b][:i]
@@ -298,12 +299,10 @@ def _check_pages(call: CheckedCall, program: CallProgram) -> None:
 def report_gradients(attend: Callable[..., Any], call: CheckedCall, params: Mapping[str, Any]) -> Report:
     """The result of a call and its gradients beside the interpreter's. `attend` gives (out, lse)."""
     learned = {n: x for n, x in params.items() if n in call.plan.program.learnable and framework_of(x)}
+    # what the mask reads, too, has no gradient
     fixed = {n: x for n, x in params.items() if n not in learned}
-    arrays = call.arrays
-    inputs = {"q": arrays.q, "k": arrays.k, "v": arrays.v, **learned}
-    if call.sinks is not None:
-        inputs["sinks"] = call.sinks
-    results = differentiated(arrays.framework, lambda learned: attend(**learned, **fixed, seed=call.seed), inputs)
+    inputs = {**dict(zip("qkv", call.arrays.qkv)), **learned, **({} if call.sinks is None else {"sinks": call.sinks})}
+    results = differentiated(call.arrays.framework, lambda learned: attend(**learned, **fixed, seed=call.seed), inputs)
     return report(call, *results)
 
 
@@ -312,10 +311,8 @@ def learned_values(program: CallProgram, like: Any, params: Mapping[str, Any]) -
     have = {**program.scalars, **program.tables, **params}
     real = "float64" if str(like.dtype).endswith("float64") else "float32"
     names = [n for n in program.learnable if n in have and n not in ("q", "k", "v")]
-    return {
-        n: have[n] if framework_of(have[n]) not in (None, "numpy") else from_numpy(np.asarray(have[n]), like, real)
-        for n in sorted(names)
-    }
+    host = {n: framework_of(have[n]) in (None, "numpy") for n in sorted(names)}
+    return {n: from_numpy(np.asarray(have[n]), like, real) if x else have[n] for n, x in host.items()}
 
 
 def report_later(call: CheckedCall, out: Any, lse: Any) -> None:
@@ -323,7 +320,6 @@ def report_later(call: CheckedCall, out: Any, lse: Any) -> None:
     import jax
 
     arrays, plan = call.arrays, call.plan
-    values = plan.device_values
 
     def look(qkv: Any, out: Any, lse: Any, values: dict[str, Any], seed: Any, sinks: Any, kv_inputs: Any) -> None:
         q, k, v = (np.asarray(x) for x in qkv)
@@ -331,6 +327,6 @@ def report_later(call: CheckedCall, out: Any, lse: Any) -> None:
         checked_call = replace(call, arrays=replace(arrays, q=q, k=k, v=v), seed=seed, sinks=sinks, kv_inputs=kv_inputs)
         report(checked_call, out, lse, program=plain).require()
 
-    jax.debug.callback(
-        look, (arrays.q, arrays.k, arrays.v), out, lse, values, call.seed, call.sinks, dict(call.kv_inputs)
-    )
+    # all that is traced is an argument: a closure would hold tracers, without numbers
+    traced_values = plan.device_values, call.seed, call.sinks, dict(call.kv_inputs)
+    jax.debug.callback(look, arrays.qkv, out, lse, *traced_values)

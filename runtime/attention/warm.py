@@ -89,16 +89,16 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
         for shape in map(_sizes, shapes or ({},)):
             for name, source, why in _kernels(att, shape, gradients, framework == "torch"):
                 if source:
-                    kernels.setdefault(source, name)
+                    kernels.setdefault(source, name)  # masks and shapes may share a kernel
                 else:
                     rows.append(WarmRow(name, "failed" if reason("cpp") else "none", 0.0, why))
     if not kernels:
         return Warmed(tuple(rows))
     if framework == "torch":
-        kernels[threads()] = "threads of torch"
+        kernels[threads()] = "threads of torch"  # every call loads this library, too
     else:
         kernels[import_module("frisket.runtime.backends.cpp.jax").bridge_source()] = "calls of XLA"
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # threads suffice: the compiler is a process
         return Warmed((*rows, *pool.map(_row, kernels.values(), kernels)))
 
 
@@ -118,9 +118,9 @@ def _sizes(shape: Mapping[str, Any]) -> dict[str, Any]:
         raise ParameterError(f"a shape has no {unknown[0]!r}; it has {', '.join(SIZES)}")
     sizes = {n: as_int(shape.get(n, x)) for n, x in SIZES.items()}
     sizes |= {n: sizes[SIZES[n]] for n in ("kv_len", "kv_heads", "v_dim") if shape.get(n) is None}  # type: ignore[index]
-    dtype = sizes.pop("dtype")
+    dtype = sizes.pop("dtype")  # the others are numbers
     for name, size in sizes.items():
-        if type(size) is not int or size <= 0:
+        if type(size) is not int or size <= 0:  # bool is an int
             raise ParameterError(f"{name}={size!r}: sizes are positive integers")
     sizes["dtype"] = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
     if sizes["dtype"] not in DTYPES:
@@ -150,20 +150,19 @@ def _kernels(att: Attention, s: dict[str, Any], gradients: bool, torch: bool) ->
     else:
         compilation, permuted = compiled(call, att.options), att.options.rows is not None
         for kind in ("forward",) * (engine is None) + ("backward",) * gradients:
-            yield (
-                f"{kind} of {name}",
-                ahead(compilation.work.plan, compilation.target, call.geometry, s["dtype"], kind, permuted),
-                "",
-            )
+            source = ahead(compilation.work.plan, compilation.target, call.geometry, s["dtype"], kind, permuted)
+            yield f"{kind} of {name}", source, ""
 
 
 def _torch_call(att: Attention, s: dict[str, Any]) -> tuple[Any, Any]:
     torch, engine = import_module("torch"), import_module("frisket.runtime.torch.ready")
     at = [(s["heads"], s["q_len"], s["head_dim"]), *((s["kv_heads"], s["kv_len"], s[n]) for n in ("head_dim", "v_dim"))]
+    # no entry is read: a call is checked and planned, and does not run
     qkv = (torch.empty((s["batch"], *x), dtype=getattr(torch, s["dtype"])) for x in at)
-    call = att.call(CallArgs(*qkv)._replace(seed=0))
+    call = att.call(CallArgs(*qkv)._replace(seed=0))  # a seed, for dropout: none is drawn
     proof = engine.engine_call(call, att.options)
     named = proof is not None and call.backend == proof.backend
+    # its backward may be the generated kernels'
     return replace(call, backend=automatic("torch", "cpu")) if named else call, proof
 
 
@@ -171,5 +170,6 @@ def _jax_call(att: Attention, s: dict[str, Any]) -> tuple[Any, None]:
     jax, calls = import_module("jax"), []
     at = [(s["q_len"], s["heads"], s["head_dim"]), *((s["kv_len"], s["kv_heads"], s[n]) for n in ("head_dim", "v_dim"))]
     arrays = [jax.ShapeDtypeStruct((s["batch"], *x), jax.numpy.dtype(s["dtype"])) for x in at]
+    # shapes alone, no memory
     jax.eval_shape(lambda *qkv: calls.append(att.call(CallArgs(*qkv)._replace(seed=0))), *arrays)
     return calls[0] if att.options.backend else replace(calls[0], backend=automatic("jax", "cpu")), None

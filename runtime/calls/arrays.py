@@ -62,13 +62,15 @@ def in_graph(x: Any, *others: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # first: Dynamo cannot trace what follows
         return True
+    # a subclass may have no memory; isinstance would take one for a plain tensor
     if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
         return isinstance(x, torch.Tensor)
     c = torch._C
     if x.is_meta or c._len_torch_dispatch_stack() or c._is_tracing() or c._functorch.maybe_current_level() is not None:
         return True
+    # make_fx with pre_dispatch has no mode on the stack
     if c._dispatch_tls_is_dispatch_key_included(c.DispatchKey.PreDispatch):
         return True
     kind = torch.Tensor
@@ -83,6 +85,7 @@ def by_dynamo() -> bool:
 
 def recorded() -> bool:
     """Whether make_fx or torch.jit.trace writes down what torch does."""
+    # its import takes long; without it nothing is recorded
     torch, proxies = sys.modules["torch"], sys.modules.get("torch.fx.experimental.proxy_tensor")
     return torch._C._is_tracing() or (proxies is not None and proxies.get_proxy_mode() is not None)
 
@@ -96,7 +99,7 @@ def symbolic(*values: Any) -> bool:
 def shared(tables: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     """Read-only arrays of numpy as tensors of torch over the same memory; without torch, the arrays."""
     torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "from_numpy"):
+    if torch is None or not hasattr(torch, "from_numpy"):  # torch is there, and still being imported
         return dict(tables)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -114,13 +117,14 @@ def version_of(x: Any, *, wait: bool = False) -> Any:
         with suppress(RuntimeError):  # tensors that torch.func wraps have no memory
             if at := x.data_ptr():
                 places = zip(x.shape, x.stride())
+                # views with holes: the memory from the first entry to the last
                 strided = not x.is_contiguous()
                 size = x.itemsize * (1 + sum((n - 1) * step for n, step in places)) if strided else x.nbytes
                 content = string_at(at, size) if size <= COPIED else sha256((c_char * size).from_address(at)).digest()
                 return content, x.dtype, x.shape, x.stride(), x.is_neg()  # `t_()` leaves the memory as it is
     if not x.is_inference():
         return x._version
-    return version_of(x.cpu()) if wait and not x.is_cpu else object()
+    return version_of(x.cpu()) if wait and not x.is_cpu else object()  # a new object equals no other
 
 
 def check_layout(layout: str) -> None:
@@ -173,10 +177,8 @@ class Arrays:
         self, scale: float | None, enable_gqa: bool, origin: Origin | None = None, sizes: Sizes | None = None
     ) -> Geometry:
         """The sizes of the call, or `ShapeError`."""
-        (b, h, s, d), (kb, hkv, n, kd), (vb, hv, vn, dv) = (
-            _ordered(x.shape, self.layout) for x in (self.q, self.k, self.v)
-        )
-        shapes = "".join(f"\n  {name} {tuple(x.shape)}" for name, x in zip("qkv", (self.q, self.k, self.v)))
+        (b, h, s, d), (kb, hkv, n, kd), (vb, hv, vn, dv) = (_ordered(x.shape, self.layout) for x in self.qkv)
+        shapes = "".join(f"\n  {name} {tuple(x.shape)}" for name, x in zip("qkv", self.qkv))
         shapes += f'\n  read as {LAYOUTS[self.layout]}; layout="bhsd" or "bshd" says otherwise'
         if self.pages:
             (kb, n), (vb, vn) = self._paged(b, (kb, n), (vb, vn), shapes)
@@ -198,7 +200,7 @@ class Arrays:
                 raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
             start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
         whole: Any = None if sizes is None else tuple(map(as_int, sizes))
-        factor = d**-0.5 if scale is None else scale_of(scale, known=True)
+        factor = d**-0.5 if scale is None else scale_of(scale, known=True)  # never d = 0, which was refused
         return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, self.kv_dtype)
 
     def _paged(self, batch: int, k: tuple[int, int], v: tuple[int, int], shapes: str) -> tuple[tuple[int, int], ...]:
@@ -232,6 +234,7 @@ def arrays(
     host = {*frameworks.values()} <= {"jax", "numpy"}
     if host and "numpy" in frameworks.values() and "jax" in {*frameworks.values(), *known}:
         qkv, frameworks = {n: like_jax(x, q, k, v) for n, x in qkv.items()}, dict.fromkeys(frameworks, "jax")
+    # pools have an axis of pages for that of batches
     bare = [n for n, x in qkv.items() if host and x.ndim == 3 and (n == "q" or pages is None)]
     qkv |= {n: qkv[n][None] for n in bare}
     q, k, v = qkv.values()
@@ -256,6 +259,7 @@ def arrays(
                 f"{name} has {x.ndim} axes, shape {tuple(x.shape)}; it needs four: "
                 f"{LAYOUTS[layout or NATURAL[framework]]}{UNBATCHED.get((framework, x.ndim), '')}"
             )
+        # jax.export may have symbols for batches and lengths alone
         fixed = x.shape if not exported else tuple(x.shape[i] for i in (HEADS_AXIS[layout or NATURAL[framework]], 3))
         if framework == "jax" and not all(isinstance(n, int) for n in fixed):
             raise ShapeError(
@@ -271,6 +275,7 @@ def arrays(
         raise ShapeError(f"q, k and v are {dtypes['q']}; attention takes {', '.join(FLOATS)}")
     if framework == "torch":
         check_devices(q, k, v)
+    # traced pages have a shape, too
     table = () if pages is None else tuple(int(n) for n in getattr(pages, "shape", ()))
     if pages is not None and not table:
         raise ShapeError(f"pages are {pages!r}; they are an array int32 [batch, pages of a sequence]")
@@ -284,6 +289,7 @@ def like_jax(x: Any, *others: Any) -> Any:
         return x
     import jax.numpy as jnp
 
+    # an array split over devices has no one device, and one that is not committed follows the others
     known = (y for y in others if framework_of(y) == "jax" and not traced(y) and y.committed and len(y.devices()) == 1)
     return jnp.asarray(x, device=next((y.sharding for y in known), None))
 
@@ -321,6 +327,7 @@ def from_numpy(x: NDArray[Any], like: Any, dtype: str | None = None) -> Any:
     if framework == "torch":
         torch = sys.modules["torch"]
         kind = like.dtype if dtype is None else getattr(torch, dtype)
+        # a copy: numpy's may be read-only
         return torch.from_numpy(np.array(x)).to(device=like.device, dtype=kind)
     if framework == "jax":
         return sys.modules["jax"].numpy.asarray(x, dtype=like.dtype if dtype is None else dtype)
@@ -342,7 +349,7 @@ def uploaded(x: Any, device: Any) -> Any:
     copies = _copies(device)
     with torch.cuda.stream(copies):
         copy = host.to(device)  # waits for this stream alone
-    copy.record_stream(torch.cuda.current_stream(device))
+    copy.record_stream(torch.cuda.current_stream(device))  # else its memory may be another tensor's before a kernel ran
     return copy
 
 
@@ -358,12 +365,12 @@ def rounding(like: Any) -> Callable[[NDArray[Any]], NDArray[Any]]:
 
 def named(n: Any) -> bool:
     """Whether a length is a symbol of `jax.export`, or made of some."""
-    return type(n).__name__ == "_DimExpr"
+    return type(n).__name__ == "_DimExpr"  # by name: jax need not be imported
 
 
 def _ordered(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
     """(batch, heads, length, dim) of a shape."""
-    a, b, c, d = (n if type(n) is int or named(n) else int(n) for n in shape)
+    a, b, c, d = (n if type(n) is int or named(n) else int(n) for n in shape)  # a SymInt or a number of numpy as an int
     return (a, b, c, d) if layout == "bhsd" else (a, c, b, d)
 
 
@@ -378,6 +385,7 @@ def _start(x: Any) -> Any:
             "origin is traced by jax.jit or another transform, and this takes one that is known\n"
             "  give it to a call of the attention instead: att(q, k, v, origin=...)"
         )
+    # a tensor of meta, or a nested one, has no entries to read
     check_plain("origin", x)
     at = np.asarray(entries_of(x))
     if at.dtype.kind not in "iu":
@@ -391,6 +399,7 @@ def scale_of(scale: Any, name: str = "scale", known: bool = False) -> Any:
     if scale is None or (type(scale) in (int, float) and math.isfinite(scale)):  # Dynamo reads no more of a number
         return scale if scale is None else float(scale)
     changes = traced(scale) or learns(scale)
+    # float() takes both, and neither is meant
     single = not isinstance(scale, bool | str) and tuple(getattr(scale, "shape", ())) == ()
     if changes and single and not known:
         return scale * 1.0 if traced(scale) else scale  # an integer under jax.jit, too
@@ -422,7 +431,7 @@ class TokenPermutation:
     Executors that take `rows` read and write through them; around others, arrays are put in order and back.
     """
 
-    queries: NDArray[np.int32]
+    queries: NDArray[np.int32]  # kernels read indices of 32 bits
     keys: NDArray[np.int32]
 
     @cached_property
@@ -436,6 +445,7 @@ class TokenPermutation:
 
     def padded(self, more: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """`queries` and `keys` with the last row `more` times behind it: kernels fetch rows before they read them."""
+        # a row that is there, so that no fetch faults
         queries, keys = (np.pad(x, (0, more), mode="edge").astype(np.int32) for x in (self.queries, self.keys))
         return queries, keys
 
@@ -446,7 +456,7 @@ TAKES = {"torch": "frisket.runtime.torch.autograd", "jax": "frisket.runtime.jax.
 
 def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Any:
     """`x` at `index` along an axis, with gradients; `inverse` undoes `index`. `scratch`: the result stays inside."""
-    home = TAKES.get(framework_of(x) or "")
+    home = TAKES.get(framework_of(x) or "")  # each imports its framework
     return np.take(x, index, axis=axis) if home is None else loaded(home).take(x, index, axis, inverse, scratch)
 
 
@@ -501,7 +511,7 @@ def kv_inputs_of(k_scale: Any, v_scale: Any, pages: Any) -> dict[str, Any]:
 def refuse_name_clash(values: Mapping[str, Any], program: Any) -> None:
     """Refuse one of `values` if a mask or score mod has a parameter of that name."""
     for name, x in values.items():
-        if x is not None and any(name in p.unbound for p in program.parts):
+        if x is not None and any(name in p.unbound for p in program.parts):  # a bound one takes no value of a call
             raise ParameterError(
                 f"`{name}` is a parameter of the mask or score mod, and of a call it says how keys are stored\n"
                 f"  rename it in the text, for example `my_{name}`, or bind it there: frisket.mask(..., {name}=...)"
@@ -526,10 +536,11 @@ def kv_format(arrays: Arrays, g: Geometry, kv_inputs: Mapping[str, Any]) -> tupl
     for name, x in kv_inputs.items():
         _check(name, x, arrays)
     natural = NATURAL.get(arrays.framework, arrays.layout)
+    # one program for both layouts: kernels get arrays in the natural one
     tables = {n: transpose_to(n, x, arrays.layout, natural) for n, x in kv_inputs.items()}
     b, h, _, k = g.origin
     if not isinstance(k, int):
-        tables[FIRST] = _like(np.broadcast_to(k, g.batch), arrays.q, arrays.framework)
+        tables[FIRST] = from_numpy(np.broadcast_to(k, g.batch), arrays.q, "int32")
     page = arrays.page if PAGES in kv_inputs else 0
     first = b, h, k if isinstance(k, int) else None
     return Stored(K_SCALE in kv_inputs, V_SCALE in kv_inputs, page, natural, g.heads // g.kv_heads, first), tables
@@ -548,7 +559,7 @@ def _check(name: str, x: Any, arrays: Arrays) -> None:
                 f"pages are {dtype}; they are int32 [batch, pages of a sequence]: pages{_cast(arrays, 'int32')}"
             )
         return
-    if dtype != "float32" and not dtype == arrays.dtype == "float64":
+    if dtype != "float32" and not dtype == arrays.dtype == "float64":  # kernels load no others
         raise ShapeError(f"{word} is {dtype}; it is float32: {word}{_cast(arrays, 'float32')}")
     array = getattr(arrays, of)
     if tuple(x.shape) != tuple(array.shape[:3]):
@@ -562,26 +573,12 @@ def _cast(arrays: Arrays, dtype: str) -> str:
     return f".to(torch.{dtype})" if arrays.framework == "torch" else f'.astype("{dtype}")'
 
 
-def _like(x: NDArray[Any], like: Any, framework: str) -> Any:
-    if framework == "torch":
-        import torch
-
-        return torch.from_numpy(x.astype(np.int32)).to(like.device)
-    if framework == "jax":
-        import jax.numpy as jnp
-
-        return jnp.asarray(x, "int32")
-    return x
-
-
 def transpose_to(name: str, x: Any, have: str, want: str) -> Any:
     """A scale with its heads and length axes as `want` has them."""
     return x if name not in (K_SCALE, V_SCALE) or have == want else x.swapaxes(1, 2)
 
 
-def dequantize_and_gather(
-    arrays: Arrays, kv_inputs: Mapping[str, Any]
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def dequantize_and_gather(arrays: Arrays, kv_inputs: Mapping[str, Any]) -> tuple[NDArray[Any], ...]:
     """q, k and v with scales and pages applied, float64 [batch, heads, length, dim]; `kv_inputs` as of `kv_format`."""
     q, k, v = (turn(to_numpy(x), arrays.layout, "bhsd") for x in arrays.qkv)
     natural = NATURAL.get(arrays.framework, arrays.layout)
@@ -594,15 +591,13 @@ def _dequantized(x: NDArray[Any], scale: Any, pages: Any) -> NDArray[Any]:
     x = x if scale is None else x * scale[..., None]
     if pages is None:
         return x
+    # as kernels: the nearest page
     gathered = x[np.clip(pages.astype(int), 0, len(x) - 1)]  # [batch, pages of a sequence, heads, tokens, dim]
     batch, n, heads, tokens, dim = gathered.shape
     return np.ascontiguousarray(gathered.swapaxes(1, 2)).reshape(batch, heads, n * tokens, dim)
 
 
-FORWARD_ALONE = {
-    "torch": "with torch.no_grad():",
-    "jax": "jax.lax.stop_gradient(q), and around what else a gradient flows to",
-}
+ALONE = {"torch": "with torch.no_grad():", "jax": "jax.lax.stop_gradient(q), and around what else a gradient flows to"}
 
 
 def refuse_gradients(kv_dtype: str, kv_inputs: Collection[str], framework: str = "torch") -> None:
@@ -610,5 +605,5 @@ def refuse_gradients(kv_dtype: str, kv_inputs: Collection[str], framework: str =
     how = f"of {kv_dtype}" if kv_dtype else "with " + " and ".join(word for n, word in WORDS.items() if n in kv_inputs)
     raise BackwardError(
         f"keys and values {how} are for the forward alone, without gradients\n"
-        f"  train with keys and values as they are; for the forward alone write {FORWARD_ALONE[framework]}"
+        f"  train with keys and values as they are; for the forward alone write {ALONE[framework]}"
     )

@@ -36,7 +36,7 @@ class LaunchOptions:
 
     def applied(self, target: Target) -> Target:
         """The target with what is given here."""
-        options = {n: x for n, x in vars(self).items() if x is not None}
+        options = {n: x for n, x in vars(self).items() if x is not None}  # False is a choice of `descriptors`
         return replace(target, fixed=target.fixed or bool(options), **options)
 
 
@@ -58,8 +58,9 @@ class Tuning:
         if self == AS_CHOSEN:
             return target
         target = target.everywhere(precision=self.precision or target.precision, tanh=self.tanh or target.tanh)
+        # the backward's own targets are changed one by one below; `dv` goes with dkv
         alone = replace(target, dq=None, dkv=None, decode=None, dv=target.dv if self.dkv == LaunchOptions() else None)
-        theirs = (x or alone for x in (target.dq, target.dkv))
+        theirs = (x or alone for x in (target.dq, target.dkv))  # a backward without a separate tile has the forward's
         few = target.decode and self.forward.applied(target.decode)
         splits = target.splits if self.splits is None else self.splits
         dq, dkv = (one.applied(t) for one, t in zip((self.dq, self.dkv), theirs, strict=True))
@@ -76,6 +77,7 @@ class Tuning:
     def choices(self) -> dict[str, Any] | None:
         """The choices as dicts, numbers and words; None where nothing is chosen."""
         launches = {
+            # numpy's ints are no literals of a spec
             k: {n: x if isinstance(x, bool) else int(x) for n, x in vars(getattr(self, k)).items() if x is not None}
             for k in KERNELS
         }
@@ -117,15 +119,14 @@ class Options:
 
     def __post_init__(self) -> None:
         if (x := self.sinks) is not None:
+            # a key to compare by: entries of tensors may change, and arrays of numpy have no truth value
             object.__setattr__(self, "sinks_key", id(x) if is_tensor(x) or traced(x) else digest(np.asarray(x)))
 
     def chosen(self) -> list[tuple[str, str]]:
         """Names and values of the options that are not the defaults, to read."""
 
         def shown(x: Any) -> str:
-            return (
-                f"{x:g}" if isinstance(x, float) else f"{len(x)} logits" if hasattr(x, "shape") and x.ndim else str(x)
-            )
+            return f"{x:g}" if isinstance(x, float) else f"{len(x)} logits" if getattr(x, "ndim", 0) else str(x)
 
         both = ((f.name, shown(getattr(self, f.name)), shown(f.default)) for f in fields(self) if f.repr)
         return [(name, text) for name, text, usual in both if text != usual]
@@ -141,6 +142,7 @@ def engines_named(value: Any) -> bool | tuple[str, ...]:
     """The engines that calls are offered: True, False, or names, in a text or one by one."""
     if isinstance(value, bool):
         return value
+    # as FRISKET_ENGINES has them
     parts = value.split(",") if isinstance(value, str) else value
     names = tuple(x.strip() if isinstance(x, str) else x for x in parts) if isinstance(parts, list | tuple) else ()
     offered = choices["engines"]()
@@ -151,8 +153,8 @@ def engines_named(value: Any) -> bool | tuple[str, ...]:
 
 def rate_of(dropout: Any) -> float:
     """The rate of dropout as kernels have it, rounded to float32."""
-    number = isinstance(dropout, int | float | np.number) and not isinstance(dropout, bool)
-    rate = float(np.float32(dropout)) if number else -1.0
+    number = isinstance(dropout, int | float | np.number) and not isinstance(dropout, bool)  # True is an int
+    rate = float(np.float32(dropout)) if number else -1.0  # kernels compare draws with a float32
     if not 0 <= rate < 1:
         raise ParameterError(f"dropout is {dropout!r}; it is the share of weights to drop, at least 0 and below 1")
     return rate
@@ -176,7 +178,7 @@ def seed_of(seed: Any, rate: float, framework: str) -> Any:
         return None
     if framework != "torch":
         seed = from_key(seed)
-    if seed is None and framework == "torch":
+    if seed is None and framework == "torch":  # JAX has no default generator
         return drawn()
     if seed is None:
         raise ParameterError(
@@ -207,13 +209,15 @@ def from_key(seed: Any) -> Any:
         return seed
     from jax import random
 
+    # its shape depends on the generator that JAX is set to
     old = str(seed.dtype) == "uint32" and seed.shape == random.PRNGKey(0).shape
     new = str(seed.dtype).startswith("key<") and not seed.ndim
-    return random.randint(seed, (), 0, SEEDS - 1) if old or new else seed
+    return random.randint(seed, (), 0, SEEDS - 1) if old or new else seed  # the bound is an int32
 
 
 def drawn() -> int:
     """A seed from torch's default generator, which `torch.manual_seed` sets."""
+    # on the host, else the call would wait for the GPU
     return int(sys.modules["torch"].randint(0, SEEDS, (), device="cpu"))
 
 

@@ -40,7 +40,7 @@ class CallProgram:
     unwritten: bool = False  # keys that no query sees may hold anything, see `LoopPlan`
 
     def __getstate__(self) -> dict[str, Any]:
-        return parameters.own_state(self)
+        return parameters.own_state(self)  # what cached properties hold is large, and computed again
 
     @property
     def parts(self) -> list[parameters.BoundExpr]:
@@ -95,9 +95,8 @@ class CallProgram:
         if self.score is None:
             return frozenset()
         seen = set() if self.mask is None else parameters.names_of(self.mask.expr).keys()
-        return frozenset(
-            n for n, (_, kind) in parameters.names_of(self.score.expr).items() if kind is FLOAT and n not in seen
-        )
+        read = parameters.names_of(self.score.expr)  # a mask has no gradient
+        return frozenset(n for n, (_, kind) in read.items() if kind is FLOAT and n not in seen)
 
     @cached_property
     def offsets(self) -> dict[str, str]:
@@ -110,14 +109,14 @@ class CallProgram:
             return self
         check_used(params, self.names)
         values = parameters.with_learned({n: parameters.as_value(n, x) for n, x in params.items()}, params)
-        return self.changed(lambda p: p.bind(**only(values, p.expr)))
+        return self.changed(lambda p: p.bind(**only(values, p.expr)))  # a part refuses names that it does not read
 
     def without(self, names: Iterable[str]) -> CallProgram:
         """A program with the values of `names` taken off."""
         off = set(names)
 
         def bare(p: parameters.BoundExpr) -> parameters.BoundExpr:
-            if not off & p.params.keys():
+            if not off & p.params.keys():  # the same object: its cached properties stay
                 return p
             return type(p)(p.expr, {n: x for n, x in p.params.items() if n not in off}, p.origin)
 
@@ -128,9 +127,9 @@ class CallProgram:
         or None for one that calls give."""
         name = next(n for i in count(1) if (n := f"softmax_scale_{i}") not in self.names)
         params = {} if scale is None else {name: scale}
-        first = ScoreMod(
-            SCORE * param(name, FLOAT), params if parameters.learns(scale) else None, parameters.Origin(captured=params)
-        )
+        origin = parameters.Origin(captured=params)  # a tracer has no value to bind
+        first = ScoreMod(SCORE * param(name, FLOAT), params if parameters.learns(scale) else None, origin)
+        # a score mod that reads no score, such as a bias alone, has no factor to take
         reads = self.score is not None and "score" in uses(self.score.expr)
         return replace(self, score=first.then(self.score) if reads and self.score else self.score or first), name
 
@@ -212,7 +211,7 @@ def _values_of(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any
 def check_used(params: Iterable[str], names: Any, called: Sequence[str] = CALLED) -> None:
     """Raise `ParameterError` for a keyword that is none of `called` and that nothing reads."""
     if unused := [n for n in params if n not in names]:
-        check_names([n for n in unused if n in LEAVES])
+        check_names([n for n in unused if n in LEAVES])  # reserved names: the error says so
         hint = keyword(unused[0], list(names), called) or "the parameters are " + (", ".join(sorted(names)) or "none")
         raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it; {hint}")
 
@@ -224,6 +223,7 @@ def remap_positions(program: CallProgram, coordinates: Mapping[str, Any]) -> Cal
     if coordinates and not texts:
         raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
     defaults, used = {**program.scalars, **program.tables}, set(program.names)
+
     bindings = {n: parameters.as_value(n, x) for n, x in coordinates.items() if n not in texts}
     positions = {n: parameters.position(n, x, {**defaults, **bindings}) for n, x in texts.items()}
     if unused := [n for n in bindings if not any(n in parameters.names_of(e) for e in positions.values())]:
@@ -240,10 +240,12 @@ def remap_positions(program: CallProgram, coordinates: Mapping[str, Any]) -> Cal
     def put(p: Any) -> Any:
         e = substitute(p.expr, change)
         names = parameters.names_of(e)
+        # positions may bring tables of another part, with their facts
         known = replace(origin.renamed({n: n for n in names}), shown=substitute(p.shown, change))
         return type(p)(e, {n: x for n, x in values.items() if n in names}, known)
 
     places = program.places or ()
+    # dropout draws at all four
     places = (*(parameters.BoundExpr(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)
     return replace(program, places=places).changed(put)
 
@@ -254,6 +256,7 @@ GROUPED = 64  # this many heads that share nothing, beside fewer keys than queri
 
 def check_order(arrays: Arrays, g: Geometry, program: CallProgram, params: Mapping[str, Any]) -> None:
     """Warn where shapes, or the lengths of tables, say that the axes of heads and of length are exchanged."""
+    # symbols of jax.export cannot be compared
     if arrays.pages or not all(type(n) is int for n in (g.batch, g.heads, g.q_len, g.kv_len)):
         return
     if g.q_len % g.kv_len or g.q_len >= g.kv_heads:  # they would not divide, or there are more heads than tokens
@@ -274,9 +277,8 @@ def _by_shape(g: Geometry) -> str:
     if g.kv_heads > MOST_HEADS >= g.q_len:
         return f"{g.kv_heads} heads of keys are more than models have"
     if g.q_len > g.kv_len and g.heads == g.kv_heads >= max(GROUPED, 2 * g.q_len):
-        return (
-            f"{g.q_len} queries of {g.kv_len} keys look like {g.q_len} query heads that share {g.kv_len} heads of keys"
-        )
+        q, k = g.q_len, g.kv_len
+        return f"{q} queries of {k} keys look like {q} query heads that share {k} heads of keys"
     return ""
 
 

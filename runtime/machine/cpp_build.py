@@ -36,11 +36,10 @@ from .settings import Settings, cache_folder
 # Not -ffast-math: it deletes the rounding trick of exp2 and every check for NaN. Loops are not unswitched: g++ 12.2
 # made wrong code of a loop with a condition on the tile in it, and nothing is faster for it. Tuned for a Zen, g++ takes
 # some chains of fused multiply-adds apart: then products that must have equal bits do not. clang ignores the flag.
-FLAGS = (
-    "-std=c++17", "-O3", "-fno-unswitch-loops", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-    "-fno-signed-zeros", "-fno-exceptions", "-fno-rtti", "-w", "-pthread", "-shared", "-fPIC",
-    "--param=avoid-fma-max-bits=0",
-)  # fmt: skip
+FLAGS = tuple(
+    "-std=c++17 -O3 -fno-unswitch-loops -ffp-contract=fast -fno-math-errno -fno-trapping-math -fno-signed-zeros "
+    "-fno-exceptions -fno-rtti -w -pthread -shared -fPIC --param=avoid-fma-max-bits=0".split()
+)
 COMPILERS = ("g++", "clang++", "c++")  # where CXX names none
 DEFINED = re.compile(r'extern "C" [\w ]+[ *](\w+)\([^;{]*\) \{')  # functions that a library must have
 KILLED = re.compile("Killed signal|terminated with signal 9")  # in a compiler driver's messages

@@ -11,15 +11,13 @@ from frisket.grammar.memo import memo
 V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
 V4 = V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 SCALAR = ("-DFRISKET_SCALAR", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")  # the prelude's vectors have one lane
+AMX = frozenset("avx512_bf16 amx_tile amx_bf16 amx_int8".split())
 MATRIX_UNIT = "-DFRISKET_AMX"  # multiply bfloat16 and int8 on the matrix unit
 
 # name: (flags of the compiler, what /proc/cpuinfo has to list). "native" is whatever this CPU has.
 VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "native": (("-march=native",), frozenset()),
-    "amx": (
-        ("-march=x86-64-v4", "-mavx512bf16", MATRIX_UNIT),
-        V4 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
-    ),
+    "amx": (("-march=x86-64-v4", "-mavx512bf16", MATRIX_UNIT), V4 | AMX),
     "avx512bf16": (("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
     "avx512": (("-march=x86-64-v4",), V4),
     "avx2": (("-march=x86-64-v3",), V3),
@@ -36,7 +34,7 @@ def _described() -> dict[str, str]:
         with Path("/proc/cpuinfo").open() as lines:
             for line in lines:
                 name, colon, value = line.partition(":")
-                if not colon and entries:
+                if not colon and entries:  # a blank line: the other CPUs are alike
                     break
                 entries[name.strip()] = " ".join(value.split())
     except OSError:
@@ -47,6 +45,7 @@ def _described() -> dict[str, str]:
 @memo(group="once")
 def features() -> frozenset[str]:
     """The CPU's features beyond the least of its kind, in the words of /proc/cpuinfo."""
+    # x86 and Arm name the row otherwise
     return frozenset((_described().get("flags") or _described().get("Features", "")).split())
 
 
@@ -74,6 +73,7 @@ def _allowed() -> bool:
 def flags_of(variant: str) -> tuple[str, ...]:
     """The compiler's flags for a variant."""
     flags = VARIANTS[variant][0]
+    # -march=native has the unit's instructions even where the system lets no process use them
     return (*flags, MATRIX_UNIT) if "-march=native" in flags and not lacking("amx") else flags
 
 

@@ -14,14 +14,7 @@ from frisket.dsl.errors import MissingPackageError
 from frisket.grammar.memo import memo
 
 DISTRIBUTION = "frisket-attention"  # `frisket` belongs to another project on the package index
-EXTRAS = {
-    "torch": "torch",
-    "jax": "jax",
-    "flax": "flax",
-    "matplotlib": "plot",
-    "qwix": "quantized",
-    "transformers": "transformers",
-}
+EXTRAS = {n: n for n in ("torch", "jax", "flax", "transformers")} | {"matplotlib": "plot", "qwix": "quantized"}
 
 
 def loaded(module: str) -> Any:

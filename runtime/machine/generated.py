@@ -16,11 +16,12 @@ def load(source: str, *, importable: bool = False, **scope: Any) -> dict[str, An
     name, file = f"frisket_kernel_{digest}", f"<frisket {digest}>"
     if importable and name in sys.modules:
         return vars(sys.modules[name])
+    # None for the time of change: linecache would look for a file
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     module = ModuleType(name if importable else "frisket_kernel")
     names = vars(module)
     names.update(__file__=file, **scope)
     exec(compile(source, file, "exec"), names)
     if importable:
-        sys.modules[name] = module
+        sys.modules[name] = module  # after it ran: other threads import it
     return names

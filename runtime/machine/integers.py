@@ -21,6 +21,7 @@ COUNTS = frozenset("q_len kv_len batch heads kv_heads head_dim v_dim block origi
 
 def as_int(x: Any) -> Any:
     """The int that a value stands for; any other value as it is, for the checks that follow to refuse."""
+    # index() would take True for 1
     if x is None or type(x) is int or isinstance(x, bool | float | str):
         return x
     if getattr(x, "ndim", 0) or "bool" in str(getattr(x, "dtype", "")):  # one entry with an axis is no number
@@ -74,6 +75,7 @@ def outside(fn: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # before its import nothing is traced; `disable` would import it, which takes long
         if "torch._dynamo" in sys.modules:
             return leave(fn, *args, **kwargs)  # type: ignore[no-any-return]
         return fn(*args, **kwargs)

@@ -15,7 +15,8 @@ def warn_once(text: str, about: Hashable = None) -> None:
     key = text if about is None else about
     if key in SAID:
         return
-    SAID.add(key)
+    SAID.add(key)  # before the warning, which may be an error
+    # `skip_file_prefixes` is of Python 3.12
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in INSIDE:
         frame, level = frame.f_back, level + 1

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -53,7 +54,7 @@ def names_of(e: Expr) -> dict[str, tuple[int | None, Type]]:
 
 def traced(value: Any) -> bool:
     """Whether JAX traces this: it has a shape and no values to look at."""
-    return any(c.__name__ == "Tracer" for c in type(value).__mro__)
+    return any(c.__name__ == "Tracer" for c in type(value).__mro__)  # by name: jax need not be imported
 
 
 def is_tensor(value: Any) -> bool:
@@ -64,6 +65,7 @@ def is_tensor(value: Any) -> bool:
 
 def learns(value: Any) -> bool:
     """Whether a value may change between calls: a torch tensor that requires a gradient, a module's parameter."""
+    # a frozen one may be trained later
     return is_tensor(value) and (value.requires_grad or type(value).__name__ == "Parameter")
 
 
@@ -122,17 +124,19 @@ def as_value(name: str, value: Any) -> Any:
         except ValueError as error:
             raise ParameterError(f"`{name}` is not an array: {error}") from None
     if isinstance(value, np.ndarray):
+        # types that numpy or kernels lack
         narrow, wide = value.dtype.name.startswith(("bfloat16", "float8")), value.dtype.type is np.longdouble
+        # native bytes: kernels read the memory
         value = value.astype("f4" if narrow else "f8" if wide else value.dtype.newbyteorder("="), copy=False)
-        if value.ndim and value.flags.writeable:
+        if value.ndim and value.flags.writeable:  # else another might write to it later
             value = value.copy()
             value.flags.writeable = False
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
-        value = value.item()
+        value = value.item()  # numbers are hashed and printed as Python's
     rank, _ = type_of(name, value)
     if rank and value.size == 0:
         raise ParameterError(f"table `{name}` is empty")
-    if rank and value.dtype == np.uint64 and value.max() >= 1 << 63:
+    if rank and value.dtype == np.uint64 and value.max() >= 1 << 63:  # the language has int64 alone
         raise ParameterError(f"table `{name}` has {value.max()}, which does not fit 64 bits with a sign")
     return value
 
@@ -153,6 +157,7 @@ def check_plain(name: str, value: Any) -> None:
         raise ParameterError(f"`{name}` is a tensor of layout {value.layout}; give a dense one, {name}.to_dense()")
     if value.is_quantized:
         raise ParameterError(f"`{name}` is of {value.dtype}; give its numbers, {name}.dequantize()")
+    # under a mode, such as of fake tensors, the subclass is torch's
     dispatch, torch = getattr(type(value), "__torch_dispatch__", None), sys.modules["torch"]
     if dispatch not in (None, torch.Tensor.__torch_dispatch__) and not torch._C._len_torch_dispatch_stack():
         raise ParameterError(f"`{name}` is a {type(value).__name__}; give a plain tensor: to_local() of a DTensor")
@@ -163,6 +168,7 @@ def refuse_additive(mask: Any, bias: Any = None) -> None:
     where a key is visible."""
     if bias is not None and str(bias.dtype).endswith("bool"):
         raise ParameterError("the bias is an array of bool, and a bias is added to scores; give Bools as mask=")
+    # a tracer has no numbers to look at
     if mask is not None and mask.dtype != bool and not traced(mask) and (np.asarray(mask) < 0).any():
         raise ParameterError(
             "the mask has negative numbers, as a bias that is added to scores; a mask is 0 where a key is hidden: "
@@ -233,6 +239,7 @@ def offsets_of(e: Expr) -> dict[str, str]:
     segments = [n for n in nodes if n.op == "segment"]
     read = {(n.name, n.args[0]) for n in nodes if n.op == "lookup" and len(n.args) == 1}
     pairs = {name: s.name for s in segments for name, index in read if index is s and (name, s + 1) in read}
+    # a >= b as b <= a
     less = {n.args[::-1] if n.op[0] == "g" else n.args for n in nodes if n.op in ("le", "lt", "ge", "gt")}
     ends = [(x.name, x.args[0] + 1, 1 + x.args[0], y) for x, y in less if x.op == "lookup" and len(x.args) == 1]
     ranges = {name for name, *at, y in ends if any((y, ir.lookup(name, (i,), INT)) in less for i in at)}
@@ -244,8 +251,10 @@ def check_needs(needs: Mapping[Expr, str], values: Mapping[str, Any]) -> None:
     for condition, advice in needs.items():
         scalars, tables = ir.free_names(condition)
         at = sorted(ir.uses(condition) & {*ir.COORDINATES})
+        # all pairs are too many; a value may be missing still
         if {*at} >= {"q", "k"} or not values.keys() >= scalars.keys() | tables.keys():
             continue
+        # where no table is read at a coordinate alone
         longest = max((x for n in tables for x in values[n].shape), default=1)
         nodes = [n for n in ir.walk(condition) if n.op == "lookup"]
         reads = [(a, x) for n in nodes for a, x in zip(n.args, values[n.name].shape, strict=True)]
@@ -271,6 +280,7 @@ def check_offsets(offsets: Mapping[str, str], values: Mapping[str, Any]) -> None
     for name, of in offsets.items():
         x = values.get(name)
         if x is not None and (place := _decrease(x)):
+            # lengths are often taken for offsets
             remedy = looks_like_lengths(name) if (x > 0).all() else "give where segments start, in order, and the end"
             raise ParameterError(f"{unsorted(name, place, offsets=True)}; {remedy}")
         if x is not None and len(x) < len(other := values.get(of, x)):
@@ -362,7 +372,7 @@ class Origin:
     def __or__(self, other: Origin) -> Origin:
         """The facts of both, for an expression made of two."""
         paths: dict[str, dict[Any, Path]] = {}
-        for name, ways in (*self.paths.items(), *other.paths.items()):
+        for name, ways in (*self.paths.items(), *other.paths.items()):  # equal paths once: each call reads them all
             paths.setdefault(name, {}).update({(id(path.root), path.steps): path for path in ways})
         return Origin(
             declared={**self.declared, **other.declared}, captured={**self.captured, **other.captured},
@@ -435,6 +445,7 @@ class BoundExpr:
         """An expression with more parameters bound; a new value replaces an old one."""
         if not params:
             return self
+        # a name with a new value is read no more
         rest = self.origin.renamed({n: n for n in self.origin.captured if n not in params})
         origin = replace(self.origin, captured=rest.captured, paths=rest.paths)
         return type(self)(self.expr, {**self.params, **params}, origin)
@@ -458,11 +469,12 @@ class BoundExpr:
         new = {n: x for n, x in read.items() if x is not o.captured[n]}
         inside = tuple((read_again("it", paths), paths) for _, paths in o.inside)
         for (old, paths), (x, _) in zip(o.inside, inside, strict=True):
+            # another object of equal entries changes nothing
             if x is not old and digest(as_value("it", x)) != digest(as_value("it", old)):
                 raise ParameterError(part_of_expression(paths[0]))
         if not new and all(x is old for (x, _), (old, _) in zip(inside, o.inside, strict=True)):
             return self
-        values = {n: x for n, x in {**self.params, **new}.items() if not traced(x)}
+        values = {n: x for n, x in {**self.params, **new}.items() if not traced(x)}  # tracers have no value to bind
         return type(self)(self.expr, values, replace(o, captured={**o.captured, **new}, inside=inside))
 
     def require_bound(self) -> None:
@@ -476,9 +488,8 @@ class BoundExpr:
                 "as it is: frisket.compile(...), or frisket.attention, of the function that captures it"
             )
         near = nearest(name, definitions())
-        hint = f" (did you mean `{near}`?)" if near else ""
-        if named := misnamed(name):
-            hint = f" ({named})"
+        named = misnamed(name) or (f"did you mean `{near}`?" if near else "")
+        hint = f" ({named})" if named else ""
         example = "<array>" if names_of(self.expr)[name][0] != 0 else "..."
         raise ParameterError(f"`{name}` has no value{hint}; give it: {name}={example}")
 
@@ -509,6 +520,7 @@ class BoundExpr:
 
     @cached_property
     def _identity(self) -> tuple[Any, ...]:
+        # of `shown` nothing: equal expressions may print otherwise
         return self.expr, tuple((n, digest(v)) for n, v in self.params.items())
 
     def __eq__(self, other: object) -> bool:
@@ -559,11 +571,9 @@ class BoundExpr:
     def at(self: Self, **coordinates: Any) -> Self:
         """An expression read at other positions: `m.at(q="q // 2", k="k // 2")`. Further keywords bind names of those
         texts."""
-        positions: dict[Expr, Expr] = {}
         params = {**self.params, **{n: v for n, v in coordinates.items() if n not in ir.COORDINATES}}
-        for name in ir.COORDINATES:
-            if name in coordinates:
-                positions[ir.var(name)] = position(name, coordinates[name], params)
+        names = [n for n in ir.COORDINATES if n in coordinates]
+        positions = {ir.var(n): position(n, coordinates[n], params) for n in names}
         if coordinates and not positions:
             raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
         return self._as_shown(ir.substitute(self.shown, positions), params, self.origin.names)
@@ -588,14 +598,12 @@ def separated(left: Self, right: Self) -> tuple[Self, Self]:
         distinct = distinct or (x is not y and name in left.origin.paths and name in right.origin.paths)
         if mine[name] == theirs[name] and (a is None) == (b is None) and digest(a) == digest(b) and not distinct:
             continue
-        number = 2
-        while f"{name}_{number}" in names:
-            number += 1
-        names.add(f"{name}_{number}")
+        new = next(n for i in count(2) if (n := f"{name}_{i}") not in names)
+        names.add(new)
         if b is not None:
-            right = renamed(right, name, f"{name}_{number}")
+            right = renamed(right, name, new)
         elif a is not None:  # the name without a value keeps it: it is still to be given
-            left = renamed(left, name, f"{name}_{number}")
+            left = renamed(left, name, new)
         else:
             raise ParameterError(f"`{name}` has two types here and no value yet; rename or bind one")
     return left, right
@@ -613,6 +621,7 @@ def position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:
         return ir.lit(int(value))
     if not isinstance(value, str):
         raise ParameterError(f"{name}= takes a text or an int, not {type(value).__name__}")
+    # first without values, to see which the text needs: a text refuses others
     used = names_of(_lone(read(value, name=name)))
     known = {n: v for n, v in params.items() if n in used}
     e = _lone(read(value, name=name, params=known))
@@ -641,8 +650,8 @@ def _flattened(roots: tuple[Expr, ...]) -> tuple[list[tuple[Any, ...]], list[int
 
 def _unflattened(rows: tuple[list[tuple[Any, ...]], list[int]]) -> list[Expr]:
     nodes: list[Expr] = []
-    for op, args, name, type_ in rows[0]:
-        nodes.append(ir.make(op, tuple(nodes[i] for i in args), name, type_))
+    for op, args, name, kind in rows[0]:  # arguments stand before what reads them
+        nodes.append(ir.make(op, tuple(nodes[i] for i in args), name, kind))
     return [nodes[i] for i in rows[1]]
 
 

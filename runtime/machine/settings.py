@@ -85,14 +85,13 @@ class Settings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
+        # private: a Python may lack it
         if environment is None and (raw := getattr(os.environ, "_data", None)) is not None:
             texts = tuple([raw.get(n) for n in _KEYS])  # a tenth of the time of os.environ.get
             last = _last[0]
             if texts != last[0]:
-                last = _last[0] = (
-                    texts,
-                    _settings(tuple([None if x is None else os.environ.decodevalue(x) for x in texts])),
-                )
+                values = tuple([None if x is None else os.environ.decodevalue(x) for x in texts])
+                last = _last[0] = texts, _settings(values)
             return last[1]
         env = os.environ if environment is None else environment
         return _settings(tuple([env.get(n) for n in _NAMES]))
@@ -122,6 +121,7 @@ _KEYS = tuple(map(getattr(os.environ, "encodekey", str), _NAMES))  # as os.envir
 
 @memo(64)
 def _settings(texts: tuple[str | None, ...]) -> Settings:
+    # an empty text is no setting
     return Settings(**{v.name[8:].lower(): v.read(x) for v, x in zip(VARIABLES, texts, strict=True) if x})
 
 

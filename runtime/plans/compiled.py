@@ -84,6 +84,7 @@ class SimplifiedProgram:
         if not (self.arrays and self.reads):
             return
         places = dict(zip("bhqk", zip(origin, whole(origin, lengths), strict=True), strict=True))
+        # the exact check takes long: only where a position may be outside
         if any(np.min(places[c][0]) < start or places[c][1] > stop for c, start, stop in self.reads):
             readers = [p.expr for p in self.program.parts]
             check_reach(self.analysed, readers, self.scalars, self.arrays, lengths, origin, sizes)
@@ -92,7 +93,7 @@ class SimplifiedProgram:
         """Whether every query sees a key, where that is known without counting."""
         if self.simplified[0] is None:
             return True
-        if not sees_itself(self.simplified[0]):
+        if not sees_itself(self.simplified[0]):  # others are counted, if that pays
             return False
         ahead = origin[2] - origin[3]  # own keys are part of the call
         if type(ahead) is int:
@@ -107,7 +108,7 @@ class SimplifiedProgram:
             **self.program.plan_arguments(self.arrays),
         )  # fmt: skip
         arrays = {n: np.asarray(t) for n, t in plan.table_values(self.arrays).items()}
-        return KernelInputs(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)
+        return KernelInputs(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)  # seeds come with calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,17 +171,14 @@ def work(
     base = simplified_program(program)
     lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
     base.check_reach(lengths, origin, sizes)
-    rest = base, lengths, block, origin, sizes, dropout
+    place: Place = (*lengths[2:], *lengths[:2], block, origin, sizes)
     with locating(*program.parts):
-        return _works.put(key, _decode_work(*rest) if q_len <= MAX_DECODE_QUERIES else _work(*rest, proofs))
+        few = q_len <= MAX_DECODE_QUERIES  # steps of decoding plan at each token, too often for a layout
+        return _works.put(key, _decode_work(base, place, dropout) if few else _work(base, place, dropout, proofs))
 
 
-def _work(
-    base: SimplifiedProgram, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool,
-    proofs: bool,
-) -> TiledPlan:  # fmt: skip
-    batch, heads, q_len, kv_len = lengths
-    place = (q_len, kv_len, batch, heads, block, origin, sizes)
+def _work(base: SimplifiedProgram, place: Place, dropout: bool, proofs: bool) -> TiledPlan:
+    q_len, kv_len, *_, origin, _ = place
     layout = base.layout(place)
     nonempty = base.no_empty_row(q_len, kv_len, origin) or bool(proofs and layout.facts.rows_nonempty)
     try:
@@ -190,14 +188,12 @@ def _work(
     return TiledPlan(inputs.plan, inputs.slots, inputs.tables, inputs, base, place, analysed=layout)
 
 
-def _decode_work(
-    base: SimplifiedProgram, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool
-) -> TiledPlan:  # fmt: skip
+def _decode_work(base: SimplifiedProgram, place: Place, dropout: bool) -> TiledPlan:
     """The work of a call with few queries. Integers have room to grow: later steps of decoding take the same kernel."""
-    batch, heads, q_len, kv_len = lengths
-    place = (q_len, kv_len, batch, heads, block, origin, sizes)
-    full = sizes or whole(origin, lengths)
-    spans = base.decode.spans(q_len, kv_len, batch, heads, block, origin, full) if base.decode else None
+    q_len, kv_len, batch, heads, _, origin, sizes = place
+    full = sizes or whole(origin, (batch, heads, q_len, kv_len))
+    spans = base.decode.spans(*place[:6], full) if base.decode else None
+    # keys of a row that are no one interval need the analysis
     layout = None if spans else base.layout(place)
     bounds = layout.analysis.bounds if layout else base.decode.formula if base.decode else None
     room: Any = tuple(1 << (n - 1).bit_length() for n in full)
@@ -236,13 +232,14 @@ LEAST = 3  # of a number that plans lift, and so the numbers beside it: -1, 0 an
 def _with_numbers(parts: Sequence[Expr | None], scalars: Mapping[str, Any]) -> list[Expr | None]:
     """Mask and score mod with literals for Int parameters that literals would be lifted for: `window(w)` becomes the
     kernel of `window(300)`, which asks less than one of any `w`. Other values stay parameters."""
+    # a branch that a number decides would be in the kernel
     parts = [e if e is None else decided(e, scalars) for e in parts]
     nodes = list(walk(*[e for e in parts if e is not None]))
     spans: dict[Expr, frozenset[str]] = {}  # the parameters in the value of an Int
     symbolic: set[str] = set()
     for e in nodes:
         below = frozenset[str]().union(*(spans[a] for a in e.args if a.type is INT))
-        if e.op not in PLAIN:
+        if e.op not in PLAIN:  # a literal there would be part of the kernel's text
             symbolic |= below
         spans[e] = below | {e.name} if e.op == "param" and e.type is INT else below
     known = {

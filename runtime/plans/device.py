@@ -80,7 +80,7 @@ def _stays(x: Any, flat: bool | None, learnable: bool, framework: str | None) ->
         return learnable and is_tensor(x) and x.requires_grad
     if traced(x) or kind not in ("torch", "jax"):
         return traced(x)
-    on_accelerator = kind == "torch" and x.device.type != "cpu"
+    on_accelerator = kind == "torch" and x.device.type != "cpu"  # JAX's are copied to the host, unless traced
     return (learnable and framework in (None, kind)) or (bool(x.ndim) and (bool(flat) or on_accelerator))
 
 
@@ -127,9 +127,7 @@ class FlatPlan:
     on_device = True
     captured: Mapping[str, Any] = MappingProxyType({})  # arrays that the attention's functions captured, as they were
 
-    def __init__(
-        self, key: DevicePlanSpec, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]
-    ) -> None:
+    def __init__(self, key: DevicePlanSpec, values: dict[str, Any], works: dict[Any, Any]) -> None:
         self.key, self.device_values = key, values
         self._spans_by_tile: dict[tuple[tuple[int, int], bool], Any] = works  # by tile, and whether transposed
         self._read: dict[str, Any] = {}  # the tables that spans were made of, as they were
@@ -152,12 +150,10 @@ class FlatPlan:
         """A plan for other values, of the shapes and dtypes that this plan was made from."""
         kinds, known = {n: dtype for n, _, dtype in self.key.device_specs}, dict(self.key.most)
         device_values = {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in values.items()}
-        more = {
-            n: m for n, x in device_values.items() if (m := _more(x)) > known.get(n, 0)
-        }  # kernels may need 64 bits now
-        return FlatPlan(
-            replace(self.key, most=tuple(sorted((known | more).items()))) if more else self.key, device_values, {}
-        )
+        # kernels may need 64 bits now
+        more = {n: m for n, x in device_values.items() if (m := _more(x)) > known.get(n, 0)}
+        key = replace(self.key, most=tuple(sorted((known | more).items()))) if more else self.key
+        return FlatPlan(key, device_values, {})
 
     @property
     def host_program(self) -> CallProgram:
@@ -168,7 +164,7 @@ class FlatPlan:
         """A plan for keys and values that are stored so, with the spans this plan has."""
         if how == self.key.program.stored:
             return self
-        if how not in self._others:
+        if how not in self._others:  # the spans stay: how keys are stored moves no tile
             key = replace(self.key, program=self.key.program.stored_as(how))
             self._others[how] = FlatPlan(key, self.device_values, self._spans_by_tile)
         return self._others[how]
@@ -243,11 +239,11 @@ class FlatPlan:
         if static.planner is None:
             layout = host_layout(key, block)
             return layout.transposed.spans if transposed else layout.spans
-        if (block, transposed) not in self._spans_by_tile:
+        if (block, transposed) not in self._spans_by_tile:  # layers share a plan
             of_device = self.device, static.copies, self._ranges
             place = SpanRequest(static.at, key.q_len, key.kv_len, block, static.full, *of_device)
             plan = static.transposed_planner() if transposed else static.planner
-            self._read = self._read or self._versions()
+            self._read = self._read or self._versions()  # before they are read: a write in between is seen later
             arrays = spans(plan, key.framework, place.transposed if transposed else place, self.values)
             if key.framework == "jax" and any(traced(x) for x in arrays):
                 return DeviceSpans(*arrays[:3], static.slice_of)  # belongs to the current trace
@@ -256,10 +252,10 @@ class FlatPlan:
         return DeviceSpans(bounds, count, overflow, static.slice_of, order)
 
     def _versions(self) -> dict[str, Any]:
-        read = () if self.static.planner is None or self.key.framework == "jax" else self.static.planner.tables
-        return {
-            n: version_of(x) for n, x in self.device_values.items() if n in read and (x.is_cpu or not x.is_inference())
-        }
+        if self.static.planner is None or self.key.framework == "jax":  # arrays of JAX never change
+            return {}
+        values, read = self.device_values.items(), self.static.planner.tables
+        return {n: version_of(x) for n, x in values if n in read and (x.is_cpu or not x.is_inference())}
 
     @property
     def values(self) -> dict[str, Any]:
@@ -270,11 +266,12 @@ class FlatPlan:
     def overflow(self) -> Any:
         """Whether some row reads more tiles than needed, because its records had no room."""
         overflow: Any = next((arrays[2] for arrays in self._spans_by_tile.values()), False)
-        return overflow.any() if getattr(overflow, "ndim", 0) else overflow
+        return overflow.any() if getattr(overflow, "ndim", 0) else overflow  # Triton's planner has one for each row
 
     @property
     def device(self) -> Any:
         """The device of the tables: torch's, None on JAX."""
+        # tracers of JAX have no device
         return next((x.device for x in self.device_values.values()), None) if self.key.framework == "torch" else None
 
     @property
@@ -333,6 +330,7 @@ def device_plan(
     """A plan from `arrays`, values that are traced or on a device, beside those of the host. With `block` the spans
     are made at once. `check` tests the order of offsets and of tables declared sorted on the device."""
     check_used(arrays, program.names)
+    # one planner reads them all
     kinds = {str(framework_of(x)) for x in arrays.values()}
     if len(kinds) > 1:
         raise ParameterError(f"tables come from different frameworks: {', '.join(sorted(kinds))}; convert them to one")
@@ -342,7 +340,7 @@ def device_plan(
     param_types = {n: w for p in program.parts for n, w in names_of(p.expr).items()}
     values = {n: _fitted(n, x, *param_types[n]) for n, x in arrays.items()}
     facts = frozenset(n for p in program.parts for n, d in p.origin.declared.items() if d.fact == "sorted")
-    place: Any = place_of(origin)
+    place: Any = place_of(origin)  # vectors as tuples, which a key can hash
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     shapes = tuple((n, tuple(x.shape), _dtype(x)) for n, x in sorted(values.items()))
     check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
@@ -350,25 +348,20 @@ def device_plan(
     most = tuple(sorted((known | {n: m for n, x in values.items() if (m := _more(x))}).items()))
     key = DevicePlanSpec(program, shapes, facts, kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
-        tested = {n: x for n, x in values.items() if n in facts or n in program.offsets}
+        tested = {n: x for n, x in values.items() if n in facts or n in program.offsets}  # others may be in any order
         check_sorted(key.framework, tested, program.offsets)
     if key.framework == "jax":
         _register()
     plan = FlatPlan(key, values, {})
     if block is not None and device_plan_template(key).planner is not None:
-        device_spans = plan.spans(block)
-        assert isinstance(device_spans, DeviceSpans)
-        plan._spans_by_tile[block, False] = (
-            device_spans.bounds,
-            device_spans.count,
-            device_spans.overflow,
-            device_spans.order,
-        )
+        x: Any = plan.spans(block)  # those of a trace are not remembered otherwise: here the plan belongs to it, too
+        plan._spans_by_tile[block, False] = x.bounds, x.count, x.overflow, x.order
     return plan
 
 
 def _more(x: Any) -> int:
     """A power of 2 that no Int of a table exceeds, if the host sees an Int of RUN_LIMIT or more; else 0."""
+    # small dtypes are below the limit, and a read of a device would wait for it
     seen = "int" in _dtype(x) and x.dtype.itemsize > 2 and on_host(x) and getattr(x, "is_fully_addressable", True)
     x = np.asarray(entries_of(x)) if seen else x
     most = max(abs(int(x.min())), abs(int(x.max()))) if seen else 0
@@ -412,11 +405,8 @@ def _register() -> None:
 
     def flatten(plan: FlatPlan) -> tuple[Any, Any]:
         names, blocks = tuple(sorted(plan.device_values)), tuple(plan._spans_by_tile)
-        return ([plan.device_values[n] for n in names], [plan._spans_by_tile[b] for b in blocks]), (
-            plan.key,
-            names,
-            blocks,
-        )
+        leaves = [plan.device_values[n] for n in names], [plan._spans_by_tile[b] for b in blocks]
+        return leaves, (plan.key, names, blocks)
 
     def unflatten(static: Any, leaves: Any) -> FlatPlan:
         key, names, blocks = static
@@ -462,9 +452,8 @@ class DevicePlanTemplate:
     slice_of: NDArray[Any]  # the slice of each batch entry and head
     full: Sizes  # of the whole problem
     copies: dict[Any, Any] = field(default_factory=dict, compare=False)  # the host's arrays, copied to devices
-    ready: dict[Any, Any] = field(
-        default_factory=dict, compare=False
-    )  # key of a call -> its `PreparedCall`, for any step
+    # key of a call -> its `PreparedCall`, for any step
+    ready: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 def origin_of(key: DevicePlanSpec) -> Origin:
@@ -476,6 +465,7 @@ def origin_of(key: DevicePlanSpec) -> Origin:
 def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
     """The `DevicePlanTemplate` of a key, from shapes and the host's values."""
     program, rules = key.program, Counter[str]()
+    # arrays without memory: their entries are unknown here, and only sizes are read
     shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.device_specs}
     known = {**program.tables, **shapes}
     both = (None if p is None else written_out(p.expr, known) for p in (program.mask, program.score))
@@ -489,6 +479,7 @@ def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
     grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
     limits = limits_of(full, program.scalars, program.tables) | dict(key.most)
     q, k = (np.asarray(x) for x in origin[2:])
+    # every query is one of the keys of the call
     on_diagonal = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
     device_names = {n for n, *_ in key.device_specs}
     tables = {n: Table(t) for n, t in program.tables.items()}
@@ -504,20 +495,20 @@ def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
     _check_segments((seen, mod), device_names)
     read = names_of(host.expr).keys()
     free = device_names & read
+    # the planner gets the others at each call
     mine = {n: x for n, x in {**program.scalars, **program.tables}.items() if n in read - free}
 
     def planned(mask: Expr) -> Planner:
         sorted_ = key.facts | {n for n, t in tables.items() if t.sorted}
+        # entries that the host cannot see are taken to fit 32 bits; `most` has those that it sees beyond
         beyond = {n: 2.0 ** (31 + (dtype == "uint32")) - 1 for n, _, dtype in key.device_specs if "int" in dtype}
-        wide = key.framework == "torch" or int64_enabled()
+        wide = key.framework == "torch" or int64_enabled()  # JAX has no int64 by default
         return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
 
     row_planner = planned(host.expr) if free else None
-    columns = memo(1)(lambda: planned(simplify(swap(host.expr))))
-    at = (grid.b, grid.h, grid.q, grid.k)
-    return DevicePlanTemplate(
-        (seen, mod), rules, plan, row_planner, columns, host.bind(**mine), at, slice_of.astype(np.int32), full
-    )
+    columns = memo(1)(lambda: planned(simplify(swap(host.expr))))  # for a backward alone
+    at, slices = (grid.b, grid.h, grid.q, grid.k), slice_of.astype(np.int32)
+    return DevicePlanTemplate((seen, mod), rules, plan, row_planner, columns, host.bind(**mine), at, slices, full)
 
 
 def _check_lengths_of_tables(key: DevicePlanSpec, parts: list[Expr | None], known: Values, origin: Origin) -> None:

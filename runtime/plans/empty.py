@@ -22,7 +22,7 @@ def check_bound(program: CallProgram, params: Mapping[str, Any]) -> None:
     """Refuse names without a value, as any other call does."""
     for part in program.parts:
         if any(n not in params for n in part.unbound):
-            part.require_bound()
+            part.require_bound()  # raises, with the part's own hint
 
 
 def nothing(call: CheckedCall, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
@@ -32,6 +32,7 @@ def nothing(call: CheckedCall, learned: Iterable[Any] = ()) -> tuple[Any, Any, A
 
 def results_of(arrays: Arrays, g: Geometry, sinks: Any = None, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
     q, k, v = arrays.qkv
+    # the reference computes in float64
     real = "float64" if arrays.dtype == "float64" or arrays.framework == "numpy" else "float32"
     rows = (g.batch, g.heads, g.q_len)
     out = (*rows, g.v_dim) if arrays.layout == "bhsd" else (g.batch, g.q_len, g.heads, g.v_dim)
@@ -39,11 +40,13 @@ def results_of(arrays: Arrays, g: Geometry, sinks: Any = None, learned: Iterable
         torch = sys.modules["torch"]
         real = getattr(torch, real)
         inputs = [x for x in (q, k, v, sinks, *learned) if x is not None and x.requires_grad]
+        # an empty sum is 0, and gives each input a gradient of 0
         link = sum((x.reshape(-1)[:0].sum().to(real) for x in inputs), torch.zeros((), dtype=real, device=q.device))
         zeros = q.new_zeros(out) + link.to(q.dtype)
         empty = torch.full(rows, -torch.inf, dtype=real, device=q.device)
         lse = empty if sinks is None else sinks.to(real)[None, :, None].expand(rows).clone()
         return zeros, lse + link, empty.clone()
+    # JAX takes 0 for gradients of what is not read
     np_like: Any = np if arrays.framework == "numpy" else sys.modules["jax"].numpy
     empty = np_like.full(rows, -np.inf, real)
     lse = empty if sinks is None else np_like.broadcast_to(np_like.asarray(sinks, real)[None, :, None], rows)

@@ -65,10 +65,8 @@ class Plan:
     def work(self, block: tuple[int, int], proofs: bool = False) -> TiledPlan:
         """The compilation for tiles of `block`."""
         if (block, proofs) not in self._works:
-            self._works[block, proofs] = work(
-                self.program, self.q_len, self.kv_len, self.batch, self.heads, block, self.origin, self.sizes,
-                proofs=proofs, dropout=self.dropout,
-            )  # fmt: skip
+            place = self.q_len, self.kv_len, self.batch, self.heads, block, self.origin, self.sizes
+            self._works[block, proofs] = work(self.program, *place, proofs=proofs, dropout=self.dropout)
         return self._works[block, proofs]
 
     def rows(self, block: tuple[int, int]) -> Spans:
@@ -94,8 +92,8 @@ class Plan:
         if how == self.program.stored:
             return self
         if how not in self._others:
-            place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
-            self._others[how] = Plan(self.program.stored_as(how), *place)
+            # a new one: prepared calls are for keys that are stored otherwise
+            self._others[how] = Plan(self.program.stored_as(how), *self.__reduce__()[1][1:])
             self._others[how].options = self.options
         return self._others[how]
 
@@ -114,10 +112,8 @@ class Plan:
     ) -> str:  # fmt: skip
         """The engine that runs calls with this plan on such arrays, and why each other does not, a line each:
         `sdpa: causal, window 255 to the left: SDPA has no window`."""
-        g = Geometry(
-            self.batch, self.heads, kv_heads or self.heads, self.q_len, self.kv_len, head_dim, head_dim,
-            head_dim**-0.5, self.origin, self.sizes,
-        )  # fmt: skip
+        lengths = self.batch, self.heads, kv_heads or self.heads, self.q_len, self.kv_len
+        g = Geometry(*lengths, head_dim, head_dim, head_dim**-0.5, self.origin, self.sizes)
         generated = automatic(framework, device)
         choice = engines_for(self, g, dtype, framework, device, generated, self.options, named=False)
         return "generated kernels are asked for" if choice is None else str(choice)
@@ -125,7 +121,7 @@ class Plan:
     def _narrow(self) -> bool:
         """Whether rows see one short run of keys that slides along; of few queries nothing slides."""
         if self.q_len <= 64:
-            self.program.require_bound()
+            self.program.require_bound()  # the layout of the others raises as well
             return False
         tiled = self.work((128, 128))
         return tiled.plan.mask is not None and distance_only(tiled.plan.mask) and tiled.layout.reads_at_most(FEW_TILES)

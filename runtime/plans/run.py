@@ -41,21 +41,22 @@ from frisket.runtime.machine.settings import Settings
 Tensor = Any
 
 
-def kernel_spans(plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def kernel_spans(plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -> SpanArrays:
     """(bounds, count, overflow by row, order) of a planner, as of `spans`. No value is looked at, so that a
     captured graph plans again when it is replayed."""
     tables = {n: _readable(on_device("torch", values[n], place.device, n, place.copies)) for n in plan.tables}
+    # a kernel would read the memory without its sign
     scalars = [x.resolve_neg() for n in plan.scalars if hasattr(x := values[n], "data_ptr")]
+    # an id suffices: the template that has `copies` refers to the plan
     key = id(plan), place.block, place.device, *[(t.dtype, t.shape, t.stride()) for t in (*tables.values(), *scalars)]
     step: PlannerStep | None = place.copies.get(key)
     if step is None:
         step = place.copies[key] = PlannerStep(plan, place, tables, values)
-    if place.device.type == "cuda":
-        import torch
+    import torch
 
-        if torch.cuda.current_device() != place.device.index:
-            with torch.cuda.device(place.device):
-                return step(tables, scalars, place.ranges)
+    if place.device.type == "cuda" and torch.cuda.current_device() != place.device.index:
+        with torch.cuda.device(place.device):  # Triton launches on the current device
+            return step(tables, scalars, place.ranges)
     return step(tables, scalars, place.ranges)
 
 
@@ -73,7 +74,7 @@ class PlannerStep:
 
     def __init__(
         self, plan: Planner, place: SpanRequest, tables: Mapping[str, Tensor], values: Mapping[str, Any]
-    ) -> None:  # fmt: skip
+    ) -> None:
         emitted, module = planner_triton.emit(plan), _module(plan)
         rows, slices, records = -(-place.q_len // place.block[0]), len(place.at[0]), place.most(plan)
         self.emitted, self.device = emitted, place.device
@@ -91,16 +92,14 @@ class PlannerStep:
         for r in emitted.ranges:
             ready = self.ranges[r.source, r.axes]
             arguments += [None, None, ready.rows, *ready.sizes]
-        pieces = 1 << (max(emitted.pieces or place.room, records) - 1).bit_length()
+        pieces = 1 << (max(emitted.pieces or place.room, records) - 1).bit_length()  # Triton's blocks are powers of 2
         at_once = _at_once(module, max(1, 32 // pieces))
         grid = (-(-slices * rows // at_once),)
         warps = 1 if pieces < 256 else 4
         self.plan = PlannerLaunch(module.plan_spans, grid, arguments, warps, ROWS=at_once, PIECES=pieces)
         self.longest = PlannerLaunch(module.longest_first, (slices, -(-rows // 64)), [None, None, rows], 4, BLOCK=64)
 
-    def __call__(
-        self, tables: Mapping[str, Tensor], scalars: Sequence[Tensor], ranges: dict[Any, Any]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def __call__(self, tables: Mapping[str, Tensor], scalars: Sequence[Tensor], ranges: dict[Any, Any]) -> SpanArrays:
         """`ranges` keeps what is made of tables, for other spans of the same."""
         import torch
 
@@ -123,13 +122,14 @@ class PlannerLaunch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: list[Any], warps: int, **constants: Any) -> None:
         self.kernel, self.grid, self.arguments = kernel, (*grid, 1, 1)[:3], arguments
+        # bounds of Floats as the host rounds them
         self.options = {**constants, "num_warps": warps, "enable_fp_fusion": False}
         self.brought = [i for i, x in enumerate(arguments) if x is None]
         self.run: Any = None
 
     def __call__(self, *tensors: Tensor) -> None:
         arguments = self.arguments.copy()
-        if self.run is not None:
+        if self.run is not None:  # a launch through Triton takes long
             for i, x in zip(self.brought, tensors):
                 arguments[i] = x.data_ptr()
             self.run(*arguments)
@@ -167,6 +167,7 @@ def _number(x: Any, kind: Type) -> Any:
     """A scalar as `number` reads it; None for a tensor, which every launch brings."""
     if not isinstance(x, (bool, int, float, np.generic)):
         return None
+    # all words are of 64 bits, by their bits
     return struct.unpack("q", struct.pack("d", x))[0] if kind is FLOAT else int(x)
 
 
@@ -197,14 +198,13 @@ class TableLines(TableRanges):
     def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
         super().__init__(module, axes, table)
         (size,), rows = self.sizes, self.rows
+        # windows of each entry of a long table would be its length times its levels
         grain = 1 if size <= FINE else GRAIN
         count = -(-size // grain)
         self.length = rows * (2 * count * grain + count.bit_length() * count)
         blocks = 512 if grain == 1 else _at_once(module, 32)
-        self.lines = PlannerLaunch(
-            module.lines, (rows, -(-count // blocks)), [None, None, None, rows, size, *self.strides], 4,
-            GRAIN_=grain, BLOCKS=blocks,
-        )  # fmt: skip
+        grid, arguments = (rows, -(-count // blocks)), [*[None] * 3, rows, size, *self.strides]
+        self.lines = PlannerLaunch(module.lines, grid, arguments, 4, GRAIN_=grain, BLOCKS=blocks)
         block = _at_once(module, 64)
         self.windows = [
             PlannerLaunch(
@@ -232,6 +232,7 @@ class Halves(TableRanges):
 
         super().__init__(module, axes, table)
         shape, block = [self.rows, *self.sizes], _at_once(module, 32)
+        # strides alone, without memory: those of a table that is turned, then those of each step
         of = torch.empty_strided((self.rows, *self.sizes), self.strides, device="meta")
         self.steps: list[tuple[tuple[int, int, int], int, list[list[PlannerLaunch]]]] = []
         for axis in range(len(shape) - 1, 0, -1):
@@ -296,7 +297,7 @@ def on_device(framework: str, x: Any, device: Any, name: Any, copies: dict[Any, 
     if framework == "jax":
         import jax.numpy as jnp
 
-        return jnp.asarray(x)
+        return jnp.asarray(x)  # JAX puts it where the call runs
     import torch
 
     if not isinstance(x, np.ndarray):  # torch compares no unsigned numbers but bytes
@@ -315,7 +316,7 @@ DTYPES: dict[Any, Any] = {INT: np.int64, FLOAT: np.float64, BOOL: np.bool_}
 def function(plan: Planner) -> Any:
     """The planner, compiled."""
     run = cpp_build.library(planner_cpp.emit(plan)).frisket_plan
-    run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p]  # ctypes would take an int of 32 bits
     return run
 
 
@@ -339,7 +340,7 @@ class Prepared:
         self.run, self.where, self.types = run, planner_cpp.words(plan), planner_cpp.table_types(plan)
         word = self.word = np.zeros(self.where[""], np.int64)
         tables = {n: np.ascontiguousarray(entries_of(values[n]), DTYPES[self.types[n]]) for n in plan.tables}
-        self.alive = at, tables
+        self.alive = at, tables  # the words have their addresses
         numbers = (len(at[0]), q_len, place.kv_len, bq, bk, place.room, records)
         word[: len(planner_cpp.HEAD)] = [*numbers, *(_address(x) for x in (*at, self.bounds, self.count))]
         for name, size in zip(SIZES, place.sizes, strict=True):
@@ -369,11 +370,10 @@ def _address(x: Any) -> int:
 
 
 Array = Any
+SpanArrays = tuple[Array, Array, Array, Array | None]  # bounds, count, overflow, order
 
 
-def spans(
-    plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]
-) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+def spans(plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]) -> SpanArrays:
     """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow, order) of a planner, on the tables'
     device, as `DeviceSpans` has them; `values` by the planner's names."""
     inputs = [values[n] for n in (*plan.tables, *plan.scalars)]
@@ -384,17 +384,15 @@ def spans(
             with deferring(not Settings.read().backend):
                 return _native(plan, framework, place, values)
         except BuildError as error:
-            if Settings.read().backend:
+            if Settings.read().backend:  # a name is meant: no library calls in its place
                 raise
             fall_back(error)
     tables = {n: on_device(framework, values[n], place.device, n, place.copies) for n in plan.tables}
     scalars = {n: values[n] for n in plan.scalars}
-    ints = np.int64 if framework == "torch" or plan.int64 else np.int32
+    ints = np.int64 if framework == "torch" or plan.int64 else np.int32  # JAX has no int64 by default
     at = [on_device(framework, x.astype(ints).reshape(-1, 1, 1), place.device, id(x), place.copies) for x in place.at]
-    bounds, count, overflow = _function(plan, framework)(
-        *at, place.sizes, scalars, tables, q_len=place.q_len, kv_len=place.kv_len, block=place.block, room=place.room,
-        records=place.most(plan),
-    )  # fmt: skip
+    options = {n: getattr(place, n) for n in ("q_len", "kv_len", "block", "room")} | {"records": place.most(plan)}
+    bounds, count, overflow = _function(plan, framework)(*at, place.sizes, scalars, tables, **options)
     if framework == "jax":
         return bounds.astype(np.int32), count.astype(np.int32), overflow, None
     import torch
@@ -415,6 +413,7 @@ def _reachable(framework: str, values: list[Any], device: Any) -> bool:
     if framework == "torch":
         import torch
 
+        # addresses are no part of a graph
         if torch.compiler.is_compiling() or not (device is None or device.type == "cpu"):
             return False
     readable = all(on_host(x) for x in values if hasattr(x, "dtype"))
@@ -442,9 +441,7 @@ def _plain(x: Any, device: str) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == device and not wrapped(x)
 
 
-def _native(
-    plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]
-) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+def _native(plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]) -> SpanArrays:
     bounds, count, overflow = called(function(plan), plan, place, values)
     if framework == "jax":
         import jax.numpy as jnp
@@ -473,6 +470,7 @@ def _function(plan: Planner, framework: str) -> Callable[..., Any]:
         with usual_promotion():
             return _automatic(partial(run, **options), *arrays)
 
+    # lengths and tiles are shapes of its arrays
     return jax.jit(plan_spans, static_argnames=("q_len", "kv_len", "block", "room", "records"))
 
 
@@ -489,13 +487,12 @@ def _automatic(run: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def kernel_tables(
-    plan: LoopPlan, framework: str, values: Mapping[str, Any], length: int, device: Any,
-    copies: dict[Any, Any] | None = None,
-) -> dict[str, Array]:  # fmt: skip
+    plan: LoopPlan, framework: str, values: Mapping[str, Any], length: int, device: Any, copies: Any = None
+) -> dict[str, Array]:
     """An array for every table of the kernel. `length` is how many positions there are."""
     tables, copies = {}, {} if copies is None else copies
     for use in plan.every_table:
-        if use.source in KV_INPUTS:
+        if use.source in KV_INPUTS:  # they come with each call
             continue
         table, derived = values[use.source], use.derived
         if isinstance(table, np.ndarray) and use in plan.run_tables:
@@ -503,7 +500,7 @@ def kernel_tables(
             tables[use.name] = on_device(framework, ends, device, (use.source, derived), copies)
             continue
         if derived or framework == "torch":
-            table = on_device(framework, table, device, use.source, copies)
+            table = on_device(framework, table, device, use.source, copies)  # JAX's kernels take arrays of numpy
         if use in plan.run_tables:
             table = _ends(framework, table, derived, length)
         elif derived:
@@ -530,6 +527,7 @@ def _searched(xp: Any, table: Array, derived: str, positions: Array) -> Array:
     """The ends by binary search, equal to those of `derived_table`."""
     how, end = derived.split("_")
     if how == "segment":
+        # positions before the first offset and behind the last belong to the segments at the ends
         inner, count = table[1:-1], max(table.shape[0] - 2, 0)
         place = xp.searchsorted(inner, positions, side="right")
         if end == "first":
@@ -571,7 +569,7 @@ def check_sorted(framework: str, tables: Mapping[str, Array], offsets: Collectio
         else:
             import torch
 
-            torch._assert_async(good, text)
+            torch._assert_async(good, text)  # waits for nothing
 
 
 def _refuse(good: Any, text: str) -> None:

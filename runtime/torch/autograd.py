@@ -30,6 +30,7 @@ def transformed(*cotangents: Any) -> bool:
     functorch: Any = torch._C._functorch
     modes = torch._C._len_torch_dispatch_stack() and (recorded() or type(torch.empty(0)) is not Tensor)
     kind, tensors = Tensor.__torch_dispatch__, [x for x in cotangents if x is not None]
+    # a subclass without a rule of dispatch is memory, as a Parameter is
     bare = any(type(x).__torch_dispatch__ is not kind or not torch._C._has_storage(x) for x in tensors)
     if not (modes or bare or functorch.maybe_current_level() is not None):
         return False
@@ -71,21 +72,11 @@ class Attend(torch.autograd.Function):
     """(out, lse, top) of (ready, seed, top, q, k, v, sinks, *values)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        ready: PreparedCall,
-        seed: Any,
-        largest: bool,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Any,
-        *values: Tensor,
-    ) -> Any:
-        out, lse, top, softmax_stats = ready.saving(seed, largest, q, k, v, sinks, *values)
+    def forward(ctx: Any, ready: PreparedCall, seed: Any, largest: bool, *arrays: Any) -> Any:
+        out, lse, top, softmax_stats = ready.saving(seed, largest, *arrays)
         ctx.ready, ctx.seed, ctx.versions = ready, seed, _versions(ready)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, softmax_stats, *values)
-        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*arrays[:4], out, lse, softmax_stats, *arrays[4:])
+        ctx.set_materialize_grads(False)  # no zeros as large as lse, where out alone has a cotangent
         if top is not None:
             ctx.mark_non_differentiable(top)
         return out, lse, top
@@ -101,7 +92,7 @@ class Attend(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs = saved[:4] + saved[7:]  # q, k, v, sinks and values
         if dout is None and dlse is None:
-            return (None,) * (3 + len(inputs))
+            return (None,) * (3 + len(inputs))  # no result was used
         run = partial(gradients, ctx.ready, ctx.seed, saved, needed=ctx.needs_input_grad[3:])
         return None, None, None, *_once(run, inputs, dout, dlse)
 
@@ -152,6 +143,7 @@ def mapped(run: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
         if 0 not in where:
             continue
         if maps is torch:
+            # torch tells the level only as it changes it
             level, below = torch._C._vmapmode_increment_nesting() - 1, nullcontext()
             torch._C._vmapmode_decrement_nesting()
         else:
@@ -183,6 +175,7 @@ def _refuse_changed(ctx: Any) -> None:
 
 def _versions(ready: PreparedCall) -> list[int]:
     """torch's counts of writes to a plan's tables, which are the user's own on a device; torch checks live ones."""
+    # tensors of inference mode have no count
     return [x._version for x in ready.tables.values() if not x.is_inference()]
 
 
@@ -195,11 +188,13 @@ def gradients(ready: PreparedCall, seed: Any, saved: tuple[Any, ...], dout: Any,
     if torch._C._is_torch_function_mode_enabled():
         with torch._C.DisableTorchFunction():
             return gradients(ready, seed, saved, dout, dlse, needed)
+    # one number for all: kernels take any strides
     dout, dlse = out.new_zeros(()).expand(out.shape) if dout is None else written_out(dout), written_out(dlse)
     grads = ready.gradients(seed, grad_names, saved, dout, dlse) if grad_names else {}
     if needed[3]:
         grads = {**grads, "sinks": dsinks(share_of_sinks(ready, sinks, lse, softmax_stats), out, lse, dout, dlse)}
     inputs = (q, k, v, sinks, *values)
+    # gradients of tables are sums in the dtype of scores
     return [grads[n].to(x) if need else None for n, need, x in zip(names, needed, inputs, strict=True)]
 
 
@@ -244,6 +239,7 @@ def dsinks(share: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any) -> 
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
+    # a row without keys and a sink of -inf: exp(-inf + inf) is NaN
     return -(torch.where(lse == -torch.inf, 0.0, share) * delta).sum((0, 2))
 
 
@@ -252,6 +248,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grads: list[Any], *inputs: Any) -> Any:
+
         return tuple(None if g is None else g.view_as(g) for g in grads)
 
     @staticmethod
@@ -276,6 +273,7 @@ APART = 1 << 16  # bytes of a batch entry or head from which it is worth a call 
 def take(x: Tensor, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Tensor:
     """`x` at `index` along an axis; with the index that puts rows back, gradients are gathered by it: torch's own
     gradient adds rows to zeros, and takes three times as long. `scratch`: no user sees the tensor."""
+    # what follows reads memory of the host
     if in_graph(x) or not x.is_cpu or x.is_neg() or forward_ad._current_level >= 0:
         return x.index_select(axis, torch.as_tensor(index, device=x.device))
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -303,7 +301,7 @@ def gathered(x: Tensor, index: Index, axis: int, scratch: bool) -> Tensor:
     """`x` at `index` along an axis, a batch entry and head at a time, which torch copies in half the time."""
     places, lead = torch.as_tensor(index), x.shape[:axis]
     size = torch.Size((*lead, len(index), *x.shape[axis + 1 :]))
-    if x.nbytes < APART * prod(lead):
+    if x.nbytes < APART * prod(lead):  # a call of torch for few bytes takes longer than the copy
         return x.index_select(axis, places)
     rows = empty(size, x.dtype, scratch)
     for at in np.ndindex(*lead):
@@ -316,12 +314,11 @@ def empty(size: torch.Size, dtype: torch.dtype, scratch: bool) -> Tensor:
     n = size.numel() * dtype.itemsize
     if scratch and n >= LARGE:
         memory = torch.empty(n + HUGE, dtype=torch.uint8)
-        memory = memory[-memory.data_ptr() % HUGE :][:n]
+        memory = memory[-memory.data_ptr() % HUGE :][:n]  # from a border of huge pages on
         huge(memory)
         return memory.view(dtype).view(size)
     tensor = torch.empty(size, dtype=dtype)
-    if n >= LARGE:
-        huge(tensor)
+    huge(tensor)
     return tensor
 
 
@@ -353,4 +350,5 @@ def gradients_with_permutation(
 
 
 def _at(x: Any, index: NDArray[Any]) -> Any:
+    # lengths are third of all, lse and statistics too
     return None if x is None else x.index_select(2, torch.as_tensor(index))

@@ -71,7 +71,7 @@ def place_of(q: Any, k: Any, v: Any, names: str) -> RankPart:
             "  give every rank its own part: q.to_local(), and origin for its first batch entry and head"
         )
     for name, x in tensors.items():
-        if any(isinstance(p, Shard) and p.dim % 4 == 2 for p in x.placements):
+        if any(isinstance(p, Shard) and p.dim % 4 == 2 for p in x.placements):  # a negative axis counts from the last
             raise ShapeError(
                 f"{name} is split along its length: {x.placements}\n  ranks then need one another's keys: use "
                 "frisket.parallel (deal, attend) for that mesh axis; here batch and heads are split"
@@ -80,10 +80,11 @@ def place_of(q: Any, k: Any, v: Any, names: str) -> RankPart:
     where = split(q)
     (b, batch), (h, count) = (part(n, axis, mesh, where) for axis, n in enumerate(q.shape[:2]))
     parts = prod(mesh.size(i) for i, p in enumerate(where) if isinstance(p, Shard) and p.dim % 4 == 1)
-    even = heads % parts == 0 and keys % parts == 0
+    even = heads % parts == 0 and keys % parts == 0  # then a rank has whole groups of query heads
     kv = tuple(p if even or p.is_replicate() or p.dim % 4 == 0 else Replicate() for p in where)
     read = None
     if not even:
+        # groups are cut: each query head reads a copy of its key head
         read = torch.arange(h, h + count, device=q.device) // max(heads // max(keys, 1), 1)
     return RankPart(mesh, where, kv, (b, h), (batch, count), read)
 
@@ -92,8 +93,10 @@ def split(q: Any) -> Placements:
     """The placements of q that stay: batch and heads, as long as every rank has some."""
     left, placements = list(q.shape[:2]), []
     for i, p in enumerate(q.placements):
+        # strided shards are no chunks in order
         axis, size = p.dim % 4 if type(p) is Shard else 4, q.device_mesh.size(i)
         even = axis < 2 and left[axis] % size == 0
+        # an uneven split is in order only if it is the first of its axis
         first = axis < 2 and left[axis] == q.shape[axis] and (size - 1) * -(-left[axis] // size) < left[axis]
         placements.append(p if even or first else Replicate())
         if even or first:
@@ -148,7 +151,7 @@ def placed(
         starts = [entries[i] for entries, i in (at[f" origin{i}"] for i in range(4))]
     if " size0" not in at:  # of the whole problem, where nobody says more
         sizes = [s + n for s, n in zip(starts, (*q.shape[:3], kv_len), strict=True)]
-        whole = [x if isinstance(x, int | torch.SymInt) else x.max() for x in sizes]
+        whole = [x if isinstance(x, int | torch.SymInt) else x.max() for x in sizes]  # a vector of origins: the longest
         names += "".join(f",{'tensor' if isinstance(x, Tensor) else 'number'}  size{i}" for i, x in enumerate(whole))
         for x in whole:
             (tensors if isinstance(x, Tensor) else ints).append(x)
@@ -206,16 +209,16 @@ def _gradient(place: RankPart, which: int, like: Any, g: Tensor) -> Any:
         return dealt(g, like, place, place.q, like.shape)
     if which in (1, 2):
         if place.keys is not None:
+            # query heads of a group add up
             g = g.new_zeros(g.shape[0], like.shape[1], *g.shape[2:]).index_add_(1, place.keys, g)
         return dealt(g, like, place, place.kv_sums, like.shape)
     if which == 3:
-        whole = g.new_zeros(like.shape)
+        whole = g.new_zeros(like.shape)  # sinks of other heads get nothing from this rank
         whole.narrow(0, place.first[1], place.count[1]).copy_(g)
         g = whole
     return dealt(g, like, place, place.sums, like.shape)
 
 
-HANDLERS: dict[Any, Callable[..., Any]] = {
-    torch.ops.frisket.attend.default: attend, torch.ops.frisket.attend_backward.default: attend_backward,
-}  # fmt: skip
+ops = torch.ops.frisket
+HANDLERS: dict[Any, Callable[..., Any]] = {ops.attend.default: attend, ops.attend_backward.default: attend_backward}
 DTensor._op_dispatcher._custom_op_handlers.update(HANDLERS)

@@ -39,6 +39,7 @@ def attend(att: Any, request: CallArgs, rows: bool = True) -> Results:
             raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
         return by_plan(att, request, rows)
     params, sinks = request.params, att.options.sinks if request.sinks is None else request.sinks
+
     values = {n: x for n, x in (att.inputs if dynamo else att.constants).items() if n not in params}
     return written(att.spec, att.options.dropout, request, sinks, {**values, **params}, rows)
 
@@ -91,6 +92,7 @@ def written(
     if rate and seed is None:
         if spread:
             raise ParameterError("dropout of DTensors needs a seed, the same in every rank and another at every step")
+        # a tensor of the graph: each run draws again
         seed = torch.randint(0, 1 << 31, (), device="cpu")
     items = list(params.items())
     if rate:
@@ -137,12 +139,12 @@ def record(att: Any, request: CallArgs, lse: bool) -> Any:
     q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
     if plan is not None:
         raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
-    options = {
-        "origin": origin, "sizes": sizes, "layout": layout, "return_lse": lse or None, "seed": seed,
-        "sinks": att.options.sinks if sinks is None else sinks, "return_max": top or None,
-    }  # fmt: skip
+    sinks = att.options.sinks if sinks is None else sinks
+    options = {"origin": origin, "sizes": sizes, "layout": layout, "return_lse": lse or None}
+    options |= {"seed": seed, "sinks": sinks, "return_max": top or None}
     keywords = {n: x for n, x in att.inputs.items() if n not in params}
     keywords |= {_NAMES.get(n, n): x for n, x in params.items()} | {n: x for n, x in options.items() if x is not None}
+    # arguments of a node may be tensors, not arrays of numpy
     keywords = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in keywords.items()}
     tracer = next(x.tracer for x in (q, k, v, *keywords.values()) if isinstance(x, Proxy))
     return tracer.create_proxy("call_function", attend_by_text, (att.spec, q, k, v), keywords)

@@ -157,6 +157,7 @@ def opened(
             f"{all_three} hold {q.shape[0]}, {k.shape[0]} and {v.shape[0]} sequences\n  each sequence has all three"
         )
     _check_alike(k, v)
+    # one batch entry, whose segments are the sequences
     return (q.values()[None], k.values()[None], v.values()[None]), ragged_of(q, k)
 
 
@@ -225,7 +226,7 @@ def rewritten(program: CallProgram, pattern: Pattern) -> tuple[CallProgram, Jagg
     places = program.places or ()
     places = (*(BoundExpr(var(n)) for n in ir.COORDINATES[: 4 - len(places)]), *places)
     packed = replace(program, places=places).changed(put)
-    if packed.mask is None:
+    if packed.mask is None:  # sequences stay apart under any mask
         packed = replace(packed, mask=Mask(same_sequence))
     return packed, names, number if number in packed.names else None
 
@@ -242,6 +243,7 @@ def _check_tables(program: CallProgram, ragged: Ragged, heads: int, params: Mapp
     sides = (ragged.q_offsets, ragged.q_lengths), (ragged.kv_offsets, ragged.kv_lengths)
     counts = [np.diff(entries_of(offsets)) if of is None else entries_of(of) for offsets, of in sides]
     lengths = dict(zip(("q lengths", "kv lengths"), counts, strict=True))
+    # the longest: most tables pass without a look at each
     ends = ragged.sequences, heads, int(counts[0].max(initial=0)), int(counts[1].max(initial=0))
     if not any(short_tables(e, values, dict(zip("bhqk", ends, strict=True))) for e in readers):
         return
@@ -266,7 +268,7 @@ def attend(att: Attention, request: CallArgs) -> tuple[Tensor, Tensor, Any]:
                 "  leave it out, or give packed tokens: positions count inside each sequence, all of it present"
             )
     if layout == "bshd":
-        q, k, v = (x.transpose(1, 2) if is_jagged(x) else x for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) if is_jagged(x) else x for x in (q, k, v))  # `opened` refuses the others
     packed, ragged = opened(q, k, v)
     names, number, spec = att.jagged_names(ragged.pattern, att.spec)
     values = {n: x for n, x in zip(names, ragged.tensors, strict=True) if n is not None}

@@ -69,7 +69,7 @@ def attend(att: Any, request: CallArgs, saving: bool = False) -> tuple[Any, ...]
         arrays(*request[:3])  # raises: a nested tensor that is not jagged has no shape to make a key of
     q, k, v = request.q, request.k, request.v
     if torch._C._is_any_autocast_enabled():
-        q, k, v = cast(q, k, v)
+        q, k, v = cast(q, k, v)  # operators of ours are none that autocast knows
     tensors = q, k, v, request.sinks, *request.params.values()
     if any(isinstance(x, torch.Tensor) and x._is_zerotensor() for x in tensors):  # zeros without memory, of autograd
         q, k, v, sinks = map(written_out, (q, k, v, request.sinks))
@@ -78,12 +78,12 @@ def attend(att: Any, request: CallArgs, saving: bool = False) -> tuple[Any, ...]
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
     if getattr(plan, "on_device", False):
-        refuse_written(plan)
+        refuse_written(plan)  # a plan of the host has copies
     key, tables = key_of(att, (q, k, v), request, settings)
-    ready_calls = att.ready if plan is None else getattr(plan, "ready", att.ready)
+    calls = att.ready if plan is None else getattr(plan, "ready", att.ready)
     # an attention, or a plan, without prepared calls remembers none; those of a device share them between steps
-    known = ready_calls or att.by_tables or getattr(plan, "common", None) is not None
-    if known and (ready := _remembered(att, key, tables, request, ready_calls)) is not None:
+    known = calls or att.by_tables or getattr(plan, "common", None) is not None
+    if known and (ready := _remembered(att, key, tables, request, calls)) is not None:
         kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
         _keep_repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # more such calls may follow
         values = att.learned if plan is None else plan.device_values
@@ -91,9 +91,10 @@ def attend(att: Any, request: CallArgs, saving: bool = False) -> tuple[Any, ...]
         if ready.bshd:
             inputs = [transpose_to(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.kv_inputs, inputs, strict=True)]
         return ready.again(q, k, v, inputs, request.seed, att.options, request.sinks, request.top, saving)
-    began, _ = perf_counter(), kernel_step.set("")
+    began, _ = perf_counter(), kernel_step.set("")  # of this call, for its record
     call = att.call(request._replace(q=q, k=k, v=v))
     if call.geometry.vacant:
+        # learned arrays get zeros for gradients, not None
         empty = nothing(call, [x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)])
         return (*empty, None) if saving else empty
     backend = RECORDS[call.backend]
@@ -103,7 +104,7 @@ def attend(att: Any, request: CallArgs, saving: bool = False) -> tuple[Any, ...]
         result: tuple[Any, ...] = att.run(call)
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
-    ready = _prepare_and_keep(call, att, request, key, ready_calls, tables)
+    ready = _prepare_and_keep(call, att, request, key, calls, tables, True)
     result = run(call, ready, saving)
     record(att, call, began, ready.target.backend)  # after the run, which loads Triton's kernels
     return result
@@ -112,7 +113,7 @@ def attend(att: Any, request: CallArgs, saving: bool = False) -> tuple[Any, ...]
 def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The arrays in autocast's dtype, as torch's own attention; float64 stays as it is."""
     kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # autocast knows no meta
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
@@ -158,7 +159,7 @@ def repeated(
 
 def earlier_call(
     att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, extra: tuple[Any, ...] = ()
-) -> Any:  # fmt: skip
+) -> Any:
     """(settings, what runs it, its `PreparedCall`) of an earlier call with other entries in its arrays, or None.
     "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
     "plain" ones have none."""
@@ -176,12 +177,12 @@ def earlier_call(
 
 def _extra_key(
     att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
-) -> tuple[Any, ...] | None:  # fmt: skip
+) -> tuple[Any, ...] | None:
     """The part of a key of `repeated` beside q, k and v; () for a call of these alone. None where a call is not to be
     repeated: it brings tables of its mask or score mod, arrays that learn, or arrays that have to be copied first."""
     parts: list[Any] = []
     if sinks is not None:
-        if not (_readable(sinks) and sinks.is_contiguous()):
+        if not (_readable(sinks) and sinks.is_contiguous()):  # kernels read them without strides
             return None
         parts.append((sinks.shape, sinks.dtype))
     for name, x in params.items():
@@ -194,11 +195,12 @@ def _extra_key(
     for place in (origin, sizes):
         if place is not None and (type(place) is not tuple or any(type(x) is not int for x in place)):
             return None
-    if not (layout is None or type(layout) is str):
+    if not (layout is None or type(layout) is str):  # `check_layout` refuses it
         return None
     turned = layout if layout != NATURAL["torch"] else None
     if plan is None and not parts and origin is sizes is turned is None:
         return ()
+    # a plan may serve several attentions, and outlive them
     return None if plan is None else ref(att), origin, sizes, turned, *parts
 
 
@@ -218,18 +220,18 @@ def _keep_repeat(att: Any, ready: PreparedCall, request: CallArgs, settings: Set
     """Remember for `earlier_call` how such calls are run, if they differ in the entries of their arrays alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
+    # a runner takes no rows, no seed, and no sinks of the options
     if repeat is None or att.options.rows is not None or not (seed is att.options.sinks is None):
         return
     if ready.seed or (ready.stored and kind == "learning") or any(x.is_inference() for x in ready.tables.values()):
         return
-    if ready.kv_inputs and (
-        ready.bshd or any(source not in params or source not in KV_INPUTS for _, source in ready.kv_inputs)
-    ):
+    # scales would have to be turned, and other values may learn
+    if ready.kv_inputs and (ready.bshd or not all(s in params and s in KV_INPUTS for _, s in ready.kv_inputs)):
         return
     extra = _extra_key(att, plan, sinks, origin, sizes, layout, params)
     if extra is None or not (plan is None or isinstance(plan, Plan)):
         return
-    real = torch.float64 if ready.double else torch.float32
+    real = torch.float64 if ready.double else torch.float32  # others are cast by each call
     if sinks is not None and (sinks.shape != (ready.geometry.heads,) or sinks.dtype != real):
         return
     repeats = att.repeats if plan is None else plan.ready
@@ -247,21 +249,19 @@ def kept_ready(att: Any, request: CallArgs, defers: bool = False) -> PreparedCal
     return ready or _prepare_and_keep(att.call(request), att, request, key, att.ready, tables, defers)
 
 
-def _remembered(
-    att: Any, key: Any, tables: list[Any], request: CallArgs, ready_calls: dict[Any, Any]
-) -> PreparedCall | None:
+def _remembered(att: Any, key: Any, tables: list[Any], request: CallArgs, calls: dict[Any, Any]) -> PreparedCall | None:
     """The `PreparedCall` of an earlier call of this key and these entries of tables of the host.
 
     Such a table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
     count some of these only: entries are compared, bit for bit."""
     if not tables:
-        return _remembered_by_key(att, key, request.plan, request.params, ready_calls)
+        return _remembered_by_key(att, key, request.plan, request.params, calls)
     ready: PreparedCall | None
     entries = [x.tobytes() for x in tables]  # bytes, whose comparison ends at the first difference
     for at, have, ready in att.by_tables:
         if have == entries and at == key:
             return ready
-    if type(changing := ready_calls.get(key)) is not ChangingTables:
+    if type(changing := calls.get(key)) is not ChangingTables:
         return None
     return None if (ready := changing(entries)) is None else _keep_by_tables(att, key, entries, ready)
 
@@ -273,6 +273,7 @@ def _keep_by_tables(att: Any, key: Any, have: list[bytes], ready: PreparedCall) 
 
 def _bits(x: Any) -> Any:
     """The bits of a host table's entries, as integers; None where its memory cannot be read so."""
+    # as integers, since numpy lacks bfloat16
     dense = type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and not x.is_nested
     if dense and x.dtype.itemsize in WORDS:
         return None if x.requires_grad or x.is_neg() or x.nbytes > COPIED else x.view(WORDS[x.dtype.itemsize]).numpy()
@@ -282,10 +283,10 @@ def _bits(x: Any) -> Any:
 
 
 def _remembered_by_key(
-    att: Any, key: Any, plan: Any, params: Mapping[str, Any], ready_calls: dict[Any, Any]
+    att: Any, key: Any, plan: Any, params: Mapping[str, Any], calls: dict[Any, Any]
 ) -> PreparedCall | None:
     """The `PreparedCall` of an earlier call of a key, with this call's plan if the mask reads tables of a device."""
-    ready: PreparedCall | None = ready_calls.get(key)
+    ready: PreparedCall | None = calls.get(key)
     if plan is None:
         if ready is None or ready.template is None:
             return ready
@@ -295,37 +296,31 @@ def _remembered_by_key(
         first = plan.common.ready.get(key)
         if first is not None:
             step_plan = plan.stored_as(first.template.host_program.stored)
-            ready = ready_calls[key] = first.for_step(step_plan).with_plan(None)  # for the layers to come
+            ready = calls[key] = first.for_step(step_plan).with_plan(None)  # for the layers to come
     return ready.with_plan(plan) if ready is not None and ready.loads else ready
 
 
 def _prepare_and_keep(
-    call: CheckedCall,
-    att: Any,
-    request: CallArgs,
-    key: Any,
-    ready_calls: dict[Any, Any],
-    tables: list[Any],
-    defers: bool = True,
+    call: CheckedCall, att: Any, request: CallArgs, key: Any, calls: dict[Any, Any], tables: list[Any], defers: bool
 ) -> PreparedCall:
     plan = request.plan
     ready = prepare(call, att.options, defers)
-    if ready.awaits:
+    if ready.awaits:  # the next call may have the native kernel
         return ready
     if tables and not ready.loads:
         entries = [x.tobytes() for x in tables]
         _keep_by_tables(att, key, entries, ready)
-        if type(changing := ready_calls.get(key)) is not ChangingTables:
-            remember(ready_calls, key, changing := ChangingTables(call.plan, request.params), KEPT)
+        if type(changing := calls.get(key)) is not ChangingTables:
+            remember(calls, key, changing := ChangingTables(call.plan, request.params), KEPT)
         with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
             builder = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again
             changing.host_planned(att, call, request.params, ready, builder, entries)
-    if key is None or tables:
+    if key is None or tables:  # by its entries alone, in `by_tables`
         return ready
     if plan is None and ready.loads and call.plan.on_device and not call.plan.by_table:
         ready = ready.with_plan(call.plan.with_tables({}))  # later calls bring their own values; these are not held
     if plan is not None or not call.plan.by_table:
-        remember(ready_calls, key, ready if plan is None or not ready.loads else ready.with_plan(None), KEPT)
+        remember(calls, key, ready if plan is None or not ready.loads else ready.with_plan(None), KEPT)
     if ready.loads and call.plan.common is not None:
         remember(att.ready if plan is None else plan.common.ready, key, ready.for_any_step(call.plan), KEPT)
     return ready
@@ -354,7 +349,7 @@ def key_of(att: Any, qkv: tuple[Tensor, ...], request: CallArgs, settings: Setti
             parts.append((name, kind_of(x), x))
         elif (name in KV_INPUTS and hasattr(x, "shape")) or _learned(att, name, x):
             parts.append((name, x.shape, x.dtype, x.device))
-        elif plan is None and _on_accelerator(x, qkv[0].device):
+        elif plan is None and _on_accelerator(x, qkv[0].device):  # another step's entries take the same kernel
             parts.append((name, x.shape, x.dtype, "planned there"))
         elif plan is None and qkv[0].is_cpu and (bits := _bits(x)) is not None:
             tables.append(bits)
@@ -365,6 +360,7 @@ def key_of(att: Any, qkv: tuple[Tensor, ...], request: CallArgs, settings: Setti
         if not all(x is None or isinstance(x, tuple | list) for x in (origin, sizes)):
             return None, []
         parts.append((None if origin is None else tuple(origin), None if sizes is None else tuple(sizes)))
+        # tensors and numpy's vectors are no part of a key
         if any(type(x) is not int for place in parts[-1] if place for x in place):
             return None, []
     q, k, v = qkv
@@ -397,6 +393,7 @@ def prepare(call: CheckedCall, options: Options, defers: bool = True) -> Prepare
     proof = engine_call(call, options)
     if proof is not None:
         named = call.backend == proof.backend
+        # a named engine is no backend of the calls that it refuses
         other = replace(call, backend=automatic("torch", call.arrays.device)) if named else call
         return VendorCall.of_call(other, options, proof, named, _built)
     if call.arrays.device != "cpu":
@@ -407,6 +404,7 @@ def prepare(call: CheckedCall, options: Options, defers: bool = True) -> Prepare
 def _built(call: CheckedCall, options: Options, defers: bool = False) -> PreparedCall:
     """The prepared executor of generated kernels, or of library calls."""
     ready, run = _prepared(call, options), RECORDS[call.backend].executors["torch"]
+    # nothing to build ahead, or no library calls in place of a backend that is named
     if run.build is None or options.backend or Settings.read().backend:
         return ready
     rows: dict[str, Any] = {"rows": options.rows} if run.rows and options.rows is not None else {}
@@ -440,11 +438,12 @@ def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
     backend = RECORDS[call.backend]
     check = backend.executors["torch"].checks_gradients  # raises before a forward whose gradients would be refused
     if backend.interpreter is not None and backend.interpreted:
-        warn_slow(call.backend, geometry)
+        warn_slow(call.backend, geometry)  # Triton's interpreter
     target = target_of(call.backend, geometry, inputs.dtype, options, plan, inputs.q.device)
     if Settings.read().show:
         compiled(call, options, inputs.q.device)  # prints stages
     work = plan.work((target.block_q, target.block_k), proofs=backend.guarded)
+    # Ints are the plan's; Floats come with each call, and gradients flow to them
     named = {n for n, x in plan.device_values.items() if x.is_floating_point()}
     real = torch.float64 if inputs.dtype == "float64" else torch.float32
     operands: list[Any] = [*work.plan.tables, *work.plan.slots]
@@ -488,7 +487,7 @@ def _refused(name: str, *arguments: Any, **more: Any) -> Any:
 def refuse_ambiguous(program: CallProgram, tables: Mapping[str, Any]) -> None:
     """Raise where a learned tensor is read by the mask and the score mod: the gradient of one would be missing."""
     mask, score = program.exprs
-    if mask is None or score is None or not torch.is_grad_enabled():
+    if mask is None or score is None or not torch.is_grad_enabled():  # no gradient, nothing to miss
         return
     for name, x in tables.items():
         if getattr(x, "requires_grad", False) and name in names_of(mask) and name in names_of(score):

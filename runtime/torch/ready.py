@@ -81,9 +81,8 @@ class PreparedCall:
         return self(q, k, v, values, seed, sinks, top, saving)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool,
-        saving: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, sinks: Any, top: bool, saving: bool = False
+    ) -> tuple[Any, ...]:
         """(out, lse, top), with `saving` softmax_stats too; `values`: of `kv_inputs`, sinks [heads]. All get
         gradients."""
         if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
@@ -97,6 +96,7 @@ class PreparedCall:
                 refuse_stored(self.geometry.kv_dtype, {source for _, source in self.kv_inputs})
             if self.check is not None:
                 grad_names = frozenset(n for (n, _), x in zip(self.kv_inputs, values, strict=True) if x.requires_grad)
+                # before the forward, which would run for nothing
                 self.check_gradients(q.device, seed, values, grad_names)
             out, *rest = Attend.apply(self, seed, top, *arrays)  # type: ignore[no-untyped-call]
         else:
@@ -123,13 +123,13 @@ class PreparedCall:
         common = self.plan, self.spans, self.geometry, *values[:3], slots, tables, self.target
         out, lse, _, softmax_stats = self.forward(*common, sinks=values[3], top=False, softmax_stats=True)
         if self.stats_kind != "offset":
+            # `low` is the rounding error of lse, and both together fit float64
             return out, lse.double() + softmax_stats, None
         return out, lse_of(self.plan, softmax_stats, lse), softmax_stats
 
     def gradients(
-        self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
-        share: Tensor | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Any, share: Any = None
+    ) -> dict[str, Tensor]:
         """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse, what
         `saving` gave of each row, and the values. `share`: out and lse are of other keys too, and these have that part
         of each row's weights."""
@@ -150,7 +150,7 @@ class PreparedCall:
         if self.seed is not None:
             slots = {**slots, self.seed: seed}
         if self.kv_inputs:
-            slots, tables = dict(slots), dict(tables)
+            slots, tables = dict(slots), dict(tables)  # copies: other calls read these, in other threads too
             for (name, source), x in zip(self.kv_inputs, values, strict=True):
                 if source in KV_INPUTS:
                     tables[name] = x
@@ -159,7 +159,7 @@ class PreparedCall:
                 elif x.ndim:
                     tables[name] = x.to(device, self.real)
                 else:
-                    slots[name] = float(x)
+                    slots[name] = float(x)  # kernels take numbers of the host
         return slots, tables
 
     def check_gradients(self, device: Any, seed: Any, values: Any, grad_names: frozenset[str]) -> None:
@@ -218,6 +218,7 @@ class ChangingTables:
         self.kinds = {n: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for n, x in tables.items()}
         mask = plan.simplified[0]
         reads = [n for n in walk(*() if mask is None else (mask,)) if n.op in READS and n.name in tables]
+        # an order along batches or heads does not help a search
         self.along = frozenset(n.name for n in reads if n.op != "lookup" or n.args[-1] not in (var("b"), var("h")))
         self.possible = bool(reads) and all(dtype in TAKEN for dtype, _ in self.kinds.values())
         offsets = plan.host_program.offsets.keys() & tables.keys()  # the host checked those of `plan`
@@ -230,7 +231,7 @@ class ChangingTables:
         if not self.planners:
             return None
         tables = self._tables(entries)
-        if not all(self._checked(n, tables[n]) for n in self.covered):
+        if not all(self._checked(n, tables[n]) for n in self.covered):  # the host refuses them, and says why
             return None
         if (planner := self._planner(self._order(tables))) is None:
             return None
@@ -249,11 +250,13 @@ class ChangingTables:
     ) -> None:  # fmt: skip
         """Take note of a plan of the host: try a planner for such tables, or compare the one there is. Raises
         `PendingError` while a planner or its kernel is compiled in the background."""
+        # engines take no spans, and Floats come with calls
         if not self.possible or host.generated is not host or host.kv_inputs or call.kv_inputs:
             return
         order = self._order(tables := self._tables(entries))
         planner = self._planner(order)
         if planner is not None and not _pays(planner, tables, host):
+            # a new dict: other threads read the old one
             self.planners = {n: x for n, x in self.planners.items() if x is not planner}
         if planner is None or planner.order != order:
             due = self.seen[order] in CHANGES
@@ -264,6 +267,7 @@ class ChangingTables:
 
     def _tables(self, entries: list[bytes]) -> dict[str, Array]:
         pairs = zip(self.kinds.items(), entries, strict=True)
+
         return {n: np.frombuffer(content, dtype).reshape(shape) for (n, (dtype, shape)), content in pairs}
 
     def _order(self, tables: Mapping[str, Array]) -> frozenset[str]:
@@ -285,6 +289,7 @@ class TablePlanner:
         self.width = np.int64 if self.kernel.int64 else np.int32
         assert static.planner is not None
         block = ready.target.block_q, ready.target.block_k
+        # half of the tiles, at most, are runs with a gap between
         runs = 0 if static.planner.seen else min(RUNS, -(-plan.kv_len // block[1] // 2) or 1)
         place = SpanRequest(static.at, plan.q_len, plan.kv_len, block, static.full, records=runs)
         self.prepared = partial(Prepared, run, static.planner, place, self.values)
@@ -292,6 +297,7 @@ class TablePlanner:
     def __call__(self, tables: Mapping[str, Array]) -> PreparedCall | None:
         """The prepared call for these tables; None where kernels of 32 bits might not hold their entries."""
         for n, x in tables.items():
+            # of a table that ascends its ends are enough
             low, high = (x[..., 0], x[..., -1]) if n in self.order else (x, x)
             if x.itemsize > 2 and not -LARGEST < low.min() <= high.max() < LARGEST:
                 return None
@@ -299,8 +305,8 @@ class TablePlanner:
         if run is None:  # each thread has memory of its own to plan in: a lock could stay locked in a forked child
             run = self.thread.run = self.prepared()
         wide = {n: x.astype(DTYPES[run.types[n]], copy=False) for n, x in tables.items() if n in run.types}
-        run({n: x.ctypes.data for n, x in wide.items()})
-        spans = Spans(run.bounds.copy(), run.count.copy(), self.slices)
+        run({n: x.ctypes.data for n, x in wide.items()})  # `wide` is referred to until it returns
+        spans = Spans(run.bounds.copy(), run.count.copy(), self.slices)  # the next call of the thread writes over them
         read = {n: torch.from_numpy(x.astype(x.dtype if x.dtype == bool else self.width)) for n, x in tables.items()}
         kernel_arrays = kernel_tables(self.kernel, "torch", {**self.values, **read}, self.longest, None)
         return replace(self.ready, spans=spans, tables=MappingProxyType(kernel_arrays), template=None)
@@ -317,19 +323,11 @@ def _planner_for(
     g, host_plan = call.geometry, call.plan
     rest = {n: x for n, x in params.items() if n not in values}
     try:
-        plan = att.plan(
-            g.q_len,
-            g.kv_len,
-            g.batch,
-            g.heads,
-            origin=host_plan.origin,
-            sizes=host_plan.sizes,
-            flat=True,
-            **rest,
-            **values,
-        )
+        lengths, place = (g.q_len, g.kv_len, g.batch, g.heads), {"origin": host_plan.origin, "sizes": host_plan.sizes}
+        plan = att.plan(*lengths, **place, flat=True, **rest, **values)
         if plan.device_values.keys() != values.keys() or plan.static.planner is None:
             return None
+        # tables that ascend by their entries, as if they were declared sorted
         plan = FlatPlan(replace(plan.key, facts=plan.key.facts | order), plan.device_values, {})
         planner = plan.static.planner
         assert planner is not None
@@ -340,6 +338,7 @@ def _planner_for(
         raise
     except (BuildError, LoweringError, ParameterError):
         return None
+    # kernels of other tiles would be compared with the host's
     return TablePlanner(run, ready, plan, order) if ready.target == host.target else None
 
 
@@ -370,18 +369,12 @@ class VendorCall(PreparedCall):
 
     @classmethod
     def of_call(
-        cls,
-        call: CheckedCall,
-        options: Options,
-        proof: proofs.Proof,
-        named: bool,
-        prepare: Callable[[CheckedCall, Options], PreparedCall],
+        cls, call: CheckedCall, options: Options, proof: proofs.Proof, named: bool, prepare: Callable[..., PreparedCall]
     ) -> VendorCall:
         """The engine that a proof names, and `call` by a backend that takes every call beside it."""
         arrays, record = call.arrays, RECORDS[proof.backend]
-        bare = replace(
-            call, arrays=replace(arrays, q=arrays.q.new_empty(0), k=arrays.k.new_empty(0), v=arrays.v.new_empty(0))
-        )
+        empty = {n: x.new_empty(0) for n, x in zip("qkv", arrays.qkv)}  # `prepare` is remembered: no call's arrays
+        bare = replace(call, arrays=replace(arrays, **empty))
         real = torch.float64 if arrays.dtype == "float64" else torch.float32
         return cls(
             None, None, call.geometry, Target(proof.backend, 0, 0), MappingProxyType({}), MappingProxyType({}), (),  # type: ignore[arg-type]
@@ -396,17 +389,16 @@ class VendorCall(PreparedCall):
         return self.prepare()
 
     def taking(self, sinks: Tensor | None, top: bool) -> PreparedCall:
-        by_plan = RECORDS[self.proof.backend].engine is None
-        return self.generated if top or (sinks is not None and not by_plan) else self
+        # engines that take plans take sinks
+        return self.generated if top or (sinks is not None and RECORDS[self.proof.backend].engine is not None) else self
 
     @property
     def stored(self) -> bool:
         return False
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool,
-        saving: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, sinks: Any, top: bool, saving: bool = False
+    ) -> tuple[Any, ...]:
         if self.taking(sinks, top) is self:
             return super().__call__(q, k, v, values, seed, sinks, False, saving)
         if self.named:
@@ -422,9 +414,8 @@ class VendorCall(PreparedCall):
         return *results, None, None
 
     def gradients(
-        self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
-        share: Tensor | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Any, share: Any = None
+    ) -> dict[str, Tensor]:
         if not self.proof.gradients:
             return self.generated.gradients(seed, grad_names, saved, dout, dlse, share)
         q, k, v, _, out, lse, *_ = saved
@@ -463,6 +454,7 @@ def engine_call(call: CheckedCall, options: Options) -> proofs.Proof | None:
         if isinstance(proof, str):
             raise BackendError(f"backend {named.name!r} does not run this call: {proof}\n  leave out the backend")
         return proof
+    # cheap, before a proof is tried
     if not proofs.may_win("torch", platform_of(call), call.arrays.dtype, call.geometry, call.backend):
         return None
     if proofs.asked_for(options):
@@ -473,7 +465,7 @@ def engine_call(call: CheckedCall, options: Options) -> proofs.Proof | None:
 def platform_of(call: CheckedCall) -> str:
     """ "cpu", "cuda" or "rocm": where tensors are."""
     device = call.arrays.device
-    return "rocm" if device == "cuda" and torch.version.hip else device
+    return "rocm" if device == "cuda" and torch.version.hip else device  # torch calls AMD's GPUs cuda, too
 
 
 def facts_of(call: CheckedCall, options: Options) -> proofs.EngineCall:

@@ -36,6 +36,8 @@ from .op import attend as attend_op
 from .op import earlier_call, kept_ready
 from .spec import attention_of
 
+Tensors = Sequence[Tensor]
+Ints = Sequence[int]
 BARE = "", ":"  # the names of a call of q, k and v alone
 
 
@@ -45,7 +47,6 @@ def call_of(
     """The attention and the keywords of a call of it."""
     top, entries = names_of(names)
     tensors, ints = iter(values), iter(numbers)
-    literal = {"True": True, "False": False}
     params: dict[str, Any] = {}
     for kind, name in entries:
         if kind == "tensor":
@@ -53,8 +54,8 @@ def call_of(
         elif kind == "number":
             params[name] = next(ints)
         else:
-            params[name] = literal[kind] if kind in literal else float(kind)
-    seed, _ = params.pop(" seed", None), params.pop(" rank", None)
+            params[name] = kind == "True" if kind in ("True", "False") else float(kind)
+    seed, _ = params.pop(" seed", None), params.pop(" rank", None)  # the rank is there to tell graphs apart
     place = {w: [_known(params.pop(f" {w}{i}")) for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
     att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
     q, k, v = qkv or (None, None, None)
@@ -75,9 +76,8 @@ def _kind(x: Any) -> tuple[int, type]:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
-    names: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Tensors, numbers: Ints, spec: str, names: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     bare = sinks is None and names in BARE
     like = earlier_call(attention_of(spec, ()), q, k, v, "saving") if bare else None
     if like is not None and (results := like[1].forward(q, k, v, True)) is not None:
@@ -93,20 +93,20 @@ def attend(
             ready.check_gradients(q.device, request.seed, [request.params[n] for _, n in ready.kv_inputs], learned)
         out, lse, top, softmax_stats = attend_op(att, request, saving=True)
     top = lse.new_empty(0) if top is None or not request.top else top.contiguous()
+    # known from shapes, before a backend is chosen: fake tensors have none
     width = norm_width(q.dtype, v.shape[3], q.device.type)
     if softmax_stats is None:
         softmax_stats = lse.new_zeros((*lse.shape, width))
     elif softmax_stats.ndim == 3:  # a graph has one shape for all that executors know of rows
-        softmax_stats = torch.stack(
-            [softmax_stats, softmax_stats, *[torch.zeros_like(softmax_stats)] * (width - 2)], -1
-        )
+        zeros = [torch.zeros_like(softmax_stats)] * (width - 2)
+        softmax_stats = torch.stack([softmax_stats, softmax_stats, *zeros], -1)
+    # as the fake operator says: inductor relies on strides
     return out.contiguous(), lse.contiguous(), top, softmax_stats
 
 
 def attend_alone(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
-    names: str,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Tensors, numbers: Ints, spec: str, names: str
+) -> Tensor:
     bare = sinks is None and names in BARE
     like = earlier_call(attention_of(spec, ()), q, k, v, "plain") if bare else None
     if like is not None and (result := like[1].forward(q, k, v, False)) is not None:
@@ -117,10 +117,7 @@ def attend_alone(
     return out.contiguous()
 
 
-def tiles(
-    like: Tensor, values: Sequence[Tensor], numbers: Sequence[int], sizes: Sequence[int], block: Sequence[int],
-    spec: str, names: str,
-) -> Tensor:  # fmt: skip
+def tiles(like: Tensor, values: Tensors, numbers: Ints, sizes: Ints, block: Ints, spec: str, names: str) -> Tensor:
     att, request = call_of(values, numbers, spec, names)
     q_len, kv_len, batch, heads = sizes
     mask = att.mask.bind(**request.params)
@@ -166,10 +163,7 @@ def mapped_backward(dout: Any, dlse: Any, *rest: Any) -> list[Tensor]:
     return list(mapped(lambda *both: torch.ops.frisket.attend_backward(*both, *rest), dout, dlse))
 
 
-def fake_tiles(
-    like: Tensor, values: Sequence[Tensor], numbers: Sequence[int], sizes: Sequence[int], block: Sequence[int],
-    spec: str, names: str,
-) -> Tensor:  # fmt: skip
+def fake_tiles(like: Tensor, values: Tensors, numbers: Ints, sizes: Ints, block: Ints, spec: str, names: str) -> Tensor:
     rows, columns = (-(-n // size) for n, size in zip(sizes, block))
     return like.new_empty((sizes[2], sizes[3], rows, columns), dtype=torch.uint8)
 
@@ -178,11 +172,11 @@ def fake_tiles(
 
 
 def fake_attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
-    names: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Tensors, numbers: Ints, spec: str, names: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_devices(q, k, v)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    # an operator returns a tensor, if an empty one
     top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
     softmax_stats = lse.new_empty((*lse.shape, norm_width(q.dtype, v.shape[3], q.device.type)))
     return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, softmax_stats
@@ -207,7 +201,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     out, lse, top, softmax_stats = output
     ctx.save_for_backward(q, k, v, sinks, out, lse, softmax_stats, *values)
     ctx.mark_non_differentiable(top, softmax_stats)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # a cotangent of lse that is None costs nothing
     ctx.static = numbers, spec, names
 
 
@@ -423,6 +417,7 @@ def _separate_calls(static: Any, dims: Any, values: Any) -> bool:
     """Whether entries of a mapped axis are different calls: with sinks or values of their own (by `dims`), with
     positions or sizes of a batch, random draws, keys that are stored, or masks and score mods that know b."""
     numbers, spec, names = static
+    # names with blanks are those of places, seeds and stored keys
     if any(isinstance(d, int) for d in dims) or any(" " in name for _, name in names_of(names)[1]):
         return True
     att, _ = call_of(values, numbers, spec, names)
@@ -433,6 +428,7 @@ def _joined(x: Any, dim: Any, n: int) -> Any:
     """The mapped axis and the batch as one."""
     if x is None:
         return None
+    # an operand that is not mapped serves all entries
     return (x.movedim(dim, 0) if isinstance(dim, int) else x.expand(n, *x.shape)).flatten(0, 1)
 
 

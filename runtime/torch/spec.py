@@ -37,15 +37,13 @@ HEAD = "{{'scale': '{!r}', " + ", ".join(f"'{word}': {{!r}}" for word in WORDS[1
 
 def spec_of(program: CallProgram, o: Options, learned: Collection[str]) -> str:
     """The text of an attention."""
-    tile = None if o.tile is None else tuple(map(int, o.tile))
+    tile = None if o.tile is None else tuple(map(int, o.tile))  # numpy's ints are no literals
     scale = float(o.scale) if isinstance(o.scale, np.generic) else o.scale
-    options = (
-        scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.choices, o.deterministic, o.engines,
-        program.unwritten,
-    )  # fmt: skip
+    options = scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.choices, o.deterministic, o.engines
     _, names = declarations(program, learned)
     places = [show(e, names) for e in program.positions or ()]
-    return HEAD.format(*options, -1, tuple(map(len, places))) + text_of(program, learned) + "".join(places)
+    head = HEAD.format(*options, program.unwritten, -1, tuple(map(len, places)))
+    return head + text_of(program, learned) + "".join(places)
 
 
 def text_of(program: CallProgram, learned: Collection[str]) -> str:
@@ -99,19 +97,19 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
     first, _, text = spec.partition("\n")
     header: dict[str, Any] = ast.literal_eval(first)
     scale = None if header["scale"] == "None" else float(header["scale"])
-    options = Options(
-        scale, header["gqa"], header["backend"], header["tile"], header["dropout"], tuning=Tuning.of(header["tuning"]),
-        deterministic=header["deterministic"], engines=header["engines"],
-    )  # fmt: skip
+    fixed = {n: header[n] for n in ("backend", "tile", "dropout", "deterministic", "engines")}
+    options = Options(scale, header["gqa"], tuning=Tuning.of(header["tuning"]), **fixed)
     at = header["score"]
     if at < 0:
         text, *others = _cut(text, header["at"])
         lines = [x for x in text.splitlines(keepends=True) if x.startswith("param ")]
+        # declarations alone are no program: everything is visible
         parts = program(text) if len("".join(lines)) < len(text) else Program()
         places = tuple(_place("".join(lines), x) for x in others) or None
         whole = replace(joined(parts.mask, parts.score), places=places, unwritten=header["unwritten"])
         att = attention_by("program")(whole, options)
-        att.history = history_of(spec)
+        att.history = history_of(spec)  # each graph makes an attention, and its records would go with it
         return att
+    # entries do not matter: the call brings values
     params: dict[str, Any] = {n: np.ones((1,) * r, t) for n, r, t in kinds}
     return attention_by("texts")(text[:at] or None, text[at:] or None, options, params)
