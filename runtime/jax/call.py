@@ -382,7 +382,7 @@ _spec: Any = PartitionSpec
 
 def take(
     x: jax.Array, index: NDArray[np.int64], axis: int, inverse: NDArray[np.int64] | None = None, scratch: bool = False
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """`x` at `index` along an axis; with the index that puts rows back, gradients are gathered by it: JAX's own adds
     rows to zeros, and takes seven times as long on a CPU. On a mesh of explicit axes it stays split as it is, as far as
     the new length goes: there no gather says by itself how its result is split."""

@@ -125,7 +125,7 @@ def lse_of(plan: LoopPlan, softmax_stats: Tensor, lse: Tensor) -> Tensor:
 
 def build(
     plan: LoopPlan, geometry: Geometry, target: Target, dtype: Any, stored: Any, rows: TokenPermutation | None = None
-) -> None:  # fmt: skip
+) -> None:
     """Compile the forward kernel of such calls, of q's dtype and that of stored keys. Raises `BuildError`."""
     kernel = _kernel(plan, target, geometry.head_dim, geometry.v_dim, dtype, stored, rows is not None)
     try:
@@ -221,7 +221,7 @@ def out_of_memory(name: str) -> BackendError:
 # -- records ----------------------------------------------------------------------------------------
 
 
-class _Buffer:
+class StableBytes:
     """Bytes that a record points to, kept while they stay the same."""
 
     def __init__(self) -> None:
@@ -236,12 +236,12 @@ class _Buffer:
         return entry
 
 
-class _LoadedKernel:
+class NativeKernel:
     """A loaded kernel, shared by calls that differ only in lengths and positions."""
 
     def __init__(
         self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any, stored: Any, permuted: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         import torch
 
         self.plan = plan
@@ -253,7 +253,7 @@ class _LoadedKernel:
         floats = [s.type is FLOAT for s in plan.slots]
         self.slots = [(s.name, float if f else int) for s, f in zip(plan.slots, floats, strict=True)]
         self.slot_form = "".join("d" if f else "q" for f in floats)
-        self.slot_words, self.table_words = _Buffer(), _Buffer()
+        self.slot_words, self.table_words = StableBytes(), StableBytes()
         self.tables = [(t, _stored(t, plan, self.real), struct.Struct(f"{1 + 2 * t.rank}q")) for t in plan.tables]
 
     def function(self, name: str) -> tuple[Any, struct.Struct, tuple[float, ...]]:
@@ -290,7 +290,7 @@ class _LoadedKernel:
         return conversion
 
 
-class _Prepared:
+class NativeLaunch:
     """The part of a record that is equal from call to call."""
 
     def __init__(
@@ -353,10 +353,10 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
     return torch.bool if use.type is BOOL else torch.int64 if plan.int64 else torch.int32
 
 
-_kernel = memo(KEPT, by="weak")(_LoadedKernel)  # of a plan by its identity
+_kernel = memo(KEPT, by="weak")(NativeKernel)  # of a plan by its identity
 prepared = memo(
     KEPT, by="identity", weigh=lambda _, call, owners: 4000 + sum(x.nbytes for group in call.alive[1:] for x in group)
-)(_Prepared)
+)(NativeLaunch)
 
 
 # -- calls like one before ---------------------------------------------------------------------------
@@ -369,7 +369,7 @@ ALL = struct.Struct(f"{WORDS - OFFSET['sinks']}q")  # words from `sinks` to the 
 NONE = (0, 0, 0, 0)  # a gradient that is not wanted
 
 
-class Repeat(NamedTuple):
+class FastPath(NamedTuple):
     """Calls that differ from one in the entries of their arrays alone."""
 
     fits: Callable[..., bool]  # (q, k, v): whether `forward` reads such arrays where they are
@@ -383,7 +383,7 @@ class Repeat(NamedTuple):
 def repeat(
     plan: LoopPlan, spans: Spans, g: Geometry, dtype: Any, stored: Any, slots: Mapping[str, Any],
     tables: Mapping[str, Tensor], table_names: Sequence[str], target: Target,
-) -> Repeat:  # fmt: skip
+) -> FastPath:  # fmt: skip
     """A forward by q, k and v of these shapes and dtypes, and its gradients. `table_names` are those of each call."""
     import torch
 
@@ -470,4 +470,4 @@ def repeat(
             raise out_of_memory("frisket_backward")
         return grads
 
-    return Repeat(fits, forward, gradients, memory)
+    return FastPath(fits, forward, gradients, memory)

@@ -200,7 +200,7 @@ def unpaged(plan: LoopPlan, flags: Flags | str) -> str:
 
 def _by_flags(
     plan: LoopPlan, flags: Flags, g: Geometry, slots: Mapping[str, Any], tables: Mapping[str, Tensor], device: Any
-) -> FlashCall:  # fmt: skip
+) -> FlashCall:
     used = documents = None
     longest = (0, 0)
     if flags.keys is not None:

@@ -82,7 +82,7 @@ def addressable(x: Tensor) -> Tensor:
     return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
-def _launch(context: triton_launch.Bound, spans: SpanSource | None, kind: ForwardKind) -> triton_launch.Launch:
+def _launch(context: triton_launch.LaunchContext, spans: SpanSource | None, kind: ForwardKind) -> triton_launch.Launch:
     g, target = context.geometry, context.target
     plan, dims, blocks = forward_plan(context.plan, g), context.dims(kind.device_slots), blocks_of(target, g)
     kernels = triton_launch.emitted_kernels(emit, plan, target, dims, **kind.flags)

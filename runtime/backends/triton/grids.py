@@ -33,7 +33,7 @@ from frisket.runtime.calls.arrays import uploaded
 from frisket.runtime.plans.device import FlatPlan
 
 from . import tiles as triton_tiles
-from .launch import GRID, Access, Bound, Launch, Made, Values, emitted_kernels, span_tables
+from .launch import GRID, Access, KernelArgs, KernelModule, Launch, LaunchContext, emitted_kernels, span_tables
 
 Tensor = Any
 CapturedResult = tuple[str, tuple[int, ...]]  # the name of the parameter, and the shape
@@ -275,7 +275,7 @@ START, COMBINE = 16_384, 32_768
 NEAR = 1.03  # times the least cost: up to here fewer parts are as good
 INTERPRETED = 4  # processors of Triton's interpreter, which runs one program after another
 NOTHING = make_plan(None, None)  # the plan of the kernel that combines
-NO_VALUES = Values(({}, {}), (), (), (), ())
+NO_VALUES = KernelArgs(({}, {}), (), (), (), ())
 
 
 @dataclass(frozen=True)
@@ -456,7 +456,7 @@ class DividedLaunch:
     inputs: int  # tensors that `first` alone reads
     writes: bool  # whether `first` writes results too
 
-    def __call__(self, values: Values, *tensors: Tensor) -> None:
+    def __call__(self, values: KernelArgs, *tensors: Tensor) -> None:
         import torch
 
         if self.combine is None:
@@ -476,7 +476,7 @@ class Parts(DividedLaunch):
     inputs, writes = 3, False
 
     def __init__(
-        self, context: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, kind: ForwardKind
+        self, context: LaunchContext, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, kind: ForwardKind
     ) -> None:
         g, target = context.geometry, chosen.target
         kernels = emitted_kernels(
@@ -593,7 +593,7 @@ class RowLaunches(DividedLaunch):
     writes = True
 
     def __init__(
-        self, context: Bound, kernels: Made, names: tuple[str, str], target: Target, parts: RowParts,
+        self, context: LaunchContext, kernels: KernelModule, names: tuple[str, str], target: Target, parts: RowParts,
         records: Callable[[tuple[int, int]], Any], inputs: dict[str, Access], sums: dict[str, tuple[int, ...]],
         results: dict[str, Access], device_slots: tuple[str, ...],
     ) -> None:  # fmt: skip

@@ -93,7 +93,7 @@ class KernelReport:
 
 def compile_reports(
     source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90"
-) -> Iterator[KernelReport]:  # fmt: skip
+) -> Iterator[KernelReport]:
     """`compile_reports(emit(plan, target, dims), plan, target, dims, "gfx942")`: every kernel of a module, one by one
     as they are compiled, with the tiles that `target` gives it.
 

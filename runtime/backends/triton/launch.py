@@ -1,7 +1,7 @@
 """Launches of Triton kernels: the part that calls of one kind share is bound once, and a call brings its tensors.
 
-`bound` gives the shared part, `Bound.launch` lays out a kernel's arguments beforehand, and the `Launch` that it
-returns is called with the tensors: `run(own.values(slots, tables), q, k, v, out, lse)`.
+`bound` gives the shared part, `LaunchContext.launch` lays out a kernel's arguments beforehand, and the `Launch` that
+it returns is called with the tensors: `run(own.values(slots, tables), q, k, v, out, lse)`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ loaded_kernels = memo(group="kernels")(load)
 
 
 @dataclass(frozen=True)
-class Made:
+class KernelModule:
     """Kernels and what their parameters are called (another plan of the same shape may name its tables otherwise)."""
 
     kernels: Mapping[str, Any]
@@ -58,18 +58,18 @@ class Made:
 
 
 @memo(group="kernels")
-def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> Made:
+def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> KernelModule:
     """The kernels of the text that `emit` writes of a plan, by their names."""
     source = emit(plan, *parts, **flags)
     kernels = {n: x for n, x in vars(loaded_kernels(source)).items() if n.startswith("attention_")}
-    return Made(kernels, arguments(plan))
+    return KernelModule(kernels, arguments(plan))
 
 
 # -- what calls have in common ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Values:
+class KernelArgs:
     """Slots and tables of a call as kernels read them, in the order of the plan. `tensors` are the tables, then the
     `device_slots`, whose values are on the device; `key` is all of them that a compiled kernel depends on. `spans`
     refers to the source of the call's spans, where every call may have another, `span_tensors` holds what it gave."""
@@ -83,7 +83,7 @@ class Values:
     span_tensors: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
-class Bound:
+class LaunchContext:
     """A plan bound to shapes, dtypes and a device. `launches` is where executors keep what they made of it; plans that
     differ in the tables of a device alone share it, and their `spans` are asked at every launch."""
 
@@ -97,7 +97,7 @@ class Bound:
         fitting: tuple[Target, frozenset[str]] = _smaller.get(self._arrays) or (target, frozenset())
         self.target, self.shrunk = fitting
         self.spans, self.launches = spans, {} if launches is None else launches
-        self._cached: Values | None = None
+        self._cached: KernelArgs | None = None
         self._span_tensors: dict[Any, tuple[Tensor, ...]] = {}
         self._described: dict[Any, bool] = {}
         self.planes: dict[Any, str | None] = {}  # of `captured.py`: which of "b" and "h" share a table's places
@@ -142,7 +142,7 @@ class Bound:
             remember(self._described, steps, fits := describable(*tensors), KEPT)
         return fits
 
-    def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
+    def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> KernelArgs:
         """The values that kernels read. Of read-only mappings, which are those of many calls, they are made once;
         what is one call's own is not held, for its tensors may hold the graph of a step."""
         cached = self._cached
@@ -154,8 +154,8 @@ class Bound:
         return values
 
     def launch(
-        self, module: Made, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, Access], *,
-        records: Callable[[tuple[int, int]], Any] | None = None, block: tuple[int, int] | None = None,
+        self, module: KernelModule, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, Access],
+        *, records: Callable[[tuple[int, int]], Any] | None = None, block: tuple[int, int] | None = None,
         device_slots: tuple[str, ...] = (), launcher: Callable[..., Launch] | None = None, **more: Any,
     ) -> Launch:  # fmt: skip
         """A launch of `kernel`, made by `launcher` where it is of a kind of its own. `tensors` are the parameters whose
@@ -180,16 +180,16 @@ class Bound:
         )
 
 
-def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> Bound:
+def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> LaunchContext:
     """The part that calls of one plan and geometry share, kept by `spans`, or by the plan where it needs none. Plan,
     geometry and target count by identity, so it keeps them."""
-    of: dict[Any, Bound] = vars(plan if spans is None else spans).setdefault("bound", {})
+    of: dict[Any, LaunchContext] = vars(plan if spans is None else spans).setdefault("bound", {})
     key = id(plan), id(geometry), id(target), q.dtype, k.dtype, q.device
     context = of.get(key)
     if context is None:
         common = getattr(spans, "common", None)
         more = (ref(spans), bound(plan, common, geometry, target, q, k).launches) if common is not None else ()
-        remember(of, key, context := Bound(plan, geometry, target, q, k, *more), KEPT)
+        remember(of, key, context := LaunchContext(plan, geometry, target, q, k, *more), KEPT)
     return context
 
 
@@ -246,14 +246,14 @@ _CONVERT: Mapping[Any, Any] = {INT: int, BOOL: bool, FLOAT: float}
 
 def _values(
     plan: LoopPlan, slots: Mapping[str, Any], tables: Mapping[str, Tensor], spans: Any, span_tensors: dict[Any, Any]
-) -> Values:
+) -> KernelArgs:
     device_slots = tuple(s.name for s in plan.slots if hasattr(slots[s.name], "data_ptr"))
     numbers = tuple(_CONVERT[s.type](slots[s.name]) for s in plan.slots if s.name not in device_slots)
     arrays = [_readable(use, tables[use.name]) for use in plan.every_table]
     wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
     key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in device_slots])
     tensors = (*arrays, *[slots[n].resolve_neg() for n in device_slots])
-    return Values((slots, tables), numbers, tensors, device_slots, key, spans, span_tensors)
+    return KernelArgs((slots, tables), numbers, tensors, device_slots, key, spans, span_tensors)
 
 
 def refused_shape(use: TableUse, shape: Sequence[int]) -> str:
@@ -322,7 +322,7 @@ class Launch:
         self.blank: list[Any] = [None if i in filled else fixed[n] for n, i in at.items()]
         self.known: dict[Any, tuple[Any, list[Any], list[tuple[int, int, list[int], list[int]]]]] = {}
 
-    def __call__(self, values: Values, *tensors: Tensor) -> None:
+    def __call__(self, values: KernelArgs, *tensors: Tensor) -> None:
         if self.device is None:
             return self._run(values, tensors)
         from torch import cuda
@@ -332,7 +332,7 @@ class Launch:
         with cuda.device(self.device):
             return self._run(values, tensors)
 
-    def _run(self, values: Values, tensors: tuple[Tensor, ...]) -> None:
+    def _run(self, values: KernelArgs, tensors: tuple[Tensor, ...]) -> None:
         operands = (*tensors, *values.tensors)
         if self.span_key is not None:
             span_tensors = values.span_tensors.get(self.span_key)
@@ -365,7 +365,7 @@ class Launch:
             arguments[i] = x
         run(*arguments)
 
-    def _first(self, key: Any, values: Values, operands: tuple[Tensor, ...]) -> None:
+    def _first(self, key: Any, values: KernelArgs, operands: tuple[Tensor, ...]) -> None:
         """Launch by Triton's own way, which compiles what is not compiled yet; an interpreted kernel has no other."""
         arguments = self.blank.copy()
         first_table = len(operands) - len(values.tensors) - self.moving

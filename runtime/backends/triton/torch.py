@@ -21,11 +21,11 @@ from . import grids
 from .launch import (
     KEPT,
     Access,
-    Bound,
+    KernelArgs,
+    KernelModule,
     Launch,
-    Made,
+    LaunchContext,
     TooLargeError,
-    Values,
     blocks,
     bound,
     emitted_kernels,
@@ -65,7 +65,7 @@ def forward(
 
 
 def launched(
-    context: Bound, key: Any, kind: grids.ForwardKind, make: Callable[[], Any], values: Values,
+    context: LaunchContext, key: Any, kind: grids.ForwardKind, make: Callable[[], Any], values: KernelArgs,
     arrays: tuple[Tensor, ...], sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """The results of a forward whose launches `make` lays out for calls of one kind."""
@@ -83,7 +83,7 @@ def launched(
 
 
 def _launch(
-    context: Bound, spans: SpanSource | None, kind: grids.ForwardKind
+    context: LaunchContext, spans: SpanSource | None, kind: grids.ForwardKind
 ) -> Launch | grids.Parts | grids.RowLaunches:
     g, plan = context.geometry, grids.forward_plan(context.plan, context.geometry)
     dims = context.dims(kind.device_slots)
@@ -180,7 +180,7 @@ def backward(
     return grads | folds | _zeros(values - folds.keys(), tables, lse)
 
 
-def _described(context: Bound, *arrays: Tensor) -> bool:
+def _described(context: LaunchContext, *arrays: Tensor) -> bool:
     """Whether some kernel wants q, k, v and dout as tensor descriptors, and they can be read so."""
     target = context.target
     descriptors = any((t or target).descriptors for t in (target.dq, target.dkv, target.dv or target.dkv))
@@ -204,7 +204,7 @@ class _BackwardLaunches:
     """The kernels of calls of one kind."""
 
     def __init__(
-        self, context: Bound, spans: SpanSource | None, q: Tensor, k: Tensor, device_slots: tuple[str, ...],
+        self, context: LaunchContext, spans: SpanSource | None, q: Tensor, k: Tensor, device_slots: tuple[str, ...],
         grad_names: frozenset[str], dlse: bool, described: bool,
     ) -> None:  # fmt: skip
         g, target, dims = context.geometry, context.target, context.dims(device_slots)
@@ -220,7 +220,9 @@ class _BackwardLaunches:
         listed = frozenset(n for n, x in parts.items() if x is not None)
         self.module = emitted_kernels(triton_backward.emit, plan, target, dims, grad_names, dlse=dlse, listed=listed)
         self.sums = cotangents.sums(plan, grad_names)
-        plain = Bound(triton_backward.bare(plan), g, target, q, k)  # attention_delta reads no slots and no tables
+        plain = LaunchContext(
+            triton_backward.bare(plan), g, target, q, k
+        )  # attention_delta reads no slots and no tables
         self.nothing = plain.values({}, {})
         self.steps = []
         for step in grids.of_backward(g, target, self.module.kernels):
@@ -233,7 +235,7 @@ class _BackwardLaunches:
                 self.steps.append(self._step(plain, step))
 
     def _step(
-        self, context: Bound, step: grids.LaunchStep, parts: grids.RowParts | None = None, **more: Any
+        self, context: LaunchContext, step: grids.LaunchStep, parts: grids.RowParts | None = None, **more: Any
     ) -> tuple[Launch | grids.RowLaunches, list[str]]:
         """A launch, and the tensors it takes."""
         letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
@@ -255,7 +257,7 @@ class _BackwardLaunches:
         )
         return run, [*read, *written]
 
-    def __call__(self, read: Values, operands: dict[str, Tensor]) -> dict[Gradient, Tensor]:
+    def __call__(self, read: KernelArgs, operands: dict[str, Tensor]) -> dict[Gradient, Tensor]:
         """Run them all; the sums of captured gradients, shaped as `derive.Gradient` says."""
         import torch
 
@@ -296,7 +298,7 @@ def captured(
         context.shrink(error)
         return captured(
             plan, spans, geometry, q, k, v, dout, stats, slots, tables, target, gradients, deterministic=deterministic
-        )  # fmt: skip
+        )
     return [buffers[g] for g in gradients]
 
 
@@ -304,7 +306,7 @@ class _CapturedRun(grids.CapturedKernels):
     """The launches of one call."""
 
     def __init__(
-        self, context: Bound, spans: SpanSource | None, values: Values, arrays: tuple[Tensor, ...],
+        self, context: LaunchContext, spans: SpanSource | None, values: KernelArgs, arrays: tuple[Tensor, ...],
         slots: Mapping[str, Any], tables: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         self.context, self.spans, self.values, self.arrays = context, spans, values, arrays
@@ -330,7 +332,7 @@ class _CapturedRun(grids.CapturedKernels):
         return into
 
     def launch(
-        self, kernels: Made, kernel: str, grid: grids.Grid, pointers: Sequence[str], numbers: Mapping[str, Any]
+        self, kernels: KernelModule, kernel: str, grid: grids.Grid, pointers: Sequence[str], numbers: Mapping[str, Any]
     ) -> Launch:
         """A launch that is kept for such calls; `pointers` come after the arrays."""
         return self.context.launch(
