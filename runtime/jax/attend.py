@@ -5,7 +5,7 @@ JAX is imported where there is something to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from frisket.dsl.errors import BackendError, FrisketError, ParameterError, Shape
 from frisket.dsl.ir import COORDINATES, SIZES, uses
 from frisket.lowering.plan import Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.backends.base import RECORDS, Backend, backends_of, ranked
+from frisket.runtime.backends.base import RECORDS, Backend, Shapes, backends_of, ranked
 from frisket.runtime.backends.registry import library, lowerable, warn_slow
 from frisket.runtime.calls.arrays import named
 from frisket.runtime.calls.options import Options
@@ -76,9 +76,6 @@ def _asked(att: Any, request: CallArgs) -> str:
     return f"in attention under {'; '.join(str(att.program).splitlines()) or 'everything visible'}\n  of {shapes}"
 
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-
 def executor(backend: str, direction: str) -> Callable[..., Any]:
     """`forward` or `backward` of a backend."""
     return RECORDS[backend].executor("jax", direction == "backward")
@@ -135,12 +132,10 @@ def quickest_of(name: str, plan: Plan, geometry: Geometry, dtype: str, options: 
     return quickest(name, tiled.plan, geometry, dtype, {n: x.shape for n, x in tiled.tables.items()}, plan.narrow)
 
 
-def _reason(
-    backend: Backend, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, grad_names: frozenset[str]
-) -> str:
+def _reason(backend: Backend, plan: LoopPlan, g: Geometry, dtype: str, shapes: Shapes, names: frozenset[str]) -> str:
     """A reason why a backend's kernels cannot run this call, or an empty text."""
     run = backend.executors["jax"]
-    why: str = run.refuses(plan, geometry, dtype, shapes) if run.refuses else ""
-    if grad_names and not why and run.refuses_gradients:
-        why = run.refuses_gradients(plan, geometry, dtype, shapes, grad_names)
+    why: str = run.refuses(plan, g, dtype, shapes) if run.refuses else ""
+    if names and not why and run.refuses_gradients:
+        why = run.refuses_gradients(plan, g, dtype, shapes, names)
     return why

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 import frisket
-from frisket.dsl.errors import BackendError, BackwardError, ParameterError
+from frisket.dsl.errors import BackendError, BackwardError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
@@ -35,7 +35,7 @@ from frisket.lowering.plan import KV_INPUTS, Geometry, LoopPlan, Slot
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.backends.cpp.jax import lse_residual_of, softmax_stats_of
+from frisket.runtime.backends.cpp.jax import lse_residual_of, softmax_stats_of, too_wide
 from frisket.runtime.backends.engines.proof import EngineCall, prove
 from frisket.runtime.backends.registry import library, target_on
 from frisket.runtime.calls.arrays import TokenPermutation
@@ -78,13 +78,11 @@ class JaxCall:
 
     # -- running --
 
-    def backend_on(
-        self, platform: str, dtype: str, exported: bool = False, grad_names: frozenset[str] = frozenset()
-    ) -> str:
-        """The backend that runs the call on a platform, or makes its gradients; raises if none does."""
+    def backend_on(self, platform: str, dtype: str, exported: bool = False, names: frozenset[str] = frozenset()) -> str:
+        """The backend that runs the call on a platform, or makes the gradients of `names`; raises if none does."""
         plan, shapes = self.shard_plan(self.plan), dict(self.shapes)
-        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, grad_names)
-        if self.backend or self.tile or grad_names:
+        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, names)
+        if self.backend or self.tile or names:
             return name
         return quickest(name, plan, self.geometry, dtype, shapes, getattr(self.source, "narrow", False))
 
@@ -312,9 +310,8 @@ class _BackendRun:
             self.plan, slots, tables = tiled.plan, tiled.slots, tiled.tables
         tables = {**tables, **{t.name: arrays[t.source] for t in self.plan.tables if t.source in arrays}}
         self.plan = call.shard_plan(self.plan)
-        drawn = numbers["drawn"] | {
-            n: i * size for n, i, size in zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
-        }
+        sizes = zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
+        drawn = numbers["drawn"] | {n: i * size for n, i, size in sizes}
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
         if RECORDS[backend].int64 and isinstance(call.source, DevicePlanSpec):  # without x64
             ints = {x.name: x.source for xs in (self.plan.every_table, self.plan.slots) for x in xs if x.type is INT}
@@ -446,9 +443,7 @@ def narrowed(source: str, floating: bool, table: Any, int64: bool) -> Any:
     whole = isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.size
     wide = np.iinfo(np.int32)
     if whole and not floating and not int64 and (table.max() > wide.max or table.min() < wide.min):
-        raise ParameterError(
-            f"table `{source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
-        )
+        raise too_wide(source)
     return table if isinstance(table, np.ndarray) else jnp.asarray(table)
 
 

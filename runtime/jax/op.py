@@ -94,9 +94,8 @@ def _divided_plan(call: CheckedCall, options: Options, named: str) -> tuple[JaxC
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}
     shapes = {n: tuple(x.shape) for n, x in tables.items()} | _shapes(kernel, call)
     if planner is not None:
-        numbers["given"] = {
-            n: plan.device_values[n] for n in (*planner.tables, *planner.scalars) if n in plan.device_values
-        }
+        inputs = (*planner.tables, *planner.scalars)
+        numbers["given"] = {n: x for n, x in plan.device_values.items() if n in inputs}
         of = kernel, call.geometry, call.arrays.dtype
         chosen = call.backend if named or options.tile else quickest(call.backend, *of, shapes, plan.narrow)
         target = target_on(chosen, *of, options.tile, plan.narrow)
@@ -185,9 +184,8 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         learned, fixed, out, lse, (lse_residual, softmax_stats), grad_names = residuals
         dout, dlse, _ = cotangents  # the largest score is not differentiable
         dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-        rows = {"out": out, "lse": lse, "low": lse_residual, "dout": dout} | (
-            {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
-        )
+        rows = {"out": out, "lse": lse, "low": lse_residual, "dout": dout}
+        rows |= {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
         gradients: Arrays = {}
         if inner := tuple(sorted(grad_names.keys() - {"sinks"})):
             gradients = dict(zip(inner, task(learned | fixed | rows | {"norm": softmax_stats}, inner), strict=True))

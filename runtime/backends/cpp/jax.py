@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import traced
+from frisket.runtime.plans.device import Values
 
 if TYPE_CHECKING:
     import jax
@@ -47,7 +48,7 @@ LN2 = 2839 / 2**12, 535 / 2**24, 5.7699990475432854e-08  # of 12 bits, of 12 mor
 
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,
+    slots: Values, tables: Values, target: Target, *, sinks: Any = None,
     rows: TokenPermutation | None = None, lse_residual: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and [batch, heads, q_len, 2] what the
@@ -68,8 +69,8 @@ def forward(
 
 def backward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: Any = None,
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Values,
+    tables: Values, target: Target, *, grad_names: frozenset[str], sinks: Any = None,
     softmax_stats: Any = None, rows: TokenPermutation | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `softmax_stats` is the forward's, or
@@ -94,9 +95,8 @@ def backward(
 
 
 def _folded(
-    plan: LoopPlan, captured: Sequence[Gradient], sums: Sequence[Any], geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+    plan: LoopPlan, captured: Sequence[Gradient], sums: Sequence[Any], geometry: Geometry, slots: Values, tables: Values
+) -> dict[str, Any]:
     import jax.numpy as jnp
 
     limits: dict[str, float] = {n: abs(x) for n, x in slots.items() if isinstance(x, int)}
@@ -174,16 +174,13 @@ def _form(
     flags = (len(grad_mask), *(int(x is not None) for x in (dlse, softmax_stats, sinks, rows)))
     ranks = (t.rank for t in plan.tables)
     pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
-    return (
-        *flags, *origins, len(floating), len(plan.tables), *pages, target.block_q, *floating, *ranks,
-        *map(int, grad_mask),
-    )  # fmt: skip
+    sizes = len(floating), len(plan.tables), *pages, target.block_q
+    return (*flags, *origins, *sizes, *floating, *ranks, *map(int, grad_mask))
 
 
 def _values(
-    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Mapping[str, Any],
-    literals: Sequence[float], tables: Mapping[str, Any], real: np.dtype[Any], sinks: Any, traced: bool,
-    target: Target, rows: TokenPermutation | None,
+    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Values, literals: Sequence[float],
+    tables: Values, real: np.dtype[Any], sinks: Any, traced: bool, target: Target, rows: TokenPermutation | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(words, floats, (bounds, count, slice_of, perhaps the rows of queries and keys), sinks or None, tables). What is
     the host's goes into a trace as constants; otherwise JAX keeps a copy of it for the next call."""
@@ -243,10 +240,13 @@ def _stored(use: TableUse, table: Any, wide: bool, real: np.dtype[Any]) -> Any:
     if table.dtype == dtype:
         return table
     if isinstance(table, np.ndarray) and use.type is INT and (table.max() > INT32.max or table.min() < INT32.min):
-        raise ParameterError(
-            f"table `{use.source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
-        )
+        raise too_wide(use.source)
     return table.astype(dtype)
+
+
+def too_wide(name: str) -> ParameterError:
+    """The error of a table whose numbers a kernel's integers do not hold."""
+    return ParameterError(f"table `{name}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it")
 
 
 # -- copies of the host's arrays, for calls outside of jax.jit ---------------------------------------
@@ -303,10 +303,8 @@ def _compiled(static: CppStatic) -> Any:
         types = [jax.typeof(x) for x in operands]
         # under shard_map operands vary along the same axes of the mesh, and so do results
         along = frozenset[str]().union(*(t.manual_axis_type.varying for t in types))
-        operands = [
-            jax.lax.pcast(x, tuple(sorted(along - t.manual_axis_type.varying)), to="varying")
-            for x, t in zip(operands, types, strict=True)
-        ]
+        missing = [tuple(sorted(along - t.manual_axis_type.varying)) for t in types]
+        operands = [jax.lax.pcast(x, axes, to="varying") for x, axes in zip(operands, missing, strict=True)]
         where: dict[str, Any] = {}
         if along:
             where["manual_axis_type"] = types[0].manual_axis_type.update(varying=along)

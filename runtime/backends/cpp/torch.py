@@ -10,7 +10,7 @@ import ctypes
 import math
 import mmap
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -26,10 +26,11 @@ from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, SHORT, WORDS
 from frisket.lowering.kernels.cpp.tiles import long_runs, tiles
 from frisket.lowering.kernels.cpp.tiles import pays as products_pay
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, TableUse, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine.cpp_build import Threads, library, of_torch
 from frisket.runtime.machine.cpp_cpu import lacking
+from frisket.runtime.plans.device import Values
 
 Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
@@ -38,8 +39,8 @@ KEPT = 64  # records of calls, with the spans they point to
 
 
 def forward(
-    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
-    tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = True,
+    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Values,
+    tables: Values, target: Target, *, sinks: Tensor | None = None, top: bool = True,
     softmax_stats: bool = False, rows: TokenPermutation | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse and top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
@@ -59,17 +60,14 @@ def forward(
     known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=kernel_call.real) if softmax_stats else None
     sinks = None if sinks is None else _real(sinks, kernel_call.real)
     words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, pages]
-    kernel_call.call(
-        "frisket_forward", slots, tables,
-        [*words, *_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3],
-         *_NOTHING],
-    )  # fmt: skip
+    words += [*_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3]]
+    kernel_call.call("frisket_forward", slots, tables, [*words, *_NOTHING])
     return (out, lse, peak, known) if softmax_stats else (out, lse, peak)
 
 
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
+    dout: Tensor, dlse: Tensor | None, slots: Values, tables: Values, target: Target, *,
     grad_names: frozenset[str], sinks: Tensor | None = None, softmax_stats: Tensor | None = None,
     share: Tensor | None = None, rows: TokenPermutation | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
@@ -85,16 +83,14 @@ def backward(
 
     g = geometry
     kernel_call = prepared(plan, spans, g, target, q.dtype, q.dtype, rows)
-    arrays = (q, k, v, out, dout.to(q.dtype))
+    arrays, real = (q, k, v, out, dout.to(q.dtype)), kernel_call.real
     copies: list[Tensor] = []
-    lse, dlse, sinks, softmax_stats = (_real(x, kernel_call.real) for x in (lse, dlse, sinks, softmax_stats))
+    lse, dlse, sinks, softmax_stats = (_real(x, real) for x in (lse, dlse, sinks, softmax_stats))
     grads = {n: torch.empty(s, dtype=q.dtype) for n, s in kernel_call.shapes.items() if n in grad_names}
     for x in grads.values():
         huge(x)
-    captured = (
-        [(x, x.source in grad_names) for x in backward_of(plan).gradients] if len(grad_names) > len(grads) else []
-    )
-    sums = [torch.zeros(_shape(x, g, tables), dtype=kernel_call.real) if mine else None for x, mine in captured]
+    captured = backward_of(plan).gradients if len(grad_names) > len(grads) else ()
+    sums = [torch.zeros(_shape(x, g, tables), dtype=real) if x.source in grad_names else None for x in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
     width = 0 if softmax_stats is None else softmax_stats.shape[3]
     words = [_at(sinks), lse.data_ptr(), 0, _at(softmax_stats), width, 0, 0]
@@ -102,14 +98,12 @@ def backward(
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
     kernel_call.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
     if sums:
-        summed = [x for x, mine in captured if mine], [x for x in sums if x is not None]
-        read = {
-            use.name: kernel_call.kernel.table(use, tables[use.name], dtype)
-            for use, dtype, _ in kernel_call.kernel.tables
-        }
+        summed = [x for x in captured if x.source in grad_names], [x for x in sums if x is not None]
+        kernel = kernel_call.kernel
+        read = {use.name: kernel.table(use, tables[use.name], dtype) for use, dtype, _ in kernel.tables}
         grads |= folded(*summed, g, slots, read)
     for name in grad_names - grads.keys():  # read by the score mod, and of no influence
-        grads[name] = torch.zeros(tables[name].shape if name in tables else (), dtype=kernel_call.real)
+        grads[name] = torch.zeros(tables[name].shape if name in tables else (), dtype=real)
     return grads
 
 
@@ -152,10 +146,7 @@ def call_target(plan: Any, g: Geometry, dtype: str, tile: Any, tuning: Any, devi
     return target(plan, g, dtype, tile, plan is not None and plan.narrow, tuning.precision == "ieee")
 
 
-def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
-    spans: SpanSource | None = None,
-) -> tuple[str, Target]:  # fmt: skip
+def text(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, *_: Any) -> tuple[str, Target]:
     """The forward kernel's text, and its target."""
     return KERNELS["forward"](plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype).source(), target
 
@@ -206,7 +197,7 @@ def _array(x: Tensor, copies: list[Tensor]) -> tuple[int, int, int, int]:
     return x.data_ptr(), batch, head, row
 
 
-def _shape(gradient: Gradient, g: Geometry, tables: Mapping[str, Tensor]) -> Sequence[int]:
+def _shape(gradient: Gradient, g: Geometry, tables: Values) -> Sequence[int]:
     """The shape of the buffer in which a captured gradient is summed: `derive.Gradient`."""
     if gradient.over == "scatter":
         return tuple(tables[gradient.source].shape)
@@ -266,12 +257,12 @@ class NativeKernel:
             function = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
         return function
 
-    def slots_of(self, name: str, slots: Mapping[str, Any]) -> tuple[Any, tuple[bytes, Any, int]]:
+    def slots_of(self, name: str, slots: Values) -> tuple[Any, tuple[bytes, Any, int]]:
         """The kernel, and the words of its slots."""
         run, record, literals = self.function(name)
         return run, self.slot_words.put(record.pack(*[kind(slots[n]) for n, kind in self.slots], *literals))
 
-    def words(self, tables: Mapping[str, Tensor]) -> tuple[tuple[bytes, Any, int], list[Tensor]]:
+    def words(self, tables: Values) -> tuple[tuple[bytes, Any, int], list[Tensor]]:
         """The words of its tables, and the tables that these have the addresses of."""
         read = [self.table(use, tables[use.name], dtype) for use, dtype, _ in self.tables]
         packed = [p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, (_, _, p) in zip(read, self.tables, strict=True)]
@@ -304,6 +295,7 @@ class NativeLaunch:
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
         places = () if rows is None else rows.padded(target.block_k + BEHIND)
         self.alive = origins, runs, places
+        self.weight = 4000 + sum(x.nbytes for x in (*runs, *places))  # bytes: a cache of few entries holds all its runs
         self.before = (
             g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],
             *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins),
@@ -317,7 +309,7 @@ class NativeLaunch:
         keys = g.batch, g.kv_heads, g.kv_len
         return {"q": (g.batch, g.heads, g.q_len, g.head_dim), "k": (*keys, g.head_dim), "v": (*keys, g.v_dim)}
 
-    def call(self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor], rest: list[int]) -> None:
+    def call(self, name: str, slots: Values, tables: Values, rest: list[int]) -> None:
         """Run a kernel; `rest` are the words from `sinks` on."""
         kernel = self.kernel
         run, values = kernel.slots_of(name, slots)
@@ -326,9 +318,7 @@ class NativeLaunch:
         if failed:
             raise out_of_memory(name)
 
-    def frozen(
-        self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor] | None
-    ) -> tuple[Any, bytes, Any]:
+    def frozen(self, name: str, slots: Values, tables: Values | None) -> tuple[Any, bytes, Any]:
         """A kernel; the words of its record between `pool` and `sinks`, without tables where they are None; and what
         the words point to."""
         kernel = self.kernel
@@ -354,9 +344,7 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
 
 
 _kernel = memo(KEPT, by="weak")(NativeKernel)  # of a plan by its identity
-prepared = memo(
-    KEPT, by="identity", weigh=lambda _, call, owners: 4000 + sum(x.nbytes for group in call.alive[1:] for x in group)
-)(NativeLaunch)
+prepared = memo(KEPT, by="identity", weigh=lambda _, call, owners: call.weight)(NativeLaunch)
 
 
 # -- calls like one before ---------------------------------------------------------------------------
@@ -381,8 +369,8 @@ class FastPath(NamedTuple):
 
 
 def repeat(
-    plan: LoopPlan, spans: Spans, g: Geometry, dtype: Any, stored: Any, slots: Mapping[str, Any],
-    tables: Mapping[str, Tensor], table_names: Sequence[str], target: Target,
+    plan: LoopPlan, spans: Spans, g: Geometry, dtype: Any, stored: Any, slots: Values,
+    tables: Values, table_names: Sequence[str], target: Target,
 ) -> FastPath:  # fmt: skip
     """A forward by q, k and v of these shapes and dtypes, and its gradients. `table_names` are those of each call."""
     import torch

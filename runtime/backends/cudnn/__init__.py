@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frisket.lowering.engines.flags import Flags
-from frisket.runtime.backends.base import Backend, Executors, absent, nvidia, register
+from frisket.runtime.backends.base import Backend, Executors, absent, nvidia
 from frisket.runtime.backends.engines import SquareMask, square, with_lse
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def reason(framework: str | None = None) -> str:
     return "" if have >= OLDEST else f"cuDNN {have} is older than {OLDEST}"
 
 
-register(Backend(
+Backend(
     name="cudnn",
     kernels="cuDNN's attention, of masks that it knows",
     language="cudnn",
@@ -105,4 +105,4 @@ register(Backend(
     platforms=("cuda",),
     rank=20,
     refuses={"float32": HALVES, "float64": HALVES},
-))  # fmt: skip
+).register()

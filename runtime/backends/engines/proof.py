@@ -223,11 +223,8 @@ class CostRow:
 def _rows(engine: str, call: EngineCall) -> list[tuple[int, CostRow, bool]]:
     """(place, row, whether it says that the engine wins) of the rows about an engine and the arrays of a call."""
     about = call.platform, call.dtype
-    return [
-        (i, row, row.pays(*about, call.geometry, call.generated))
-        for i, row in enumerate(COSTS)
-        if row.engine == engine and row.covers(*about)
-    ]
+    rows = [(i, row) for i, row in enumerate(COSTS) if row.engine == engine and row.covers(*about)]
+    return [(i, row, row.pays(*about, call.geometry, call.generated)) for i, row in rows]
 
 
 def turn(engine: str, call: EngineCall) -> int:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, register
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent
 from frisket.runtime.backends.pallas_tpu import interpreted
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def forward(a: SplashArguments, q: Array, k: Array, v: Array, platform: str) -> 
     return out.transpose(0, 2, 1, 3).astype(v.dtype), lse
 
 
-register(Backend(
+Backend(
     name="splash",
     kernels="JAX's splash attention for TPUs, of masks that it knows, by name alone",
     language="splash",
@@ -119,4 +119,4 @@ register(Backend(
     platforms=("tpu",),
     interpreter=Interpreter("Pallas'", 0.0005, interpreted),
     refuses={"float64": "splash attention takes float32 and halves; cast q, k and v, or take backend='xla'"},
-))  # fmt: skip
+).register()

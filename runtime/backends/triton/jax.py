@@ -37,13 +37,15 @@ from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, argumen
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded as xla_folded
-from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.base import RECORDS, Block, Shapes
 from frisket.runtime.backends.cpp.jax import _halves as halves
+from frisket.runtime.backends.cpp.jax import too_wide
 from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.plans.device import Values
 
 from . import grids as triton_grids
 from . import tiles as triton_tiles
-from .grids import Grid, of_host
+from .grids import NO_FLAGS, CapturedResult, Grid, of_host
 from .launch import GRID, loaded_kernels, refused_shape, span_arrays
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
 
 def forward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None, platform: str = "cpu",
+    slots: Values, tables: Values, target: Target, *, sinks: Any = None, platform: str = "cpu",
     lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top float32 [batch, heads, q_len]) from q [batch, q_len, heads, dim]
@@ -104,8 +106,8 @@ def forward(
 
 def backward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: Any = None, platform: str = "cpu",
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Values,
+    tables: Values, target: Target, *, grad_names: frozenset[str], sinks: Any = None, platform: str = "cpu",
     lse_residual: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `lse_residual`
@@ -142,7 +144,7 @@ def backward(
     return grads | folds | _zeros(values - folds.keys(), tables)
 
 
-def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> str:
     """A reason why the kernels cannot run a call, or ""."""
     g = geometry
     try:
@@ -159,9 +161,7 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str,
     return next(filter(None, (refused_shape(t, shapes.get(t.name, (1,) * t.rank)) for t in plan.every_table)), "")
 
 
-def target(
-    plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
-) -> Target:
+def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = None, narrow: bool = False) -> Target:
     """The tiles of a call, for this machine's GPU; `narrow` says that rows see a few hundred keys at most."""
     if tile is not None:
         return _precise(triton_tiles.of_tile(tile, geometry, dtype, architecture()), dtype)
@@ -210,7 +210,7 @@ def _precise(target: Target, dtype: str) -> Target:
 # -- what kernels take and give -----------------------------------------------------------------------
 
 
-def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str, Any]) -> Dims:
+def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Values) -> Dims:
     """The dimensions that the kernels' text takes from arrays; LoweringError where there are no such kernels."""
     if why := refuses(plan, g, dtype, {n: np.shape(x) for n, x in tables.items()}):
         raise LoweringError(why)
@@ -223,9 +223,7 @@ def _source(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any)
     return emit(plan, *parts, **flags)
 
 
-def _results(
-    g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[cotangents.Sum], separate_dv: bool
-) -> dict[str, dict[str, Any]]:
+def _results(g: Geometry, dtypes: Values, totals: Sequence[cotangents.Sum], separate_dv: bool) -> dict[str, Any]:
     """(shape, dtype) of what each kernel of a backward writes; `separate_dv`: values have one of their own."""
     rows, columns = ((g.batch, g.heads, n) for n in (g.q_len, g.kv_len))
     keys = g.batch, g.kv_len, g.kv_heads
@@ -240,7 +238,7 @@ def _results(
     }
 
 
-def _zeros(names: frozenset[str], tables: Mapping[str, Any]) -> dict[str, Array]:
+def _zeros(names: frozenset[str], tables: Values) -> dict[str, Array]:
     """Gradients of values without influence."""
     import jax.numpy as jnp
 
@@ -251,17 +249,14 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
     """The kernels of one call on JAX arrays; `inputs` are arrays by the kernels' names, `Stats` as `attention_delta`
     writes it."""
 
-    def __init__(
-        self, call: JaxTritonCall, spans: SpanSource | None, inputs: Mapping[str, Array], tile: Target
-    ) -> None:
+    def __init__(self, call: JaxTritonCall, spans: SpanSource | None, inputs: Values, tile: Target) -> None:
         self.call, self.inputs, self.tile = call, inputs, tile
         self.plan, self.geometry, self.slots, self.tables = call.plan, call.geometry, call.slots, call.tables
         self.records = None if spans is None else partial(spans.rows, (tile.block_q, tile.block_k))
 
     def run(
-        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid,
-        result: triton_grids.CapturedResult, *, flags: Mapping[str, bool] = triton_grids.NO_FLAGS,
-        more: Mapping[str, Any] = triton_grids.NO_FLAGS, zeroed: bool = False, **numbers: Any,
+        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
+        flags: Mapping[str, bool] = NO_FLAGS, more: Values = NO_FLAGS, zeroed: bool = False, **numbers: Any,
     ) -> Array:  # fmt: skip
         (name, shape), source = result, _source(emit, self.plan, self.tile, self.call.dims, *parts, **flags)
         dtype = np.int32 if name == "Counted" else np.float32
@@ -287,9 +282,8 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
 
 
 def folded(
-    buffers: Mapping[Gradient, Array], geometry: Geometry, slots: Mapping[str, Any], tables: Mapping[str, Any],
-    int64: bool,
-) -> dict[str, Array]:  # fmt: skip
+    buffers: Mapping[Gradient, Array], geometry: Geometry, slots: Values, tables: Values, int64: bool
+) -> dict[str, Array]:
     """The gradient of every table and slot, by its name in the plan; sums by place in fixed point."""
     import jax
     import jax.numpy as jnp
@@ -333,9 +327,8 @@ class JaxTritonCall:
     """A plan with the values of a call, and how they reach kernels."""
 
     def __init__(
-        self, plan: LoopPlan, geometry: Geometry, slots: Mapping[str, Any], tables: Mapping[str, Any], dims: Dims,
-        platform: str,
-    ) -> None:  # fmt: skip
+        self, plan: LoopPlan, geometry: Geometry, slots: Values, tables: Values, dims: Dims, platform: str
+    ) -> None:
         check(platform, dims.dtype)
         self.plan, self.geometry, self.slots, self.dims, self.platform = plan, geometry, slots, dims, platform
         self.tables = {t.name: _readable(t, tables[t.name], plan.int64) for t in plan.every_table}
@@ -403,7 +396,7 @@ class JaxTritonCall:
     # -- launching ------------------------------------------------------------------------------------
 
     def run(
-        self, source: str, kernel: str, grid: Grid, tile: Target, inputs: Mapping[str, Array],
+        self, source: str, kernel: str, grid: Grid, tile: Target, inputs: Values,
         results: Mapping[str, tuple[Sequence[int], Any]], spans: Callable[[], Any] | None = None, *,
         zeroed: bool = False, plan: LoopPlan | None = None, **lengths: int,
     ) -> dict[str, Array]:  # fmt: skip
@@ -420,8 +413,8 @@ class JaxTritonCall:
             arrays |= span_operands(spans(), entry.arrays)
             lengths["records"] = arrays["Spans"].shape[2]
         operands = [jax.numpy.asarray(arrays[n]) for n in entry.arrays]
-        operands += [_vector([self.values[n] for n in names], kind, self.plan.int64)
-                     for names, kind in ((entry.whole, INT), (entry.real, FLOAT)) if names]  # fmt: skip
+        kinds = ((entry.whole, INT), (entry.real, FLOAT))
+        operands += [_vector([self.values[n] for n in names], kind, self.plan.int64) for names, kind in kinds if names]
         known = {**self.lengths, **lengths}
         constants = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "ORIGIN_PER_BATCH": self.per_batch}
         constants["NEAR"] = self.near(tile.block_q)
@@ -529,9 +522,7 @@ def _readable(use: TableUse, table: Any, wide: bool) -> Array:
         if isinstance(table, np.ndarray):
             fits = table.max() <= INT32.max and table.min() >= INT32.min
             if not fits and not wide:
-                raise ParameterError(
-                    f"table `{use.source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
-                )
+                raise too_wide(use.source)
             return table.astype(np.int32) if fits else halves(table)
         if wide:
             return halves(table)

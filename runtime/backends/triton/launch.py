@@ -25,6 +25,7 @@ from frisket.lowering.kernels.triton.writer import near as near_rows
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.calls.arrays import uploaded
+from frisket.runtime.plans.device import Values
 
 from .source import load
 from .tiles import smaller
@@ -142,7 +143,7 @@ class LaunchContext:
             remember(self._described, steps, fits := describable(*tensors), KEPT)
         return fits
 
-    def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> KernelArgs:
+    def values(self, slots: Values, tables: Values) -> KernelArgs:
         """The values that kernels read. Of read-only mappings, which are those of many calls, they are made once;
         what is one call's own is not held, for its tensors may hold the graph of a step."""
         cached = self._cached
@@ -175,9 +176,8 @@ class LaunchContext:
             fixed |= span_tables(laid_out, self.device)
             if self.spans is not None and isinstance(laid_out, DeviceSpans):
                 span_key = records.__name__, block
-        return (launcher or Launch)(
-            function, module.arguments, self.plan, grid, target, self.device, fixed, tensors, device_slots, span_key
-        )
+        parts = module.arguments, self.plan, grid, target, self.device, fixed, tensors, device_slots, span_key
+        return (launcher or Launch)(function, *parts)
 
 
 def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> LaunchContext:
@@ -219,10 +219,7 @@ def origin(g: Geometry, device: Any) -> dict[str, Any]:
         starts = [uploaded(np.broadcast_to(s, g.batch).astype(np.int32), device) for s in starts]
     else:
         starts = [int(s) for s in starts]
-    return {
-        "b_origin": int(b), "h_origin": int(h), "q_origin": starts[0], "k_origin": starts[1],
-        "ORIGIN_PER_BATCH": per_batch,
-    }  # fmt: skip
+    return {f"{n}_origin": x for n, x in zip("bhqk", (int(b), int(h), *starts))} | {"ORIGIN_PER_BATCH": per_batch}
 
 
 def far(*tensors: Tensor) -> bool:
@@ -244,9 +241,7 @@ def near(x: Tensor, rows: int) -> Tensor:
 _CONVERT: Mapping[Any, Any] = {INT: int, BOOL: bool, FLOAT: float}
 
 
-def _values(
-    plan: LoopPlan, slots: Mapping[str, Any], tables: Mapping[str, Tensor], spans: Any, span_tensors: dict[Any, Any]
-) -> KernelArgs:
+def _values(plan: LoopPlan, slots: Values, tables: Values, spans: Any, span_tensors: dict[Any, Any]) -> KernelArgs:
     device_slots = tuple(s.name for s in plan.slots if hasattr(slots[s.name], "data_ptr"))
     numbers = tuple(_CONVERT[s.type](slots[s.name]) for s in plan.slots if s.name not in device_slots)
     arrays = [_readable(use, tables[use.name]) for use in plan.every_table]
@@ -455,11 +450,8 @@ def blocks(dims: Geometry | Dims, target: Target) -> dict[str, Block]:
 def describable(*tensors: Tensor) -> bool:
     """Whether tensor descriptors can have the strides of these arrays [batch, heads, length, dim]: 1 along the head
     dimension, else multiples of 16 bytes, where there is more than one entry."""
-    return all(
-        x.stride(3) == 1
-        and all(n == 1 or (s > 0 and s * x.itemsize % 16 == 0) for n, s in zip(x.shape[:3], x.stride()))
-        for x in tensors
-    )
+    steps = [s * x.itemsize for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n != 1]
+    return all(x.stride(3) == 1 for x in tensors) and all(s > 0 and s % 16 == 0 for s in steps)
 
 
 def _check_grid(grid: tuple[int, ...]) -> None:
@@ -491,8 +483,10 @@ def _order(spans: DeviceSpans) -> Tensor:
 
 # parameters that differ at every call where spans are made on a device
 MOVING: Mapping[str, Callable[[DeviceSpans], Tensor]] = {
-    "Spans": lambda spans: spans.bounds.contiguous(), "Count": lambda spans: spans.count.contiguous(), "Order": _order,
-}  # fmt: skip
+    "Spans": lambda spans: spans.bounds.contiguous(),
+    "Count": lambda spans: spans.count.contiguous(),
+    "Order": _order,
+}
 
 
 def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
