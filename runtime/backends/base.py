@@ -196,7 +196,7 @@ def unregister(name: str) -> None:
 
 
 def forget_order() -> None:
-    for derived in (backends_of, names, named, ranked, engines_of, offered):
+    for derived in (backends_of, names, named, ranked, engines_of, offered):  # memos of what RECORDS held before
         derived.memo.clear()
 
 

@@ -126,7 +126,7 @@ def record(att: Any, call: CheckedCall, began: float, backend: str) -> None:
         "sinks": call.sinks is not None, "options": chosen, "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},
     }  # fmt: skip
-    entries: Any = frozenset((n, type(x), x) for n, x in key.items())
+    entries: Any = frozenset((n, type(x), x) for n, x in key.items())  # types too: 1, 1.0 and True are equal
     what, seconds, at = kernel_step.get() or "planned", time.perf_counter() - began, time.time()
     if entries in att.history:
         if what != "built":

@@ -140,6 +140,7 @@ class JaxCall:
         if isinstance(proof, str):
             raise BackendError(f"backend {backend!r} does not run this call: {proof}\n  leave out the backend")
         out, lse = executor(backend, "forward")(proof.arguments, *(arrays[n] for n in "qkv"), platform)
+        # NaN: an engine has no largest scores, and 0 would pass for one
         results = out, lse, jnp.full_like(lse, jnp.nan)
         return (*results, jnp.zeros_like(lse), _no_norm(out, lse)) if lse_residual else results
 
@@ -159,6 +160,7 @@ class JaxCall:
             return {n: _taken(x, rows.back if n == "q" else rows.keys_back, n) for n, x in reordered.items()}
         if RECORDS[backend].engine is not None:
             other = replace(self, backend="")
+            # of an engine these are zeros: generated kernels take lse
             arrays = {n: x for n, x in arrays.items() if n != "norm"}
             name = other.backend_on(platform, str(arrays["q"].dtype), False, grad_names)
             return other.backward(name, platform, arrays, grad_names)
@@ -229,6 +231,7 @@ class JaxCall:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
+        # hashes first: they are cached, and keys hold trees and whole plans
         return self is other or (isinstance(other, JaxCall) and self._hash == other._hash and self._key == other._key)
 
     def __str__(self) -> str:
@@ -362,7 +365,7 @@ class RepeatedSpans:
         slice_of = np.tile(spans.slice_of, times)
         batch, heads = (n // parts for n, parts in zip(slice_of.shape, shards, strict=True))
         first = slice_of[:batch, :heads]
-        if (np.tile(first, shards) == slice_of).all():
+        if (np.tile(first, shards) == slice_of).all():  # equal shards need not know which one they are
             return replace(spans, slice_of=first)
         where = self.at[0] * batch, self.at[1] * heads
         mine = lax.dynamic_slice(jnp.asarray(slice_of), where, (batch, heads)).reshape(-1)
@@ -440,7 +443,7 @@ ad.primitive_jvps[_tangent] = _refused
 
 def narrowed(source: str, floating: bool, table: Any, int64: bool) -> Any:
     """A table in the integers JAX has; numbers that do not fit are an error, not other numbers."""
-    whole = isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.size
+    whole = isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.size  # an empty table has no maximum
     wide = np.iinfo(np.int32)
     if whole and not floating and not int64 and (table.max() > wide.max or table.min() < wide.min):
         raise too_wide(source)

@@ -355,8 +355,9 @@ WHOLE: tuple[Any, Any] = _primitive("frisket_forward", True), _primitive("friske
 LOCAL: tuple[Any, Any] = _primitive("frisket_forward_shard", False), _primitive("frisket_backward_shard", False)
 
 
-# where instances beside one another go: in the batch, or among the heads
-FOLDED = {n: axes for n, axes in AXES.items() if len(axes) > 2}  # sinks and tables of pages have no place for a second
+# where instances go in one call: into the batch, or among the heads
+# not sinks, page tables and first positions: `_fold` leaves calls that map these to the instances in turn
+FOLDED = {n: axes for n, axes in AXES.items() if len(axes) > 2}
 FOLDS = dict.fromkeys(FOLDED, 0), {n: axes.index("h" if "h" in axes else "n") for n, axes in FOLDED.items()}
 
 

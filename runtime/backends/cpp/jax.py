@@ -101,6 +101,7 @@ def _folded(
 
     limits: dict[str, float] = {n: abs(x) for n, x in slots.items() if isinstance(x, int)}
     kinds = {n: x.dtype for n, x in {**slots, **tables}.items() if hasattr(x, "dtype")}
+    # the values may be traced, so only the dtype bounds them
     limits |= {n: float(np.iinfo(x).max) for n, x in kinds.items() if x.kind in "iu"}
     indices = (i for g in captured if g.over != "scatter" for i in g.index)
     if (wide := plan.int64 and needs_int64(indices, limits, np.inf)) and not int64_enabled():
@@ -155,7 +156,7 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
         seen = jnp.isfinite(lse)
         finite_lse = jnp.where(seen, lse, 0)
         shift = finite_lse * lse.dtype.type(1 if scored else 1 / np.log(2.0))
-        share = jnp.exp(jnp.clip(difference(shift, finite_lse) - lse_residual, -80, 80))
+        share = jnp.exp(jnp.clip(difference(shift, finite_lse) - lse_residual, -80, 80))  # float32 overflows at exp(89)
         return jnp.stack([shift, jnp.where(seen, share, 0)], -1)  # 0: what lse says
 
     return lse_residual, softmax_stats
@@ -194,6 +195,7 @@ def _values(
 
     def stored(use: TableUse) -> Any:
         table = tables[use.name]
+        # a copy of what may be written to goes stale
         if traced or not isinstance(table, np.ndarray) or table.flags.writeable:
             return _stored(use, table, plan.int64, real)
         return _kept(table, f"{plan.int64} {real}", lambda: _stored(use, table, plan.int64, real))
@@ -310,6 +312,7 @@ def _compiled(static: CppStatic) -> Any:
             where["manual_axis_type"] = types[0].manual_axis_type.update(varying=along)
             where["sharding"] = NamedSharding(get_abstract_mesh(), unsplit())
         results = [shaped(shape, dtype, **where) for shape, dtype in _results(static, arrays, tables)]
+        # instances in turn would be one launch each: bridge.cpp walks the axes that vmap puts in front
         call = jax.ffi.ffi_call(static.target, results, vmap_method="expand_dims")
         return tuple(call(*operands, **static.attributes))
 
@@ -351,6 +354,7 @@ def target_name(
     with _lock:
         if key not in _registered:
             with suppress(RuntimeError):  # two compilers at once, unless no thread can be had or the interpreter ends
+                # the context says whether builds are deferred
                 Thread(target=copy_context().run, args=(_ahead,)).start()
             library = native_build.library(source)
             ctypes.c_void_p.in_dll(library, "frisket_bridge").value = _bridge()
@@ -376,5 +380,6 @@ def bridge_source() -> str:
     import jax
 
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    # the version makes another text, so that no other jaxlib loads this one from the disk
     preface = f'// jaxlib {version("jaxlib")}\n#include "{header}"\ntypedef void Real;\n'
     return preface + cpp_call.text() + resources.files(__package__).joinpath("bridge.cpp").read_text()

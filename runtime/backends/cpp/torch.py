@@ -79,6 +79,7 @@ def backward(
 
     if share is not None and softmax_stats is not None:
         softmax_stats = torch.stack([softmax_stats[..., 0], softmax_stats[..., 1] * share], -1)
+        # a share of 0 tells the kernel to go by lse: where all weight is on other keys, it must say so too
         lse = lse.masked_fill(softmax_stats[..., 1] == 0, -torch.inf)
 
     g = geometry
@@ -161,13 +162,13 @@ def huge(x: Tensor) -> None:
 
     In pages of 4 KiB writing to a new tensor of 32 MiB takes four times as long as to one that was written before."""
     if x.nbytes >= LARGE:
-        start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # madvise refuses addresses inside a page
         _advise()(start, x.data_ptr() + x.nbytes - start, getattr(mmap, "MADV_HUGEPAGE", 0))
 
 
 @memo(1)
 def _advise() -> Callable[..., Any]:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # as on every system but Linux
         return lambda *arguments: None
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes, madvise.restype = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
@@ -178,6 +179,7 @@ _NOTHING = [0] * (WORDS - OFFSET["dout"])  # words that a forward leaves out
 
 
 def _real(x: Tensor | None, dtype: Any) -> Any:
+    # `resolve_neg`: the memory of a negated view has the other signs
     if x is None or (x.dtype == dtype and x.is_contiguous() and not x.is_neg()):
         return x
     return x.to(dtype).contiguous().resolve_neg()
@@ -253,6 +255,7 @@ class NativeKernel:
         if function is None:
             text, literals = _text(name, self.permuted, *self.text)
             run = getattr(library(text), name)
+            # bytes are passed by address: nothing is copied
             run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
             function = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
         return function
@@ -273,6 +276,7 @@ class NativeKernel:
         if tensor.dtype == dtype and not tensor.is_neg():
             return tensor
         seen, version, conversion = self.converted.get(use.name, (lambda: None, 0, None))
+        # tensors of inference mode count no writes, so a conversion of one may be stale at any call
         if seen() is tensor and not tensor.is_inference() and version == tensor._version:
             return conversion
         conversion = tensor.to(dtype).resolve_neg()
@@ -295,7 +299,7 @@ class NativeLaunch:
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
         places = () if rows is None else rows.padded(target.block_k + BEHIND)
         self.alive = origins, runs, places
-        self.weight = 4000 + sum(x.nbytes for x in (*runs, *places))  # bytes: a cache of few entries holds all its runs
+        self.weight = 4000 + sum(x.nbytes for x in (*runs, *places))  # bytes, by which the memo weighs an entry
         self.before = (
             g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],
             *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins),
@@ -326,6 +330,7 @@ class NativeLaunch:
         words, read = (None, ()) if tables is None else kernel.words(tables)
         at = 0 if words is None else words[2]
         record = RECORD.pack(0, 0, 0, *self.before, values[2], at, *self.behind, *[0] * (WORDS - OFFSET["sinks"]))
+        # the pool of threads stands before these words, the arrays behind: both differ from call to call
         return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words, read)
 
 
@@ -380,11 +385,13 @@ def repeat(
     pairs = 2 * g.batch * g.heads * g.q_len * g.kv_len
     short = pairs * (g.head_dim + g.v_dim) < SHORT
     short_backward = pairs * (3 * g.head_dim + 2 * g.v_dim) < SHORT
+    # looked up once: a call of one token takes 6 microseconds
     alone, empty_like, pack = THREADS.pack(*Threads(1)), torch.empty_like, ARRAYS.pack
     large = dtype.itemsize * size[0] * size[1] * size[2] * size[3] >= LARGE
     strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
     shapes = (*kernel_call.shapes.values(),)
     steps = [(h * n * dim, n * dim, dim) for _, h, n, dim in shapes]
+    # those of inference mode count no writes
     versions = [(x, x._version) for x in tables.values() if not x.is_inference()]
     memory: list[Any] = []
     built: dict[str, tuple[Any, bytes]] = {}  # kernels, and their records
@@ -443,6 +450,7 @@ def repeat(
         words = [0, lse.data_ptr(), 0, softmax_stats.data_ptr(), softmax_stats.shape[3], 0, 0]
         for x in (q, k, v, out, dout):
             *x_strides, step = x.stride()
+            # a zero tensor has no memory to point to
             if step != 1 or x.dtype != dtype or x.is_neg() or x._is_zerotensor():
                 return None
             words += (x.data_ptr(), *x_strides)

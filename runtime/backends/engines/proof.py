@@ -35,7 +35,7 @@ class EngineCall:
     dtype: str
     framework: str
     platform: str  # of "cpu", "cuda", "rocm", "tpu"
-    on_device: bool = False  # tables of the mask live on a device, and nobody looks at them
+    on_device: bool = False  # tables of the mask live on a device, and are not read
     stored: bool = False  # keys and values are as a cache stores them
     dropout: bool = False
     sinks: bool = False
@@ -184,9 +184,9 @@ def engines_for(
     return EngineChoice(proof, {}) if isinstance(proof, Proof) else EngineChoice(None, {record.name: proof})
 
 
-# Where an engine was compared with the oracle as frisket calls it: on the CPU by the tests, on other platforms by
-# `python benchmarks/gpu.py right`, whose rows are then in benchmarks/results/gpu.json: results, lse, the engine's own
-# gradients, and those of generated kernels from its results. An H100 has not compared heads that share keys.
+# Where an engine was compared with the reference as frisket calls it. On the CPU the tests do so, on other platforms
+# `python benchmarks/gpu.py right`, whose rows are then in benchmarks/results/gpu.json. It compares results, lse, the
+# gradients of the engine, and those of generated kernels from its results, but on an H100 no heads that share keys.
 CHECKED: dict[str, tuple[str, ...]] = {"sdpa": ("cpu",)}
 
 

@@ -92,6 +92,7 @@ def attend(call: FlashCall, g: Geometry, q: Tensor, k: Tensor, v: Tensor, sinks:
     from flash_attn.cute import interface  # type: ignore[import-not-found]
 
     arrays = [_laid(call, x) for x in (q, k, v)]
+    # the forward of the engine has no parameter for the derivative of a score mod
     options = _common(call) | {n: f for n, f in _functions(call).items() if n != "score_mod_bwd"}
     with _current(q):
         out, lse, *_ = interface._flash_attn_fwd(*arrays, **options, learnable_sink=sinks, return_lse=True)
@@ -113,6 +114,7 @@ def gradients(
     with _current(q):
         grads = interface._flash_attn_bwd(*arrays, rows[0], **options, dlse=rows[1], deterministic=deterministic)
     pairs = zip(grads, (q, k, v), strict=True)
+    # gradients of packed arrays have no axis of batch entries
     return tuple(dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in pairs)
 
 
@@ -155,7 +157,7 @@ def _common(call: FlashCall) -> dict[str, Any]:
 
 def _led(x: Tensor) -> Tensor:
     """A table whose last axis the engine takes for the contiguous one, whatever the others are."""
-    x = x.view(x.shape)
+    x = x.view(x.shape)  # another tensor: the attribute must not stay on the one of the caller
     x.__leading_dim__ = x.ndim - 1
     return x
 

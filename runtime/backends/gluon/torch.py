@@ -77,6 +77,7 @@ def addressable(x: Tensor) -> Tensor:
 
     x = x.resolve_neg()
     fine = triton_launch.describable(x) and x.data_ptr() % 16 == 0
+    # `contiguous` would return a contiguous tensor as it is, wherever its memory begins
     return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -85,6 +86,7 @@ def _launch(context: triton_launch.LaunchContext, spans: SpanSource | None, kind
     plan, dims, blocks = forward_plan(context.plan, g), context.dims(kind.device_slots), blocks_of(target, g)
     kernels = triton_launch.emitted_kernels(emit, plan, target, dims, **kind.flags)
     return context.launch(
+        # `blocks` twice: in front for the order of Q, K and V, behind because Out has a descriptor too
         kernels, "attention_forward", of_forward(g, target), target, {**blocks, **kind.tensors, **blocks},
         records=None if spans is None else spans.rows, device_slots=kind.device_slots, launcher=GluonLaunch,
         STAGES=target.num_stages,

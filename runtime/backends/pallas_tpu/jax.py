@@ -101,6 +101,7 @@ def forward(
     if why := refuses(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
         raise LoweringError(why)
     rows, heads = spans.rows((target.block_q, target.block_k)), together(geometry, dtype, target.block_q)
+    # heads of one program share a walk: they must see the same tiles
     if pallas_walk.folded(rows.slice_of, heads) != heads:
         heads = 1
     walk = walked(rows, -(-geometry.kv_len // target.block_k), parts=heads)
@@ -165,6 +166,7 @@ def kernel(emit: Function, plan: LoopPlan, target: Target, geometry: Geometry, d
     `interpret` static. Lengths are no part of the text: one module serves all."""
     group = geometry.heads // geometry.kv_heads
     alike = Geometry(1, group, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
+    # tiles of other kernels are no part of this text: without them one entry of the memo serves more calls
     return _kernel(emit, plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, *flags)
 
 
@@ -222,6 +224,7 @@ def backward(
         grads |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
     for i, gradient in captured:
         if gradient.over == "scatter":
+            # operands of the run, and no part of its key
             placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
             run = _by_position(plan, dq_target, placeless, dtype, i, rolls, searches(walk))
             grads[i] = run(*arrays, walk, *numbers, interpret=interpret)

@@ -55,7 +55,7 @@ def arguments(flags: Flags, call: EngineCall) -> SplashArguments | str:
         return f"{flags}: splash attention has one window for all batch entries"
     if g.q_len % LANES or g.kv_len % LANES:
         return f"lengths are whole tiles of {LANES} there, not {g.q_len} and {g.kv_len}"
-    if call.dtype.endswith("16") and math.frexp(scale)[0] != 0.5:
+    if call.dtype.endswith("16") and math.frexp(scale)[0] != 0.5:  # frexp has 0.5 for powers of two alone
         return f"it scales q beforehand, which rounds {call.dtype} where the scale, {scale:g}, is no power of two"
     windowed = flags.left is not None or flags.right is not None
     window: Any = (flags.left, flags.right) if windowed else None

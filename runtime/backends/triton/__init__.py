@@ -27,7 +27,7 @@ def reason(framework: str | None = None) -> str:
 
 def missing() -> str:
     """The packages that JAX needs to call the kernels, and that are not installed or cannot be imported."""
-    needs = ("triton",) if interpreted() else ("triton", "jax_triton")
+    needs = ("triton",) if interpreted() else ("triton", "jax_triton")  # XLA calls the interpreter back, as Python
     lacking = [n for n in needs if not importlib.util.find_spec(n)]
     if lacking:
         return f"{lacking[0]} is not installed: pip install {lacking[0].replace('_', '-')}"

@@ -99,6 +99,7 @@ def forward(
         results if few.alone else few.results(g), records, splits=few.target.splits, batches=g.batch, pool=k.shape[0],
     )  # fmt: skip
     if not few.alone:
+        # it reads no slots, no tables
         grid, more = (g.q_len, g.heads, g.batch), {"plan": triton_grids.NOTHING, **few.numbers(g)}
         outputs = call.run(source, "attention_combine", grid, few.combine_target, outputs | last, results, **more)
     return tuple(outputs[n] for n in results)
@@ -302,6 +303,7 @@ def units(total: Array) -> Array:
     import jax.numpy as jnp
 
     _, exponent = jnp.frexp(total)
+    # the exponents that float32 has without denormals, where a scale and its inverse are exact
     scale = jnp.ldexp(jnp.ones_like(total), jnp.clip(BITS - exponent, -126, 126))
     return jnp.where(jnp.isfinite(total), scale, np.nan).astype(np.float32)
 
@@ -389,6 +391,7 @@ class JaxTritonCall:
         for name in wide & self.tables.keys():
             shape = self._shape(name, self.tables[name])
             steps = known[name].strides[:-1]
+            # Python's integers: a product of lengths may leave 64 bits
             aligned |= {n for i, n in enumerate(steps) if np.prod(shape[i + 1 :], dtype=object) % 16 == 0}
         pairs = frozenset({"Counted", *(known[n].name for n in self.pairs)})
         return Form(self.dims, self.per_batch, pairs, frozenset(aligned))
@@ -460,6 +463,7 @@ def _interpreted(
         arrays = [np.ascontiguousarray(x) for x in inputs]
         outputs = [(np.zeros if zeroed else np.empty)(s.shape, s.dtype) for s in shapes]
         memory = [Memory(x) for x in (*arrays, *outputs)]
+        # the interpreter knows no scalars of numpy
         numbers = [float(x) if isinstance(x, np.floating) else x for x in lengths]
         with _interpreter:
             fn[grid](*memory[: len(arrays)], *numbers, *memory[len(arrays) :], **constants)
@@ -515,6 +519,7 @@ def _readable(use: TableUse, table: Any, wide: bool) -> Array:
     if why := refused_shape(use, np.shape(table)):
         raise ParameterError(why)
     if use.type is BOOL:
+        # by way of bool: any number but 0 is True, whatever its low byte
         return table.astype(bool).astype(np.int8)
     if use.type is FLOAT:
         return jnp.asarray(table, None if table.dtype in (jnp.bfloat16, np.float16) else np.float32)

@@ -167,12 +167,13 @@ def resources(compiled: Any, mma: str) -> tuple[int, int, int]:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:  # cuobjdump reads no pipe
         file.write(compiled.asm["cubin"])
         file.flush()
         commands = ([str(tool), what, file.name] for what in ("-res-usage", "-sass"))
         usage, sass = (subprocess.run(x, capture_output=True, text=True, check=True).stdout for x in commands)
     usages = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    # a cubin may hold other functions too, and the largest of them counts
     return max(int(r) for r, _ in usages), max(int(s) for _, s in usages), len(re.findall(mma, sass))
 
 

@@ -112,6 +112,7 @@ class LaunchContext:
             return launch(*arguments)
         except TooLargeError as error:
             self.shrink(error)
+        # again by the same way: another kernel of the call may not fit either
         return self.run(kind, make, *arguments)
 
     def shrink(self, error: TooLargeError) -> None:
@@ -122,7 +123,7 @@ class LaunchContext:
             raise error
         self.target, self.shrunk = less, self.shrunk | {error.kernel}
         _smaller.put(self._arrays, (self.target, self.shrunk))
-        self.launches.clear()
+        self.launches.clear()  # all are laid out for the larger tile
 
     @cached_property
     def placed(self) -> Geometry:
@@ -322,7 +323,7 @@ class Launch:
             return self._run(values, tensors)
         from torch import cuda
 
-        if cuda.current_device() == self.device.index:
+        if cuda.current_device() == self.device.index:  # entering a device takes longer than to compare
             return self._run(values, tensors)
         with cuda.device(self.device):
             return self._run(values, tensors)
@@ -341,6 +342,7 @@ class Launch:
         for place in places:
             low |= place
         kinds = [(x.dtype, x.stride()) for x in tensors]
+        # nearly always all pointers are aligned: one test of them together saves a flag for each
         key: tuple[Any, ...] = (values.key, *kinds, tuple([p & 15 == 0 for p in places]) if low & 15 else None)
         if self.narrow is not None:
             key += tuple(map(self.narrow, operands))
@@ -390,7 +392,7 @@ class Launch:
             refused.kernel, refused.fixed = self.kernel.__name__, self.fixed
             refused.share = error.limit / error.required
             raise refused from error
-        if compiled is None:
+        if compiled is None:  # the interpreter has no compiled kernel to run again
             return
         warm = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in arguments]
         shapes = [(i, at, arguments[at].shape, arguments[at].strides) for i, at, _ in self.blocks]
@@ -436,6 +438,7 @@ def descriptor(x: Tensor, block: Block) -> Any:
     anything: there it is one that descriptors may have."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
+    # torch says nothing of the stride of such an axis, and TMA refuses one that is no multiple of 16 bytes
     strides = [stride if size > 1 else STEP for size, stride in zip(x.shape[:3], x.stride())]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block))
 
@@ -515,5 +518,5 @@ def _longest(bounds: Tensor) -> Tensor:
     """Rows of each slice, those with the most tiles first."""
     import torch
 
-    width = (bounds[..., 3] - bounds[..., 0]).sum(-1)
+    width = (bounds[..., 3] - bounds[..., 0]).sum(-1)  # from the first to the last tile: full and partial ones
     return torch.argsort(width, dim=-1, descending=True, stable=True).to(torch.int32)

@@ -141,7 +141,7 @@ def default_target(
     whole = max(padded(g.head_dim), padded(g.v_dim))
     dim, large = max(64, min(256, whole)), whole > 256
     window = window_of(keys)
-    if reads == "distance" and window == "long":  # the table's addresses and entries take registers beside the keys
+    if reads == "distance" and window == "long":  # the table's addresses and entries take registers as well as the keys
         window = "medium"
     limit = limit or gpu_of(arch)["shared"]
     name = listed = gpu_of(arch)["tiles"]

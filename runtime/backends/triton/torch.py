@@ -145,6 +145,7 @@ def backward(
     values = grad_names - arrays.keys()
     if 0 in (g.batch, g.q_len, g.kv_len):
         return {n: x.zero_() for n, x in grads.items()} | _zeros(values, tables, lse)
+    # strides of 0: zeros of the shape without its memory
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     if far(q, k, v, out, dout):
         backward_tiles = target.dq, target.dkv, target.dv, triton_backward.DELTA, cotangents.square(target)
@@ -253,6 +254,7 @@ class _BackwardLaunches:
         for run, names in self.steps:
             run(self.nothing if run is self.steps[0][0] else read, *(operands[n] for n in names))
         whole = {s.gradient: operands[s.buffer] for s in self.sums}
+        # one number from all rows of a head: in float32 the sum would round once a row
         return {x: t.sum(-1, dtype=torch.float64).float() if x.over == "head" else t for x, t in whole.items()}
 
 
