@@ -82,10 +82,9 @@ class PlanCompilation:
 
 def compiled(call: CheckedCall, options: Options, device: Any = None) -> PlanCompilation:
     """The compilation of a checked call. Stages that FRISKET_SHOW names go to stderr, once for a target of a plan."""
-    compilation = PlanCompilation(
-        call.plan, call.backend, call.geometry, call.arrays.dtype, options, device, framework=call.arrays.framework,
-        learned=[n for n, x in call.plan.device_values.items() if is_tensor(x) and x.is_floating_point()],
-    )  # fmt: skip
+    learned = [n for n, x in call.plan.device_values.items() if is_tensor(x) and x.is_floating_point()]
+    facts = call.plan, call.backend, call.geometry, call.arrays.dtype, options, device
+    compilation = PlanCompilation(*facts, framework=call.arrays.framework, learned=learned)
     if (names := [n for n in Settings.read().show if n in NAMES]) and compilation.target not in call.plan.shown:
         call.plan.shown.add(compilation.target)
         print("\n\n".join(map(stages(compilation).text, names)), file=sys.stderr)

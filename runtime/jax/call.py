@@ -111,13 +111,10 @@ class JaxCall:
         offset = RECORDS[backend].stats_kind == "offset"
         if lse_residual:
             how["lse_residual"] = True
-        qkv = (arrays[n] for n in "qkv")
+        arguments = run.plan, run.spans, run.geometry, *(arrays[n] for n in "qkv"), run.slots, run.tables, run.target
         try:
             with deferring(not (self.backend or any(map(traced, arrays.values())))):  # what is traced stays as it is
-                result: tuple[Any, ...] = executor(backend, "forward")(
-                    run.plan, run.spans, run.geometry, *qkv, run.slots, run.tables, run.target,
-                    sinks=arrays.get("sinks"), **how,
-                )  # fmt: skip
+                result: tuple[Any, ...] = executor(backend, "forward")(*arguments, sinks=arrays.get("sinks"), **how)
         except BuildError as error:
             return self.forward(self._library_instead(error), platform, arrays, plan, lse_residual)
         if not lse_residual:
@@ -166,6 +163,8 @@ class JaxCall:
             return other.backward(name, platform, arrays, grad_names)
         run, how = _BackendRun(self, backend, arrays), self._keywords(backend, platform)
         operands = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
+        arguments = run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target
+        how["sinks"] = arrays.get("sinks")
         if RECORDS[backend].stats_kind != "offset":
             how["lse_residual"] = arrays.get("low")
             if RECORDS[backend].exact_delta:
@@ -175,10 +174,7 @@ class JaxCall:
             stats = softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
             how["softmax_stats"] = stats
         try:
-            gradients: Arrays = executor(backend, "backward")(
-                run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target,
-                grad_names=grad_names, sinks=arrays.get("sinks"), **how,
-            )  # fmt: skip
+            gradients: Arrays = executor(backend, "backward")(*arguments, grad_names=grad_names, **how)
         except BuildError as error:
             return self.backward(self._library_instead(error), platform, arrays, grad_names)
         return {n: gradients[n].astype(arrays[n].dtype) for n in grad_names}

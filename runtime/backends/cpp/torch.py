@@ -300,10 +300,8 @@ class NativeLaunch:
         places = () if rows is None else rows.padded(target.block_k + BEHIND)
         self.alive = origins, runs, places
         self.weight = 4000 + sum(x.nbytes for x in (*runs, *places))  # bytes, by which the memo weighs an entry
-        self.before = (
-            g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],
-            *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins),
-        )  # fmt: skip
+        sizes = g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2]
+        self.before = (*sizes, *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins))
         at = [x.ctypes.data for x in places] or (0, 0)
         self.behind = (*(x.ctypes.data for x in runs), *spans.bounds.shape[1:3], target.block_q, *at)
 

@@ -85,12 +85,11 @@ def _launch(context: triton_launch.LaunchContext, spans: SpanSource | None, kind
     g, target = context.geometry, context.target
     plan, dims, blocks = forward_plan(context.plan, g), context.dims(kind.device_slots), blocks_of(target, g)
     kernels = triton_launch.emitted_kernels(emit, plan, target, dims, **kind.flags)
-    return context.launch(
-        # `blocks` twice: in front for the order of Q, K and V, behind because Out has a descriptor too
-        kernels, "attention_forward", of_forward(g, target), target, {**blocks, **kind.tensors, **blocks},
-        records=None if spans is None else spans.rows, device_slots=kind.device_slots, launcher=GluonLaunch,
-        STAGES=target.num_stages,
-    )  # fmt: skip
+    # `blocks` twice: in front for the order of Q, K and V, behind because Out has a descriptor too
+    arrays: dict[str, triton_launch.Access] = {**blocks, **kind.tensors, **blocks}
+    records = None if spans is None else spans.rows
+    launch = partial(context.launch, records=records, device_slots=kind.device_slots, STAGES=target.num_stages)
+    return launch(kernels, "attention_forward", of_forward(g, target), target, arrays, launcher=GluonLaunch)
 
 
 class GluonLaunch(triton_launch.Launch):

@@ -108,10 +108,9 @@ def forward(
     search = searches(walk)
     flags = sinks is not None, strided(platform), k.dtype != q.dtype, lse_residual, 1 if search else heads, search
     run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
-    return run(  # type: ignore[no-any-return]
-        q, k, v, walk, geometry.origin, geometry.full, [slots[s.name] for s in plan.slots],
-        [tables[t.name] for t in plan.tables], sinks, interpret=platform != "tpu",
-    )  # fmt: skip
+    values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
+    numbers = geometry.origin, geometry.full, *values
+    return run(q, k, v, walk, *numbers, sinks, interpret=platform != "tpu")  # type: ignore[no-any-return]
 
 
 def strided(platform: str) -> bool:

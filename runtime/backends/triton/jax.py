@@ -94,10 +94,9 @@ def forward(
         outputs = call.run(source, "attention_forward", grid, target, arrays, results, records, pool=k.shape[0])
         return tuple(outputs[n] for n in results)
     source = _source(triton_decode.emit, plan, few.text_target, dims, **few.flags, **kind.flags)
-    outputs = call.run(
-        source, "attention_decode", few.grid(g), few.target, inputs | last if few.alone else inputs,
-        results if few.alone else few.results(g), records, splits=few.target.splits, batches=g.batch, pool=k.shape[0],
-    )  # fmt: skip
+    arrays, shapes = (inputs | last, results) if few.alone else (inputs, few.results(g))
+    sizes: dict[str, Any] = {"splits": few.target.splits, "batches": g.batch, "pool": k.shape[0]}
+    outputs = call.run(source, "attention_decode", few.grid(g), few.target, arrays, shapes, records, **sizes)
     if not few.alone:
         # it reads no slots, no tables
         grid, more = (g.q_len, g.heads, g.batch), {"plan": triton_grids.NOTHING, **few.numbers(g)}
@@ -261,10 +260,9 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
     ) -> Array:  # fmt: skip
         (name, shape), source = result, _source(emit, self.plan, self.tile, self.call.dims, *parts, **flags)
         dtype = np.int32 if name == "Counted" else np.float32
-        return self.call.run(
-            source, kernel, grid, self.tile, {**self.inputs, **more}, {name: (shape, dtype)}, self.records,
-            zeroed=zeroed, **numbers,
-        )[name]  # fmt: skip
+        inputs, results = {**self.inputs, **more}, {name: (shape, dtype)}
+        run = partial(self.call.run, source, kernel, grid, self.tile, inputs, results, self.records)
+        return run(zeroed=zeroed, **numbers)[name]
 
     def padded(self, x: Array, before: int, behind: int) -> Array:
         import jax.numpy as jnp
@@ -419,15 +417,19 @@ class JaxTritonCall:
         kinds = ((entry.whole, INT), (entry.real, FLOAT))
         operands += [_vector([self.values[n] for n in names], kind, self.plan.int64) for names, kind in kinds if names]
         known = {**self.lengths, **lengths}
-        constants = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "ORIGIN_PER_BATCH": self.per_batch}
-        constants["NEAR"] = self.near(tile.block_q)
+        numbers = [known[n] for n in entry.lengths]
+        constants: dict[str, Any] = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "NEAR": self.near(tile.block_q)}
+        constants["ORIGIN_PER_BATCH"] = self.per_batch
+        constants = {n: constants[n] for n in entry.constants}
         shaped: Any = jax.ShapeDtypeStruct  # JAX leaves some of its functions untyped
         shapes = [shaped(tuple(shape), dtype) for shape, dtype in (results[n] for n in entry.results)]
-        launch = _interpreted if self.platform == "cpu" else _compiled
-        outputs = launch(
-            fn, entry, grid, tile, operands, [known[n] for n in entry.lengths], shapes,
-            {n: constants[n] for n in entry.constants}, zeroed, self.platform,
-        )  # fmt: skip
+        if self.platform == "cpu":
+            outputs = _interpreted(fn, grid, operands, numbers, shapes, constants, zeroed)
+            return dict(zip(entry.results, outputs, strict=True))
+        constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+        options = {"name": entry.name, "grid": grid, "compute_capability": capability(self.platform), **constants}
+        options["zeroed_outputs"] = tuple(range(len(shapes))) if zeroed else ()
+        outputs = triton_call()(*operands, *numbers, kernel=fn, out_shape=shapes, **options)
         return dict(zip(entry.results, outputs, strict=True))
 
 
@@ -441,22 +443,9 @@ def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[
     return getattr(loaded_kernels(f"{source}\n\n{entry.text}"), entry.name), entry
 
 
-def _compiled(
-    fn: Any, entry: JaxEntry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
-    shapes: Sequence[Any], constants: Mapping[str, Any], zeroed: bool, platform: str,
-) -> Sequence[Array]:  # fmt: skip
-    outputs: Sequence[Array] = triton_call()(
-        *operands, *lengths, kernel=fn, out_shape=list(shapes), grid=grid, name=entry.name, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, compute_capability=capability(platform), enable_fp_fusion=True,
-        zeroed_outputs=tuple(range(len(shapes))) if zeroed else (), **constants,
-    )  # fmt: skip
-    return outputs
-
-
 def _interpreted(
-    fn: Any, entry: JaxEntry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
-    shapes: Sequence[Any], constants: Mapping[str, Any], zeroed: bool, platform: str,
-) -> Sequence[Array]:  # fmt: skip
+    fn: Any, grid: Grid, operands: list[Array], lengths: list[Any], shapes: list[Any], constants: Values, zeroed: bool
+) -> Sequence[Array]:
     import jax
 
     def run(*inputs: Any) -> list[Any]:
@@ -469,7 +458,7 @@ def _interpreted(
             fn[grid](*memory[: len(arrays)], *numbers, *memory[len(arrays) :], **constants)
         return outputs
 
-    result: Sequence[Array] = jax.pure_callback(run, list(shapes), *operands)
+    result: Sequence[Array] = jax.pure_callback(run, shapes, *operands)
     return result
 
 

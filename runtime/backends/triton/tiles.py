@@ -289,10 +289,8 @@ def smaller(target: Target, kernel: str, share: float) -> Target | None:
 
 def of_kernel(name: str, target: Target) -> Target:
     """The part of a target that a kernel of this name is launched with."""
-    parts = {
-        "attention_delta": DELTA, "attention_dq": target.dq, "attention_dkv": target.dkv, "attention_dv": target.dv,
-        "attention_combine": replace(target, num_warps=2), **dict.fromkeys(NAMES, square(target)),
-    }  # fmt: skip
+    parts = {"attention_delta": DELTA, "attention_combine": replace(target, num_warps=2)}
+    parts |= {f"attention_{n}": getattr(target, n) for n in ("dq", "dkv", "dv")} | dict.fromkeys(NAMES, square(target))
     part = parts.get(name.removesuffix("_sums")) or target
     return replace(part, num_warps=2) if name.endswith("_sums") else part
 

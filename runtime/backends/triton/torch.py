@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from frisket.dsl.errors import BackendError
@@ -98,14 +99,12 @@ def _launch(context: LaunchContext, spans: SpanSource | None, kind: grids.Forwar
     parts = grids.of_call(plan, spans, g, target, processors)
     kernels = emitted_kernels(triton_forward.emit, plan, target, dims, listed=parts is not None, **kind.flags)
     if spans is not None and parts is not None:
-        return grids.RowLaunches(
-            context, kernels, ("attention_forward", "attention_combine"), target, parts, spans.rows, inputs,
-            {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}, kind.tensors, kind.device_slots,
-        )  # fmt: skip
-    return context.launch(
-        kernels, "attention_forward", grids.of_forward(g, target), target, inputs | kind.tensors,
-        records=None if spans is None else spans.rows, device_slots=kind.device_slots,
-    )  # fmt: skip
+        sums: dict[str, tuple[int, ...]] = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
+        names, slots = ("attention_forward", "attention_combine"), kind.device_slots
+        return grids.RowLaunches(context, kernels, names, target, parts, spans.rows, inputs, sums, kind.tensors, slots)
+    records = None if spans is None else spans.rows
+    launch = partial(context.launch, records=records, device_slots=kind.device_slots)
+    return launch(kernels, "attention_forward", grids.of_forward(g, target), target, inputs | kind.tensors)
 
 
 def check_keys(dims: Dims, device: Any) -> None:
@@ -321,10 +320,10 @@ class _CapturedRun(grids.CapturedKernels):
         self, kernels: KernelModule, kernel: str, grid: Grid, pointers: Sequence[str], numbers: Values
     ) -> Launch:
         """A launch that is kept for such calls; `pointers` come after the arrays."""
-        return self.context.launch(
-            kernels, kernel, grid, self.tile, {**CAPTURED_ARRAYS, **dict.fromkeys(pointers, "")},
-            records=None if self.spans is None else self.spans.rows, device_slots=self.values.device_slots, **numbers,
-        )  # fmt: skip
+        arrays: dict[str, Access] = {**CAPTURED_ARRAYS, **dict.fromkeys(pointers, "")}
+        records, slots = None if self.spans is None else self.spans.rows, self.values.device_slots
+        launch = partial(self.context.launch, records=records, device_slots=slots)
+        return launch(kernels, kernel, grid, self.tile, arrays, **numbers)
 
     def padded(self, x: Tensor, before: int, behind: int) -> Tensor:
         from torch.nn.functional import pad
