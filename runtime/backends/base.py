@@ -28,6 +28,8 @@ DRIVERS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/nvmap", "/dev/kf
 LIBRARY, NATIVE = "library", "native"  # the CPU tiers: library calls of the arrays' framework; kernels of C++
 RECORDS: dict[str, Backend] = {}  # by name
 F = TypeVar("F")
+Block = tuple[int, int]  # queries and keys of a tile
+Shapes = Mapping[str, tuple[int, ...]]  # of tables, by their names in a plan
 
 
 class ModuleFunction(Generic[F]):
@@ -130,6 +132,11 @@ class Backend:
     plans: Literal["", "host", "device"] = ""  # tables of the host are planned by its own planner where it is named
     operators: tuple[str, ...] = ()  # names in `frisket.operations`
 
+    def register(self) -> None:
+        """Make the backend known, in the place of one of the same name."""
+        RECORDS[self.name] = self
+        forget_order()
+
     @cached_property
     def frameworks(self) -> tuple[str, ...]:
         return FRAMEWORKS if self.oracle else tuple(f for f in FRAMEWORKS if f in self.executors)
@@ -179,10 +186,7 @@ class Backend:
         return self.refuses.get(dtype) or (wrong if wrong and self.interpreted else "")
 
 
-def register(backend: Backend) -> None:
-    """Make a backend known, in the place of one of the same name."""
-    RECORDS[backend.name] = backend
-    forget_order()
+register = Backend.register
 
 
 def unregister(name: str) -> None:
@@ -192,7 +196,7 @@ def unregister(name: str) -> None:
 
 
 def forget_order() -> None:
-    for derived in (backends_of, names, named, ranked, engines_of, offered):
+    for derived in (backends_of, names, named, ranked, engines_of, offered):  # memos of what RECORDS held before
         derived.memo.clear()
 
 

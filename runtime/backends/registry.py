@@ -125,7 +125,7 @@ def likely() -> str:
 
     platform = jax.default_backend()
     if platform == "gpu":
-        platform = platform_of(jax.numpy.zeros(()))
+        platform = platform_of(jax.numpy.zeros(()))  # "gpu" is both CUDA and ROCm: only an array tells
     there = (b.name for b in ranked("jax", platform) if not (lowerable(b.name) or b.unfit()))
     return next(there, library("jax"))
 
@@ -166,6 +166,7 @@ TIMES = ((3, "some seconds"), (30, "about 10 s"), (180, "some minutes"), (1800, 
 def warn_slow(backend: str, g: Geometry) -> None:
     """Say once that calls on this backend are interpreted, and how long one of these sizes may take."""
     interpreter = RECORDS[backend].interpreter
+    # symbolic lengths of jax.export say nothing about time
     if interpreter is None or not all(type(n) is int for n in (g.batch, g.heads, g.q_len, g.kv_len)):
         return
     tiles = g.batch * g.heads * -(-g.q_len // 128) * -(-g.kv_len // 128)

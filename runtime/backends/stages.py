@@ -49,9 +49,8 @@ class PlanCompilation:
     @cached_property
     def target(self) -> Target:
         """The target that is chosen; the kernel's text may ask for another one."""
-        chosen: Target = target_of(
-            self.backend, self.geometry, self.dtype, self.options, self.plan, self.device, self.arch
-        )
+        facts = self.geometry, self.dtype, self.options, self.plan, self.device, self.arch
+        chosen: Target = target_of(self.backend, *facts)
         return chosen
 
     @cached_property
@@ -83,10 +82,9 @@ class PlanCompilation:
 
 def compiled(call: CheckedCall, options: Options, device: Any = None) -> PlanCompilation:
     """The compilation of a checked call. Stages that FRISKET_SHOW names go to stderr, once for a target of a plan."""
-    compilation = PlanCompilation(
-        call.plan, call.backend, call.geometry, call.arrays.dtype, options, device, framework=call.arrays.framework,
-        learned=[n for n, x in call.plan.device_values.items() if is_tensor(x) and x.is_floating_point()],
-    )  # fmt: skip
+    learned = [n for n, x in call.plan.device_values.items() if is_tensor(x) and x.is_floating_point()]
+    facts = call.plan, call.backend, call.geometry, call.arrays.dtype, options, device
+    compilation = PlanCompilation(*facts, framework=call.arrays.framework, learned=learned)
     if (names := [n for n in Settings.read().show if n in NAMES]) and compilation.target not in call.plan.shown:
         call.plan.shown.add(compilation.target)
         print("\n\n".join(map(stages(compilation).text, names)), file=sys.stderr)
@@ -117,22 +115,17 @@ class CompileRecord(NamedTuple):
 def record(att: Any, call: CheckedCall, began: float, backend: str) -> None:
     """Record a call that was prepared since `began`, of `time.perf_counter`, unless its key and kernel are known. Every
     step of decoding with a growing cache comes here: texts and comparisons with other keys are made by `records`."""
-    values = {
-        **(program := call.plan.host_program).scalars,
-        **program.tables,
-        **call.plan.device_values,
-        **call.kv_inputs,
-    }
+    program, device_values = call.plan.host_program, call.plan.device_values
+    values = {**program.scalars, **program.tables, **device_values, **call.kv_inputs}
     parts = (("mask", program.mask), ("score", program.score))
     chosen = "" if att.options == USUAL else ", ".join(f"{n} {x}" for n, x in att.options.chosen())
     key = {
-        **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts},
-        **vars(call.geometry), "dtype": call.arrays.dtype,
-        "device": call.arrays.device, "layout": call.arrays.layout, "backend": backend, "sinks": call.sinks is not None,
-        "options": chosen, "origin": str(call.geometry.origin),
+        **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts}, **vars(call.geometry),
+        "dtype": call.arrays.dtype, "device": call.arrays.device, "layout": call.arrays.layout, "backend": backend,
+        "sinks": call.sinks is not None, "options": chosen, "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},
     }  # fmt: skip
-    entries: Any = frozenset((n, type(x), x) for n, x in key.items())
+    entries: Any = frozenset((n, type(x), x) for n, x in key.items())  # types too: 1, 1.0 and True are equal
     what, seconds, at = kernel_step.get() or "planned", time.perf_counter() - began, time.time()
     if entries in att.history:
         if what != "built":
@@ -148,10 +141,8 @@ def records(history: dict[Any, Any]) -> list[CompileRecord]:
     compiles: list[CompileRecord] = []
     for at, what, seconds, key in list(history.values()):
         key = key | {n: str(key[n] and show(*key[n])) for n in ("mask", "score")}
-        differing = [
-            (tuple(n for n in key if (type(key[n]), key[n]) != (type(x.key.get(n)), x.key.get(n))), x.key)
-            for x in reversed(compiles)
-        ]
+        others = [x.key for x in reversed(compiles)]
+        differing = [(tuple(n for n in key if (type(key[n]), key[n]) != (type(x.get(n)), x.get(n))), x) for x in others]
         new, before = min(differing, key=lambda pair: len(pair[0]), default=(tuple(key), {}))
         compiles.append(CompileRecord(at, what, seconds, new, key, before))
     return compiles

@@ -5,7 +5,7 @@ JAX is imported where there is something to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from frisket.dsl.errors import BackendError, FrisketError, ParameterError, Shape
 from frisket.dsl.ir import COORDINATES, SIZES, uses
 from frisket.lowering.plan import Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.backends.base import RECORDS, Backend, backends_of, ranked
+from frisket.runtime.backends.base import RECORDS, Backend, Shapes, backends_of, ranked
 from frisket.runtime.backends.registry import library, lowerable, warn_slow
 from frisket.runtime.calls.arrays import named
 from frisket.runtime.calls.options import Options
@@ -55,13 +55,14 @@ def _at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
         shapes = [(), *([request.q.shape[:1]] if c in "qk" and request.q.ndim == 4 else ())]
         if np.shape(x) not in shapes or np.dtype(getattr(x, "dtype", type(x))).kind not in "iu":
             raise ShapeError(f"origin has {x}\n  it is (b, h, q, k), integers, q and k also one per batch entry")
+    # without sizes the whole problem ends where the arrays end, and a traced origin does not say where
     if request.sizes is None and any(uses(e) & {*SIZES} for e in att.program.exprs if e is not None):
         raise ParameterError(
             f"origin is traced by jax.jit or another transform, and the mask or score mod reads {', '.join(SIZES)}\n"
             "  give the lengths of the whole problem: sizes=(B, H, Q_LEN, KV_LEN)"
         )
     name = "origin_"
-    while any(n.startswith(name) for n in att.program.names):
+    while any(n.startswith(name) for n in att.program.names):  # a parameter of the user may begin so
         name += "_"
     offsets = {c: x for c, x in zip(COORDINATES, starts, strict=True) if traced(x) or np.any(x)}
     texts = {c: f"{c} + {name}{c}{'[b]' if np.ndim(x) else ''}" for c, x in offsets.items()}
@@ -74,9 +75,6 @@ def _asked(att: Any, request: CallArgs) -> str:
     arrays = ((n, x) for n, x in zip("qkv", request[:3], strict=True) if hasattr(x, "dtype"))
     shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in arrays)
     return f"in attention under {'; '.join(str(att.program).splitlines()) or 'everything visible'}\n  of {shapes}"
-
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def executor(backend: str, direction: str) -> Callable[..., Any]:
@@ -135,12 +133,10 @@ def quickest_of(name: str, plan: Plan, geometry: Geometry, dtype: str, options: 
     return quickest(name, tiled.plan, geometry, dtype, {n: x.shape for n, x in tiled.tables.items()}, plan.narrow)
 
 
-def _reason(
-    backend: Backend, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, grad_names: frozenset[str]
-) -> str:
+def _reason(backend: Backend, plan: LoopPlan, g: Geometry, dtype: str, shapes: Shapes, names: frozenset[str]) -> str:
     """A reason why a backend's kernels cannot run this call, or an empty text."""
     run = backend.executors["jax"]
-    why: str = run.refuses(plan, geometry, dtype, shapes) if run.refuses else ""
-    if grad_names and not why and run.refuses_gradients:
-        why = run.refuses_gradients(plan, geometry, dtype, shapes, grad_names)
+    why: str = run.refuses(plan, g, dtype, shapes) if run.refuses else ""
+    if names and not why and run.refuses_gradients:
+        why = run.refuses_gradients(plan, g, dtype, shapes, names)
     return why

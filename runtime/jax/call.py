@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 import frisket
-from frisket.dsl.errors import BackendError, BackwardError, ParameterError
+from frisket.dsl.errors import BackendError, BackwardError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
@@ -35,7 +35,7 @@ from frisket.lowering.plan import KV_INPUTS, Geometry, LoopPlan, Slot
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.backends.cpp.jax import lse_residual_of, softmax_stats_of
+from frisket.runtime.backends.cpp.jax import lse_residual_of, softmax_stats_of, too_wide
 from frisket.runtime.backends.engines.proof import EngineCall, prove
 from frisket.runtime.backends.registry import library, target_on
 from frisket.runtime.calls.arrays import TokenPermutation
@@ -78,13 +78,11 @@ class JaxCall:
 
     # -- running --
 
-    def backend_on(
-        self, platform: str, dtype: str, exported: bool = False, grad_names: frozenset[str] = frozenset()
-    ) -> str:
-        """The backend that runs the call on a platform, or makes its gradients; raises if none does."""
+    def backend_on(self, platform: str, dtype: str, exported: bool = False, names: frozenset[str] = frozenset()) -> str:
+        """The backend that runs the call on a platform, or makes the gradients of `names`; raises if none does."""
         plan, shapes = self.shard_plan(self.plan), dict(self.shapes)
-        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, grad_names)
-        if self.backend or self.tile or grad_names:
+        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, names)
+        if self.backend or self.tile or names:
             return name
         return quickest(name, plan, self.geometry, dtype, shapes, getattr(self.source, "narrow", False))
 
@@ -113,13 +111,10 @@ class JaxCall:
         offset = RECORDS[backend].stats_kind == "offset"
         if lse_residual:
             how["lse_residual"] = True
-        qkv = (arrays[n] for n in "qkv")
+        arguments = run.plan, run.spans, run.geometry, *(arrays[n] for n in "qkv"), run.slots, run.tables, run.target
         try:
             with deferring(not (self.backend or any(map(traced, arrays.values())))):  # what is traced stays as it is
-                result: tuple[Any, ...] = executor(backend, "forward")(
-                    run.plan, run.spans, run.geometry, *qkv, run.slots, run.tables, run.target,
-                    sinks=arrays.get("sinks"), **how,
-                )  # fmt: skip
+                result: tuple[Any, ...] = executor(backend, "forward")(*arguments, sinks=arrays.get("sinks"), **how)
         except BuildError as error:
             return self.forward(self._library_instead(error), platform, arrays, plan, lse_residual)
         if not lse_residual:
@@ -142,6 +137,7 @@ class JaxCall:
         if isinstance(proof, str):
             raise BackendError(f"backend {backend!r} does not run this call: {proof}\n  leave out the backend")
         out, lse = executor(backend, "forward")(proof.arguments, *(arrays[n] for n in "qkv"), platform)
+        # NaN: an engine has no largest scores, and 0 would pass for one
         results = out, lse, jnp.full_like(lse, jnp.nan)
         return (*results, jnp.zeros_like(lse), _no_norm(out, lse)) if lse_residual else results
 
@@ -161,11 +157,14 @@ class JaxCall:
             return {n: _taken(x, rows.back if n == "q" else rows.keys_back, n) for n, x in reordered.items()}
         if RECORDS[backend].engine is not None:
             other = replace(self, backend="")
+            # of an engine these are zeros: generated kernels take lse
             arrays = {n: x for n, x in arrays.items() if n != "norm"}
             name = other.backend_on(platform, str(arrays["q"].dtype), False, grad_names)
             return other.backward(name, platform, arrays, grad_names)
         run, how = _BackendRun(self, backend, arrays), self._keywords(backend, platform)
         operands = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
+        arguments = run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target
+        how["sinks"] = arrays.get("sinks")
         if RECORDS[backend].stats_kind != "offset":
             how["lse_residual"] = arrays.get("low")
             if RECORDS[backend].exact_delta:
@@ -175,10 +174,7 @@ class JaxCall:
             stats = softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
             how["softmax_stats"] = stats
         try:
-            gradients: Arrays = executor(backend, "backward")(
-                run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target,
-                grad_names=grad_names, sinks=arrays.get("sinks"), **how,
-            )  # fmt: skip
+            gradients: Arrays = executor(backend, "backward")(*arguments, grad_names=grad_names, **how)
         except BuildError as error:
             return self.backward(self._library_instead(error), platform, arrays, grad_names)
         return {n: gradients[n].astype(arrays[n].dtype) for n in grad_names}
@@ -231,6 +227,7 @@ class JaxCall:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
+        # hashes first: they are cached, and keys hold trees and whole plans
         return self is other or (isinstance(other, JaxCall) and self._hash == other._hash and self._key == other._key)
 
     def __str__(self) -> str:
@@ -312,9 +309,8 @@ class _BackendRun:
             self.plan, slots, tables = tiled.plan, tiled.slots, tiled.tables
         tables = {**tables, **{t.name: arrays[t.source] for t in self.plan.tables if t.source in arrays}}
         self.plan = call.shard_plan(self.plan)
-        drawn = numbers["drawn"] | {
-            n: i * size for n, i, size in zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
-        }
+        sizes = zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
+        drawn = numbers["drawn"] | {n: i * size for n, i, size in sizes}
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
         if RECORDS[backend].int64 and isinstance(call.source, DevicePlanSpec):  # without x64
             ints = {x.name: x.source for xs in (self.plan.every_table, self.plan.slots) for x in xs if x.type is INT}
@@ -365,7 +361,7 @@ class RepeatedSpans:
         slice_of = np.tile(spans.slice_of, times)
         batch, heads = (n // parts for n, parts in zip(slice_of.shape, shards, strict=True))
         first = slice_of[:batch, :heads]
-        if (np.tile(first, shards) == slice_of).all():
+        if (np.tile(first, shards) == slice_of).all():  # equal shards need not know which one they are
             return replace(spans, slice_of=first)
         where = self.at[0] * batch, self.at[1] * heads
         mine = lax.dynamic_slice(jnp.asarray(slice_of), where, (batch, heads)).reshape(-1)
@@ -382,7 +378,7 @@ _spec: Any = PartitionSpec
 
 def take(
     x: jax.Array, index: NDArray[np.int64], axis: int, inverse: NDArray[np.int64] | None = None, scratch: bool = False
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """`x` at `index` along an axis; with the index that puts rows back, gradients are gathered by it: JAX's own adds
     rows to zeros, and takes seven times as long on a CPU. On a mesh of explicit axes it stays split as it is, as far as
     the new length goes: there no gather says by itself how its result is split."""
@@ -443,12 +439,10 @@ ad.primitive_jvps[_tangent] = _refused
 
 def narrowed(source: str, floating: bool, table: Any, int64: bool) -> Any:
     """A table in the integers JAX has; numbers that do not fit are an error, not other numbers."""
-    whole = isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.size
+    whole = isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.size  # an empty table has no maximum
     wide = np.iinfo(np.int32)
     if whole and not floating and not int64 and (table.max() > wide.max or table.min() < wide.min):
-        raise ParameterError(
-            f"table `{source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
-        )
+        raise too_wide(source)
     return table if isinstance(table, np.ndarray) else jnp.asarray(table)
 
 

@@ -47,6 +47,7 @@ OUT, LSE = "frisket out", "frisket lse"  # for jax.checkpoint_policies.save_only
 
 def execute(call: CheckedCall, att: Any) -> tuple[Any, Any, Any]:
     """(out, lse, top) of a checked call."""
+    # reset: `record` reads what this call sets, "built" or "loaded", and nothing of the call before
     began, _, options = perf_counter(), kernel_step.set(""), att.options
     if Settings.read().show:
         compiled(call, options)
@@ -56,7 +57,7 @@ def execute(call: CheckedCall, att: Any) -> tuple[Any, Any, Any]:
     named = _named(call, options)
     g = call.geometry
     kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, named, options.tile, options.rows, call.arrays.dtype
-    keeps = not plan.on_device and not call.rate
+    keeps = not plan.on_device and not call.rate  # a seed and tables of a device are others at the next call
     known = plan.ready.get(kind) if keeps else None
     if new := known is None:
         known = _divided_plan(call, options, named)
@@ -94,9 +95,8 @@ def _divided_plan(call: CheckedCall, options: Options, named: str) -> tuple[JaxC
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}
     shapes = {n: tuple(x.shape) for n, x in tables.items()} | _shapes(kernel, call)
     if planner is not None:
-        numbers["given"] = {
-            n: plan.device_values[n] for n in (*planner.tables, *planner.scalars) if n in plan.device_values
-        }
+        inputs = (*planner.tables, *planner.scalars)
+        numbers["given"] = {n: x for n, x in plan.device_values.items() if n in inputs}
         of = kernel, call.geometry, call.arrays.dtype
         chosen = call.backend if named or options.tile else quickest(call.backend, *of, shapes, plan.narrow)
         target = target_on(chosen, *of, options.tile, plan.narrow)
@@ -128,7 +128,7 @@ def _divided(
     learned_places = {places[n] for n in learned}
     fixed = {str(i): x for i, x in enumerate(leaves) if inside[i] and i not in learned_places}
     static = tuple(None if inside[i] else x for i, x in enumerate(leaves))
-    bare = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
+    bare = replace(geometry, origin=(0, 0, 0, 0), sizes=None)  # both are leaves: calls that differ in them share a text
     shape_items = tuple(shapes.items())
     return JaxCall(plan, source, bare, backend, tile, static, tree, places, shape_items, rows=rows), learned, fixed
 
@@ -185,9 +185,8 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         learned, fixed, out, lse, (lse_residual, softmax_stats), grad_names = residuals
         dout, dlse, _ = cotangents  # the largest score is not differentiable
         dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-        rows = {"out": out, "lse": lse, "low": lse_residual, "dout": dout} | (
-            {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
-        )
+        rows = {"out": out, "lse": lse, "low": lse_residual, "dout": dout}
+        rows |= {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
         gradients: Arrays = {}
         if inner := tuple(sorted(grad_names.keys() - {"sinks"})):
             gradients = dict(zip(inner, task(learned | fixed | rows | {"norm": softmax_stats}, inner), strict=True))

@@ -142,16 +142,12 @@ def partitioned(task: Task, primitive: Any) -> Callable[..., Any]:
     def run(*operands: Any) -> Any:
         return tuple(primitive.bind(*operands, task=task))
 
-    def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        return _partition(task, primitive, mesh, operands, results)
-
+    partition = partial(_partition, task, primitive)
     split = _split(run)
     split.def_partition(
         partition,
-        sharding_rule=lambda mesh, operands, results: _rule(task, operands, results),
-        infer_sharding_from_operands=lambda mesh, operands, results: _partition(
-            task, primitive, mesh, operands, results
-        )[2],
+        sharding_rule=lambda mesh, *shapes: _rule(task, *shapes),
+        infer_sharding_from_operands=lambda *shapes: partition(*shapes)[2],
     )
     return split  # type: ignore[no-any-return]
 
@@ -198,9 +194,8 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
     in_shardings = tuple(sharding(n, f, len(x.shape)) for n, f, x in zip(task.names, fronts, operands, strict=True))
     out_shardings = tuple(sharding(n, instances, len(x.shape)) for n, x in zip(task.results, results, strict=True))
     parts = _parts(mesh, batch), _parts(mesh, heads)
-    levels = tuple(
-        (n // _parts(mesh, x), (*batched, False, False)) for x, (n, batched) in zip(instances, task.levels, strict=True)
-    )
+    pairs = zip(instances, task.levels, strict=True)
+    levels = tuple((n // _parts(mesh, x), (*batched, False, False)) for x, (n, batched) in pairs)
     mine = replace(task, call=task.call.shard(*parts), names=(*task.names, *SHARD), levels=levels)
 
     def run(*operands: Any) -> tuple[Any, ...]:
@@ -360,13 +355,10 @@ WHOLE: tuple[Any, Any] = _primitive("frisket_forward", True), _primitive("friske
 LOCAL: tuple[Any, Any] = _primitive("frisket_forward_shard", False), _primitive("frisket_backward_shard", False)
 
 
-# where instances beside one another go: in the batch, or among the heads
-FOLDS = (
-    {"q": 0, "k": 0, "v": 0, "out": 0, "lse": 0, "low": 0, "norm": 0, "top": 0, "dout": 0, "dlse": 0, K_SCALE: 0,
-     V_SCALE: 0},
-    {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 1, "low": 1, "norm": 1, "top": 1, "dout": 2, "dlse": 1, K_SCALE: 2,
-     V_SCALE: 2},
-)  # fmt: skip
+# where instances go in one call: into the batch, or among the heads
+# not sinks, page tables and first positions: `_fold` leaves calls that map these to the instances in turn
+FOLDED = {n: axes for n, axes in AXES.items() if len(axes) > 2}
+FOLDS = dict.fromkeys(FOLDED, 0), {n: axes.index("h" if "h" in axes else "n") for n, axes in FOLDED.items()}
 
 
 def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, task: Task) -> Any:

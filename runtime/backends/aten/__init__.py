@@ -1,8 +1,8 @@
 """Library calls of torch, on the CPU."""
 
-from frisket.runtime.backends.base import LIBRARY, Backend, Executors, absent, register
+from frisket.runtime.backends.base import LIBRARY, Backend, Executors, absent
 
-register(Backend(
+Backend(
     name="aten",
     kernels="library calls of torch",
     language="torch",
@@ -12,4 +12,4 @@ register(Backend(
     tier=LIBRARY,
     platforms=("cpu",),
     exact_delta=True,
-))  # fmt: skip
+).register()

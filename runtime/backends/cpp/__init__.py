@@ -1,9 +1,9 @@
 """Kernels of C++ for the CPU, compiled on this machine."""
 
-from frisket.runtime.backends.base import NATIVE, Backend, Executors, register
+from frisket.runtime.backends.base import NATIVE, Backend, Executors
 from frisket.runtime.machine import cpp_build as native_build
 
-register(Backend(
+Backend(
     name="cpp",
     kernels="kernels for this CPU",
     language="c++",
@@ -11,7 +11,8 @@ register(Backend(
     reason=lambda framework: native_build.reason(),
     module=f"{__name__}.torch",
     executors={
-        "torch": Executors(f"{__name__}.torch", rows=True), "jax": Executors(f"{__name__}.jax", maps=True, rows=True)
+        "torch": Executors(f"{__name__}.torch", rows=True),
+        "jax": Executors(f"{__name__}.jax", maps=True, rows=True),
     },
     order=30,
     tier=NATIVE,
@@ -23,4 +24,4 @@ register(Backend(
     int64=True,
     plans="host",
     operators=("frisket-cpp",),
-))  # fmt: skip
+).register()

@@ -72,9 +72,8 @@ class DecodeCall:
         if self.native and not self.ready.awaits and all(source in KV_INPUTS for _, source in self.ready.kv_inputs):
             names = [name for name, _ in [*self.ready.kv_inputs, *self.names]]
             ready, fixed = self.ready, {n: x for n, x in self.ready.tables.items() if n not in names}
-            self.repeat = repeat(
-                ready.plan, self.spans, ready.geometry, q.dtype, k.dtype, ready.slots, fixed, names, ready.target
-            )
+            facts = ready.plan, self.spans, ready.geometry, q.dtype, k.dtype, ready.slots
+            self.repeat = repeat(*facts, fixed, names, ready.target)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, kv_inputs: Mapping[str, Tensor], tables: Mapping[str, Tensor],
@@ -93,9 +92,7 @@ class DecodeCall:
             repeated = self.repeat.forward(q, k, v, lse, None, arrays)
             if repeated is not None:
                 return (*repeated[:2], None) if lse else (repeated, None, None)
-        values = [
-            kv_inputs[source] if source in KV_INPUTS else self.param_values[source] for _, source in ready.kv_inputs
-        ]
+        values = [kv_inputs[n] if n in KV_INPUTS else self.param_values[n] for _, n in ready.kv_inputs]
         slots, kernel_tables = ready.inputs(q.device, None, values)
         kernel_tables = {**kernel_tables, **{name: tables[source] for name, source in self.names}}
         if sinks is not None:

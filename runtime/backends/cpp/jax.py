@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import traced
+from frisket.runtime.plans.device import Values
 
 if TYPE_CHECKING:
     import jax
@@ -47,7 +48,7 @@ LN2 = 2839 / 2**12, 535 / 2**24, 5.7699990475432854e-08  # of 12 bits, of 12 mor
 
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,
+    slots: Values, tables: Values, target: Target, *, sinks: Any = None,
     rows: TokenPermutation | None = None, lse_residual: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and [batch, heads, q_len, 2] what the
@@ -68,8 +69,8 @@ def forward(
 
 def backward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: Any = None,
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Values,
+    tables: Values, target: Target, *, grad_names: frozenset[str], sinks: Any = None,
     softmax_stats: Any = None, rows: TokenPermutation | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `softmax_stats` is the forward's, or
@@ -94,13 +95,13 @@ def backward(
 
 
 def _folded(
-    plan: LoopPlan, captured: Sequence[Gradient], sums: Sequence[Any], geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+    plan: LoopPlan, captured: Sequence[Gradient], sums: Sequence[Any], geometry: Geometry, slots: Values, tables: Values
+) -> dict[str, Any]:
     import jax.numpy as jnp
 
     limits: dict[str, float] = {n: abs(x) for n, x in slots.items() if isinstance(x, int)}
     kinds = {n: x.dtype for n, x in {**slots, **tables}.items() if hasattr(x, "dtype")}
+    # the values may be traced, so only the dtype bounds them
     limits |= {n: float(np.iinfo(x).max) for n, x in kinds.items() if x.kind in "iu"}
     indices = (i for g in captured if g.over != "scatter" for i in g.index)
     if (wide := plan.int64 and needs_int64(indices, limits, np.inf)) and not int64_enabled():
@@ -155,7 +156,7 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
         seen = jnp.isfinite(lse)
         finite_lse = jnp.where(seen, lse, 0)
         shift = finite_lse * lse.dtype.type(1 if scored else 1 / np.log(2.0))
-        share = jnp.exp(jnp.clip(difference(shift, finite_lse) - lse_residual, -80, 80))
+        share = jnp.exp(jnp.clip(difference(shift, finite_lse) - lse_residual, -80, 80))  # float32 overflows at exp(89)
         return jnp.stack([shift, jnp.where(seen, share, 0)], -1)  # 0: what lse says
 
     return lse_residual, softmax_stats
@@ -174,16 +175,13 @@ def _form(
     flags = (len(grad_mask), *(int(x is not None) for x in (dlse, softmax_stats, sinks, rows)))
     ranks = (t.rank for t in plan.tables)
     pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
-    return (
-        *flags, *origins, len(floating), len(plan.tables), *pages, target.block_q, *floating, *ranks,
-        *map(int, grad_mask),
-    )  # fmt: skip
+    sizes = len(floating), len(plan.tables), *pages, target.block_q
+    return (*flags, *origins, *sizes, *floating, *ranks, *map(int, grad_mask))
 
 
 def _values(
-    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Mapping[str, Any],
-    literals: Sequence[float], tables: Mapping[str, Any], real: np.dtype[Any], sinks: Any, traced: bool,
-    target: Target, rows: TokenPermutation | None,
+    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Values, literals: Sequence[float],
+    tables: Values, real: np.dtype[Any], sinks: Any, traced: bool, target: Target, rows: TokenPermutation | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(words, floats, (bounds, count, slice_of, perhaps the rows of queries and keys), sinks or None, tables). What is
     the host's goes into a trace as constants; otherwise JAX keeps a copy of it for the next call."""
@@ -197,6 +195,7 @@ def _values(
 
     def stored(use: TableUse) -> Any:
         table = tables[use.name]
+        # a copy of what may be written to goes stale
         if traced or not isinstance(table, np.ndarray) or table.flags.writeable:
             return _stored(use, table, plan.int64, real)
         return _kept(table, f"{plan.int64} {real}", lambda: _stored(use, table, plan.int64, real))
@@ -243,10 +242,13 @@ def _stored(use: TableUse, table: Any, wide: bool, real: np.dtype[Any]) -> Any:
     if table.dtype == dtype:
         return table
     if isinstance(table, np.ndarray) and use.type is INT and (table.max() > INT32.max or table.min() < INT32.min):
-        raise ParameterError(
-            f"table `{use.source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
-        )
+        raise too_wide(use.source)
     return table.astype(dtype)
+
+
+def too_wide(name: str) -> ParameterError:
+    """The error of a table whose numbers a kernel's integers do not hold."""
+    return ParameterError(f"table `{name}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it")
 
 
 # -- copies of the host's arrays, for calls outside of jax.jit ---------------------------------------
@@ -303,15 +305,14 @@ def _compiled(static: CppStatic) -> Any:
         types = [jax.typeof(x) for x in operands]
         # under shard_map operands vary along the same axes of the mesh, and so do results
         along = frozenset[str]().union(*(t.manual_axis_type.varying for t in types))
-        operands = [
-            jax.lax.pcast(x, tuple(sorted(along - t.manual_axis_type.varying)), to="varying")
-            for x, t in zip(operands, types, strict=True)
-        ]
+        missing = [tuple(sorted(along - t.manual_axis_type.varying)) for t in types]
+        operands = [jax.lax.pcast(x, axes, to="varying") for x, axes in zip(operands, missing, strict=True)]
         where: dict[str, Any] = {}
         if along:
             where["manual_axis_type"] = types[0].manual_axis_type.update(varying=along)
             where["sharding"] = NamedSharding(get_abstract_mesh(), unsplit())
         results = [shaped(shape, dtype, **where) for shape, dtype in _results(static, arrays, tables)]
+        # instances in turn would be one launch each: bridge.cpp walks the axes that vmap puts in front
         call = jax.ffi.ffi_call(static.target, results, vmap_method="expand_dims")
         return tuple(call(*operands, **static.attributes))
 
@@ -353,6 +354,7 @@ def target_name(
     with _lock:
         if key not in _registered:
             with suppress(RuntimeError):  # two compilers at once, unless no thread can be had or the interpreter ends
+                # the context says whether builds are deferred
                 Thread(target=copy_context().run, args=(_ahead,)).start()
             library = native_build.library(source)
             ctypes.c_void_p.in_dll(library, "frisket_bridge").value = _bridge()
@@ -378,5 +380,6 @@ def bridge_source() -> str:
     import jax
 
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    # the version makes another text, so that no other jaxlib loads this one from the disk
     preface = f'// jaxlib {version("jaxlib")}\n#include "{header}"\ntypedef void Real;\n'
     return preface + cpp_call.text() + resources.files(__package__).joinpath("bridge.cpp").read_text()

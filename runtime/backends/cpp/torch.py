@@ -10,7 +10,7 @@ import ctypes
 import math
 import mmap
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -26,10 +26,11 @@ from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, SHORT, WORDS
 from frisket.lowering.kernels.cpp.tiles import long_runs, tiles
 from frisket.lowering.kernels.cpp.tiles import pays as products_pay
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, TableUse, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine.cpp_build import Threads, library, of_torch
 from frisket.runtime.machine.cpp_cpu import lacking
+from frisket.runtime.plans.device import Values
 
 Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
@@ -38,8 +39,8 @@ KEPT = 64  # records of calls, with the spans they point to
 
 
 def forward(
-    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
-    tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = True,
+    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Values,
+    tables: Values, target: Target, *, sinks: Tensor | None = None, top: bool = True,
     softmax_stats: bool = False, rows: TokenPermutation | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse and top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
@@ -59,17 +60,14 @@ def forward(
     known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=kernel_call.real) if softmax_stats else None
     sinks = None if sinks is None else _real(sinks, kernel_call.real)
     words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, pages]
-    kernel_call.call(
-        "frisket_forward", slots, tables,
-        [*words, *_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3],
-         *_NOTHING],
-    )  # fmt: skip
+    words += [*_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3]]
+    kernel_call.call("frisket_forward", slots, tables, [*words, *_NOTHING])
     return (out, lse, peak, known) if softmax_stats else (out, lse, peak)
 
 
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
+    dout: Tensor, dlse: Tensor | None, slots: Values, tables: Values, target: Target, *,
     grad_names: frozenset[str], sinks: Tensor | None = None, softmax_stats: Tensor | None = None,
     share: Tensor | None = None, rows: TokenPermutation | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
@@ -81,20 +79,19 @@ def backward(
 
     if share is not None and softmax_stats is not None:
         softmax_stats = torch.stack([softmax_stats[..., 0], softmax_stats[..., 1] * share], -1)
+        # a share of 0 tells the kernel to go by lse: where all weight is on other keys, it must say so too
         lse = lse.masked_fill(softmax_stats[..., 1] == 0, -torch.inf)
 
     g = geometry
     kernel_call = prepared(plan, spans, g, target, q.dtype, q.dtype, rows)
-    arrays = (q, k, v, out, dout.to(q.dtype))
+    arrays, real = (q, k, v, out, dout.to(q.dtype)), kernel_call.real
     copies: list[Tensor] = []
-    lse, dlse, sinks, softmax_stats = (_real(x, kernel_call.real) for x in (lse, dlse, sinks, softmax_stats))
+    lse, dlse, sinks, softmax_stats = (_real(x, real) for x in (lse, dlse, sinks, softmax_stats))
     grads = {n: torch.empty(s, dtype=q.dtype) for n, s in kernel_call.shapes.items() if n in grad_names}
     for x in grads.values():
         huge(x)
-    captured = (
-        [(x, x.source in grad_names) for x in backward_of(plan).gradients] if len(grad_names) > len(grads) else []
-    )
-    sums = [torch.zeros(_shape(x, g, tables), dtype=kernel_call.real) if mine else None for x, mine in captured]
+    captured = backward_of(plan).gradients if len(grad_names) > len(grads) else ()
+    sums = [torch.zeros(_shape(x, g, tables), dtype=real) if x.source in grad_names else None for x in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
     width = 0 if softmax_stats is None else softmax_stats.shape[3]
     words = [_at(sinks), lse.data_ptr(), 0, _at(softmax_stats), width, 0, 0]
@@ -102,14 +99,12 @@ def backward(
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
     kernel_call.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
     if sums:
-        summed = [x for x, mine in captured if mine], [x for x in sums if x is not None]
-        read = {
-            use.name: kernel_call.kernel.table(use, tables[use.name], dtype)
-            for use, dtype, _ in kernel_call.kernel.tables
-        }
+        summed = [x for x in captured if x.source in grad_names], [x for x in sums if x is not None]
+        kernel = kernel_call.kernel
+        read = {use.name: kernel.table(use, tables[use.name], dtype) for use, dtype, _ in kernel.tables}
         grads |= folded(*summed, g, slots, read)
     for name in grad_names - grads.keys():  # read by the score mod, and of no influence
-        grads[name] = torch.zeros(tables[name].shape if name in tables else (), dtype=kernel_call.real)
+        grads[name] = torch.zeros(tables[name].shape if name in tables else (), dtype=real)
     return grads
 
 
@@ -125,7 +120,7 @@ def lse_of(plan: LoopPlan, softmax_stats: Tensor, lse: Tensor) -> Tensor:
 
 def build(
     plan: LoopPlan, geometry: Geometry, target: Target, dtype: Any, stored: Any, rows: TokenPermutation | None = None
-) -> None:  # fmt: skip
+) -> None:
     """Compile the forward kernel of such calls, of q's dtype and that of stored keys. Raises `BuildError`."""
     kernel = _kernel(plan, target, geometry.head_dim, geometry.v_dim, dtype, stored, rows is not None)
     try:
@@ -152,10 +147,7 @@ def call_target(plan: Any, g: Geometry, dtype: str, tile: Any, tuning: Any, devi
     return target(plan, g, dtype, tile, plan is not None and plan.narrow, tuning.precision == "ieee")
 
 
-def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
-    spans: SpanSource | None = None,
-) -> tuple[str, Target]:  # fmt: skip
+def text(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, *_: Any) -> tuple[str, Target]:
     """The forward kernel's text, and its target."""
     return KERNELS["forward"](plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype).source(), target
 
@@ -170,13 +162,13 @@ def huge(x: Tensor) -> None:
 
     In pages of 4 KiB writing to a new tensor of 32 MiB takes four times as long as to one that was written before."""
     if x.nbytes >= LARGE:
-        start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # madvise refuses addresses inside a page
         _advise()(start, x.data_ptr() + x.nbytes - start, getattr(mmap, "MADV_HUGEPAGE", 0))
 
 
 @memo(1)
 def _advise() -> Callable[..., Any]:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # as on every system but Linux
         return lambda *arguments: None
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes, madvise.restype = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
@@ -187,6 +179,7 @@ _NOTHING = [0] * (WORDS - OFFSET["dout"])  # words that a forward leaves out
 
 
 def _real(x: Tensor | None, dtype: Any) -> Any:
+    # `resolve_neg`: the memory of a negated view has the other signs
     if x is None or (x.dtype == dtype and x.is_contiguous() and not x.is_neg()):
         return x
     return x.to(dtype).contiguous().resolve_neg()
@@ -206,7 +199,7 @@ def _array(x: Tensor, copies: list[Tensor]) -> tuple[int, int, int, int]:
     return x.data_ptr(), batch, head, row
 
 
-def _shape(gradient: Gradient, g: Geometry, tables: Mapping[str, Tensor]) -> Sequence[int]:
+def _shape(gradient: Gradient, g: Geometry, tables: Values) -> Sequence[int]:
     """The shape of the buffer in which a captured gradient is summed: `derive.Gradient`."""
     if gradient.over == "scatter":
         return tuple(tables[gradient.source].shape)
@@ -221,7 +214,7 @@ def out_of_memory(name: str) -> BackendError:
 # -- records ----------------------------------------------------------------------------------------
 
 
-class _Buffer:
+class StableBytes:
     """Bytes that a record points to, kept while they stay the same."""
 
     def __init__(self) -> None:
@@ -236,12 +229,12 @@ class _Buffer:
         return entry
 
 
-class _LoadedKernel:
+class NativeKernel:
     """A loaded kernel, shared by calls that differ only in lengths and positions."""
 
     def __init__(
         self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any, stored: Any, permuted: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         import torch
 
         self.plan = plan
@@ -253,7 +246,7 @@ class _LoadedKernel:
         floats = [s.type is FLOAT for s in plan.slots]
         self.slots = [(s.name, float if f else int) for s, f in zip(plan.slots, floats, strict=True)]
         self.slot_form = "".join("d" if f else "q" for f in floats)
-        self.slot_words, self.table_words = _Buffer(), _Buffer()
+        self.slot_words, self.table_words = StableBytes(), StableBytes()
         self.tables = [(t, _stored(t, plan, self.real), struct.Struct(f"{1 + 2 * t.rank}q")) for t in plan.tables]
 
     def function(self, name: str) -> tuple[Any, struct.Struct, tuple[float, ...]]:
@@ -262,16 +255,17 @@ class _LoadedKernel:
         if function is None:
             text, literals = _text(name, self.permuted, *self.text)
             run = getattr(library(text), name)
+            # bytes are passed by address: nothing is copied
             run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
             function = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
         return function
 
-    def slots_of(self, name: str, slots: Mapping[str, Any]) -> tuple[Any, tuple[bytes, Any, int]]:
+    def slots_of(self, name: str, slots: Values) -> tuple[Any, tuple[bytes, Any, int]]:
         """The kernel, and the words of its slots."""
         run, record, literals = self.function(name)
         return run, self.slot_words.put(record.pack(*[kind(slots[n]) for n, kind in self.slots], *literals))
 
-    def words(self, tables: Mapping[str, Tensor]) -> tuple[tuple[bytes, Any, int], list[Tensor]]:
+    def words(self, tables: Values) -> tuple[tuple[bytes, Any, int], list[Tensor]]:
         """The words of its tables, and the tables that these have the addresses of."""
         read = [self.table(use, tables[use.name], dtype) for use, dtype, _ in self.tables]
         packed = [p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, (_, _, p) in zip(read, self.tables, strict=True)]
@@ -282,6 +276,7 @@ class _LoadedKernel:
         if tensor.dtype == dtype and not tensor.is_neg():
             return tensor
         seen, version, conversion = self.converted.get(use.name, (lambda: None, 0, None))
+        # tensors of inference mode count no writes, so a conversion of one may be stale at any call
         if seen() is tensor and not tensor.is_inference() and version == tensor._version:
             return conversion
         conversion = tensor.to(dtype).resolve_neg()
@@ -290,7 +285,7 @@ class _LoadedKernel:
         return conversion
 
 
-class _Prepared:
+class NativeLaunch:
     """The part of a record that is equal from call to call."""
 
     def __init__(
@@ -304,10 +299,9 @@ class _Prepared:
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
         places = () if rows is None else rows.padded(target.block_k + BEHIND)
         self.alive = origins, runs, places
-        self.before = (
-            g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],
-            *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins),
-        )  # fmt: skip
+        self.weight = 4000 + sum(x.nbytes for x in (*runs, *places))  # bytes, by which the memo weighs an entry
+        sizes = g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2]
+        self.before = (*sizes, *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins))
         at = [x.ctypes.data for x in places] or (0, 0)
         self.behind = (*(x.ctypes.data for x in runs), *spans.bounds.shape[1:3], target.block_q, *at)
 
@@ -317,7 +311,7 @@ class _Prepared:
         keys = g.batch, g.kv_heads, g.kv_len
         return {"q": (g.batch, g.heads, g.q_len, g.head_dim), "k": (*keys, g.head_dim), "v": (*keys, g.v_dim)}
 
-    def call(self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor], rest: list[int]) -> None:
+    def call(self, name: str, slots: Values, tables: Values, rest: list[int]) -> None:
         """Run a kernel; `rest` are the words from `sinks` on."""
         kernel = self.kernel
         run, values = kernel.slots_of(name, slots)
@@ -326,9 +320,7 @@ class _Prepared:
         if failed:
             raise out_of_memory(name)
 
-    def frozen(
-        self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor] | None
-    ) -> tuple[Any, bytes, Any]:
+    def frozen(self, name: str, slots: Values, tables: Values | None) -> tuple[Any, bytes, Any]:
         """A kernel; the words of its record between `pool` and `sinks`, without tables where they are None; and what
         the words point to."""
         kernel = self.kernel
@@ -336,6 +328,7 @@ class _Prepared:
         words, read = (None, ()) if tables is None else kernel.words(tables)
         at = 0 if words is None else words[2]
         record = RECORD.pack(0, 0, 0, *self.before, values[2], at, *self.behind, *[0] * (WORDS - OFFSET["sinks"]))
+        # the pool of threads stands before these words, the arrays behind: both differ from call to call
         return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words, read)
 
 
@@ -353,10 +346,8 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
     return torch.bool if use.type is BOOL else torch.int64 if plan.int64 else torch.int32
 
 
-_kernel = memo(KEPT, by="weak")(_LoadedKernel)  # of a plan by its identity
-prepared = memo(
-    KEPT, by="identity", weigh=lambda _, call, owners: 4000 + sum(x.nbytes for group in call.alive[1:] for x in group)
-)(_Prepared)
+_kernel = memo(KEPT, by="weak")(NativeKernel)  # of a plan by its identity
+prepared = memo(KEPT, by="identity", weigh=lambda _, call, owners: call.weight)(NativeLaunch)
 
 
 # -- calls like one before ---------------------------------------------------------------------------
@@ -369,7 +360,7 @@ ALL = struct.Struct(f"{WORDS - OFFSET['sinks']}q")  # words from `sinks` to the 
 NONE = (0, 0, 0, 0)  # a gradient that is not wanted
 
 
-class Repeat(NamedTuple):
+class FastPath(NamedTuple):
     """Calls that differ from one in the entries of their arrays alone."""
 
     fits: Callable[..., bool]  # (q, k, v): whether `forward` reads such arrays where they are
@@ -381,9 +372,9 @@ class Repeat(NamedTuple):
 
 
 def repeat(
-    plan: LoopPlan, spans: Spans, g: Geometry, dtype: Any, stored: Any, slots: Mapping[str, Any],
-    tables: Mapping[str, Tensor], table_names: Sequence[str], target: Target,
-) -> Repeat:  # fmt: skip
+    plan: LoopPlan, spans: Spans, g: Geometry, dtype: Any, stored: Any, slots: Values,
+    tables: Values, table_names: Sequence[str], target: Target,
+) -> FastPath:  # fmt: skip
     """A forward by q, k and v of these shapes and dtypes, and its gradients. `table_names` are those of each call."""
     import torch
 
@@ -392,11 +383,13 @@ def repeat(
     pairs = 2 * g.batch * g.heads * g.q_len * g.kv_len
     short = pairs * (g.head_dim + g.v_dim) < SHORT
     short_backward = pairs * (3 * g.head_dim + 2 * g.v_dim) < SHORT
+    # looked up once: a call of one token takes 6 microseconds
     alone, empty_like, pack = THREADS.pack(*Threads(1)), torch.empty_like, ARRAYS.pack
     large = dtype.itemsize * size[0] * size[1] * size[2] * size[3] >= LARGE
     strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
     shapes = (*kernel_call.shapes.values(),)
     steps = [(h * n * dim, n * dim, dim) for _, h, n, dim in shapes]
+    # those of inference mode count no writes
     versions = [(x, x._version) for x in tables.values() if not x.is_inference()]
     memory: list[Any] = []
     built: dict[str, tuple[Any, bytes]] = {}  # kernels, and their records
@@ -455,6 +448,7 @@ def repeat(
         words = [0, lse.data_ptr(), 0, softmax_stats.data_ptr(), softmax_stats.shape[3], 0, 0]
         for x in (q, k, v, out, dout):
             *x_strides, step = x.stride()
+            # a zero tensor has no memory to point to
             if step != 1 or x.dtype != dtype or x.is_neg() or x._is_zerotensor():
                 return None
             words += (x.data_ptr(), *x_strides)
@@ -470,4 +464,4 @@ def repeat(
             raise out_of_memory("frisket_backward")
         return grads
 
-    return Repeat(fits, forward, gradients, memory)
+    return FastPath(fits, forward, gradients, memory)

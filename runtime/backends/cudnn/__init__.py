@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frisket.lowering.engines.flags import Flags
-from frisket.runtime.backends.base import Backend, Executors, absent, nvidia, register
+from frisket.runtime.backends.base import Backend, Executors, absent, nvidia
 from frisket.runtime.backends.engines import SquareMask, square, with_lse
 
 if TYPE_CHECKING:
@@ -75,10 +75,9 @@ def backward(
         return {n: x[..., :-8] for n, x in backward(a, q, k, v, out, lse, dout, None).items()}
     keys, values = a.mask.valid(k, v)
     none = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout draws nothing, and no lengths differ
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout.contiguous(), q, keys, values, out, lse[..., None], none, none, None, None, None, q.shape[2],
-        keys.shape[2], 0.0, a.mask.causal, scale=a.scale,
-    )  # fmt: skip
+    arrays = dout.contiguous(), q, keys, values, out, lse[..., None], none, none, None, None, None
+    lengths, run = (q.shape[2], keys.shape[2]), torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    dq, dk, dv = run(*arrays, *lengths, 0.0, a.mask.causal, scale=a.scale)
     return {"q": dq, "k": a.mask.whole(dk, k), "v": a.mask.whole(dv, v)}
 
 
@@ -94,7 +93,7 @@ def reason(framework: str | None = None) -> str:
     return "" if have >= OLDEST else f"cuDNN {have} is older than {OLDEST}"
 
 
-register(Backend(
+Backend(
     name="cudnn",
     kernels="cuDNN's attention, of masks that it knows",
     language="cudnn",
@@ -105,4 +104,4 @@ register(Backend(
     platforms=("cuda",),
     rank=20,
     refuses={"float32": HALVES, "float64": HALVES},
-))  # fmt: skip
+).register()

@@ -69,6 +69,6 @@ def with_lse(dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: T
     -dlse in out and 0 in the values, subtracts `- dlse` beside it: the gradient of lse by a score is its weight."""
     from torch.nn.functional import pad
 
-    q, k, v, out, dout = (pad(x, (0, 8)) for x in (q, k, v, out, dout))
+    q, k, v, out, dout = (pad(x, (0, 8)) for x in (q, k, v, out, dout))  # engines take head dims in eights
     out[..., -1], dout[..., -1] = -dlse.to(out.dtype), 1
     return q, k, v, out, dout

@@ -35,7 +35,7 @@ class EngineCall:
     dtype: str
     framework: str
     platform: str  # of "cpu", "cuda", "rocm", "tpu"
-    on_device: bool = False  # tables of the mask live on a device, and nobody looks at them
+    on_device: bool = False  # tables of the mask live on a device, and are not read
     stored: bool = False  # keys and values are as a cache stores them
     dropout: bool = False
     sinks: bool = False
@@ -184,9 +184,9 @@ def engines_for(
     return EngineChoice(proof, {}) if isinstance(proof, Proof) else EngineChoice(None, {record.name: proof})
 
 
-# Where an engine was compared with the oracle as frisket calls it: on the CPU by the tests, on other platforms by
-# `python benchmarks/gpu.py right`, whose rows are then in benchmarks/results/gpu.json: results, lse, the engine's own
-# gradients, and those of generated kernels from its results. An H100 has not compared heads that share keys.
+# Where an engine was compared with the reference as frisket calls it. On the CPU the tests do so, on other platforms
+# `python benchmarks/gpu.py right`, whose rows are then in benchmarks/results/gpu.json. It compares results, lse, the
+# gradients of the engine, and those of generated kernels from its results, but on an H100 no heads that share keys.
 CHECKED: dict[str, tuple[str, ...]] = {"sdpa": ("cpu",)}
 
 
@@ -223,11 +223,8 @@ class CostRow:
 def _rows(engine: str, call: EngineCall) -> list[tuple[int, CostRow, bool]]:
     """(place, row, whether it says that the engine wins) of the rows about an engine and the arrays of a call."""
     about = call.platform, call.dtype
-    return [
-        (i, row, row.pays(*about, call.geometry, call.generated))
-        for i, row in enumerate(COSTS)
-        if row.engine == engine and row.covers(*about)
-    ]
+    rows = [(i, row) for i, row in enumerate(COSTS) if row.engine == engine and row.covers(*about)]
+    return [(i, row, row.pays(*about, call.geometry, call.generated)) for i, row in rows]
 
 
 def turn(engine: str, call: EngineCall) -> int:

@@ -3,7 +3,7 @@ the engine's flags where it is one, and as code and tiles elsewhere."""
 
 from __future__ import annotations
 
-from frisket.runtime.backends.base import Backend, Executors, absent, nvidia, register
+from frisket.runtime.backends.base import Backend, Executors, absent, nvidia
 from frisket.runtime.machine.extras import pip_install
 
 COMPILED = {(9, 0), (10, 0)}
@@ -31,7 +31,7 @@ def installed() -> bool:
     return bool(find_spec("flash_attn") and find_spec("flash_attn.cute"))
 
 
-register(Backend(
+Backend(
     name="flash",
     kernels="kernels of FlashAttention 4, by name until a GPU has run them under frisket",
     language="cute",
@@ -49,4 +49,4 @@ register(Backend(
     },
     guarded=True,
     loads=True,
-))  # fmt: skip
+).register()

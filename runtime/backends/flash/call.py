@@ -16,7 +16,6 @@ the backward's own tiles.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
@@ -31,13 +30,13 @@ from frisket.grammar.memo import memo
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.kernels.cute.mods import Mods, emit
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.engines.proof import EngineCall
 from frisket.runtime.backends.triton.tiles import architecture
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.export.tile_lists import BlockSparseTensors
-from frisket.runtime.plans.device import CallPlan
+from frisket.runtime.plans.device import CallPlan, Values
 
 Tensor = Any
 READ = "4.0.0b36"  # the version whose source and compiled kernels the calls are held against
@@ -88,7 +87,7 @@ def _shown(x: Tensor) -> str:
 
 
 def call_of(
-    plan: LoopPlan, spans: Any, g: Geometry, target: Target, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+    plan: LoopPlan, spans: Any, g: Geometry, target: Target, slots: Values, tables: Values,
     device: Any, *, gradients: bool = False, deterministic: bool = True,
 ) -> FlashCall:  # fmt: skip
     """The call of the forward, or with `gradients` the backward. BackendError for what the engine does not do."""
@@ -135,10 +134,7 @@ def refuse_tiles(g: Geometry, target: Target, gradients: bool, deterministic: bo
         )
 
 
-def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
-    spans: SpanSource | None = None,
-) -> tuple[str, Target]:  # fmt: skip
+def text(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, *_: Any) -> tuple[str, Target]:
     """The functions of mask and score mod, and their target. Where flags say the whole mask, it has no function."""
     placed = frozenset(n for n, x in zip("bhqk", g.origin, strict=True) if type(x) is not int or x)
     return mods_of(plan, placed).text, target
@@ -147,7 +143,7 @@ def text(
 # -- flags ------------------------------------------------------------------------------------------
 
 
-def flags_for(plan: LoopPlan, spans: Any, g: Geometry, slots: Mapping[str, Any]) -> Flags | str:
+def flags_for(plan: LoopPlan, spans: Any, g: Geometry, slots: Values) -> Flags | str:
     """The mask as the engine's flags, or the reason why it is code and tiles."""
     form = form_of(plan.mask)
     if not isinstance(form, EngineForm):
@@ -198,9 +194,7 @@ def unpaged(plan: LoopPlan, flags: Flags | str) -> str:
     return ""
 
 
-def _by_flags(
-    plan: LoopPlan, flags: Flags, g: Geometry, slots: Mapping[str, Any], tables: Mapping[str, Tensor], device: Any
-) -> FlashCall:  # fmt: skip
+def _by_flags(plan: LoopPlan, flags: Flags, g: Geometry, slots: Values, tables: Values, device: Any) -> FlashCall:
     used = documents = None
     longest = (0, 0)
     if flags.keys is not None:
@@ -209,18 +203,14 @@ def _by_flags(
         documents, longest = on_device(flags.documents, device), flags.longest
     assert flags.left is None or isinstance(flags.left, int)
     assert flags.right is None or isinstance(flags.right, int)
-    return replace(
-        _coded(plan, g, slots, tables, device), left=flags.left, right=flags.right, used=used, documents=documents,
-        longest=longest, proof=str(flags),
-    )  # fmt: skip
+    mask: dict[str, Any] = {"left": flags.left, "right": flags.right, "used": used, "documents": documents}
+    return replace(_coded(plan, g, slots, tables, device), **mask, longest=longest, proof=str(flags))
 
 
 # -- code -------------------------------------------------------------------------------------------
 
 
-def _coded(
-    plan: LoopPlan, g: Geometry, slots: Mapping[str, Any], tables: Mapping[str, Tensor], device: Any
-) -> FlashCall:
+def _coded(plan: LoopPlan, g: Geometry, slots: Values, tables: Values, device: Any) -> FlashCall:
     """The call of a plan's functions, without tiles."""
     import torch
 
@@ -296,10 +286,8 @@ def write_order(tensors: BlockSparseTensors, columns: int) -> tuple[Tensor, Tens
     come first, so sums have one order. For the partial and the full lists."""
     import torch
 
-    mask, full = (
-        _marked(c, i, columns)
-        for c, i in ((tensors.mask_block_cnt, tensors.mask_block_idx), (tensors.full_block_cnt, tensors.full_block_idx))
-    )
+    mask = _marked(tensors.mask_block_cnt, tensors.mask_block_idx, columns)
+    full = _marked(tensors.full_block_cnt, tensors.full_block_idx, columns)
     either = (mask | full).int()
     turn = (either.cumsum(-2) - either).int()  # of [B, H, key tiles, query tiles]
     first, second = (torch.gather(turn, -1, i.long()) for i in (tensors.mask_block_idx, tensors.full_block_idx))

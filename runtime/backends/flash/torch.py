@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from typing import Any
@@ -11,6 +11,7 @@ from frisket.dsl.errors import BackendError, BackwardError
 from frisket.grammar.memo import cached_on, memo
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.runtime.machine.generated import load
+from frisket.runtime.plans.device import Values
 
 from .call import INSTEAD, FlashCall, call_of, check
 
@@ -18,9 +19,8 @@ Tensor = Any
 
 
 def forward(
-    plan: LoopPlan, spans: Any, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
-    tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = False,
-    softmax_stats: bool = False,
+    plan: LoopPlan, spans: Any, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Values, tables: Values,
+    target: Target, *, sinks: Tensor | None = None, top: bool = False, softmax_stats: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(out, lse, None) of a call, with `softmax_stats` another None: the engine gives no largest scores, nor lse's
     rounding."""
@@ -35,7 +35,7 @@ def forward(
 
 def backward(
     plan: LoopPlan, spans: Any, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
+    dout: Tensor, dlse: Tensor | None, slots: Values, tables: Values, target: Target, *,
     grad_names: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of q, k and v, of those that are wanted; sinks are part of lse already."""
@@ -51,7 +51,7 @@ def backward(
 
 
 def checks_gradients(
-    plan: LoopPlan, spans: Any, geometry: Geometry, device: Any, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+    plan: LoopPlan, spans: Any, geometry: Geometry, device: Any, slots: Values, tables: Values,
     target: Target, *, grad_names: Collection[str], deterministic: bool = True,
 ) -> FlashCall:  # fmt: skip
     """The call of the backward. Raises where the engine lacks wanted gradients; asked before the forward, too."""
@@ -68,7 +68,7 @@ def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, grad
 
 
 def prepared(
-    plan: LoopPlan, spans: Any, g: Geometry, target: Target, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+    plan: LoopPlan, spans: Any, g: Geometry, target: Target, slots: Values, tables: Values,
     device: Any, gradients: bool, deterministic: bool,
 ) -> FlashCall:  # fmt: skip
     """The call of a direction, kept beside the plan of a step as long as slots and tables are the same objects."""
@@ -92,11 +92,10 @@ def attend(call: FlashCall, g: Geometry, q: Tensor, k: Tensor, v: Tensor, sinks:
     from flash_attn.cute import interface  # type: ignore[import-not-found]
 
     arrays = [_laid(call, x) for x in (q, k, v)]
-    functions = {n: f for n, f in _functions(call).items() if n != "score_mod_bwd"}
+    # the forward of the engine has no parameter for the derivative of a score mod
+    options = _common(call) | {n: f for n, f in _functions(call).items() if n != "score_mod_bwd"}
     with _current(q):
-        out, lse, *_ = interface._flash_attn_fwd(
-            *arrays, **_common(call), **functions, learnable_sink=sinks, return_lse=True
-        )
+        out, lse, *_ = interface._flash_attn_fwd(*arrays, **options, learnable_sink=sinks, return_lse=True)
     if call.documents is not None:
         out, lse = out.view(g.batch, g.q_len, *out.shape[1:]), lse.view(-1, g.batch, g.q_len).transpose(0, 1)
     return out.transpose(1, 2), lse
@@ -111,13 +110,12 @@ def gradients(
 
     arrays = [_laid(call, x) for x in (q, k, v, out, dout)]
     rows = [None if x is None else _rows(call, x) for x in (lse, dlse)]
+    options = _common(call) | _functions(call)
     with _current(q):
-        grads = interface._flash_attn_bwd(
-            *arrays, rows[0], **_common(call), **_functions(call), dlse=rows[1], deterministic=deterministic
-        )
-    return tuple(
-        dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in zip(grads, (q, k, v), strict=True)
-    )
+        grads = interface._flash_attn_bwd(*arrays, rows[0], **options, dlse=rows[1], deterministic=deterministic)
+    pairs = zip(grads, (q, k, v), strict=True)
+    # gradients of packed arrays have no axis of batch entries
+    return tuple(dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in pairs)
 
 
 def _current(x: Tensor) -> AbstractContextManager[Any]:
@@ -152,16 +150,14 @@ def _common(call: FlashCall) -> dict[str, Any]:
         arguments["max_seqlen_q"], arguments["max_seqlen_k"] = call.longest
     if call.tiles is not None:
         first, second = call.order or (None, None)
-        arguments["block_sparse_tensors"] = BlockSparseTensorsTorch(
-            **call.tiles._asdict(), dq_write_order=first, dq_write_order_full=second,
-            spt=None if call.order is None else False,
-        )  # fmt: skip
+        turns = {"dq_write_order": first, "dq_write_order_full": second, "spt": None if call.order is None else False}
+        arguments["block_sparse_tensors"] = BlockSparseTensorsTorch(**call.tiles._asdict(), **turns)
     return arguments
 
 
 def _led(x: Tensor) -> Tensor:
     """A table whose last axis the engine takes for the contiguous one, whatever the others are."""
-    x = x.view(x.shape)
+    x = x.view(x.shape)  # another tensor: the attribute must not stay on the one of the caller
     x.__leading_dim__ = x.ndim - 1
     return x
 

@@ -3,7 +3,7 @@ Their gradients are Triton's kernels."""
 
 from __future__ import annotations
 
-from frisket.runtime.backends.base import Backend, Executors, absent, nvidia, register
+from frisket.runtime.backends.base import Backend, Executors, absent, nvidia
 
 WRITTEN = {(9, 0), (10, 0)}
 
@@ -21,7 +21,7 @@ def reason(framework: str | None = None) -> str:
     return "" if have in WRITTEN else f"{why}: take backend='triton'"
 
 
-register(Backend(
+Backend(
     name="gluon",
     kernels="kernels for Hopper and Blackwell, on Hopper in the place of Triton's where they are faster",
     language="gluon",
@@ -38,4 +38,4 @@ register(Backend(
     guarded=True,
     loads=True,
     stats_kind="low",
-))  # fmt: skip
+).register()

@@ -17,7 +17,7 @@ for every position, such as `q - k` in two comparisons. Heads of 256 have 64, or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,10 +34,10 @@ from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton import torch as triton_torch
 from frisket.runtime.backends.triton.grids import ForwardKind, forward_plan, of_forward, row_parts
-from frisket.runtime.backends.triton.kernels import KernelReport, check_compiles, dims_of, resources, signature
+from frisket.runtime.backends.triton.kernels import KernelReport, Reports, check_compiles, dims_of, resources, signature
 from frisket.runtime.backends.triton.source import load
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
-from frisket.runtime.plans.device import CallPlan
+from frisket.runtime.plans.device import CallPlan, Values
 
 Tensor = Any
 backward = triton_torch.backward
@@ -50,17 +50,15 @@ SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
-    spans: SpanSource | None = None,
-) -> tuple[str, Target]:  # fmt: skip
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (), *_: Any
+) -> tuple[str, Target]:
     """The forward's text and the target it runs with; gradients are Triton's kernels."""
     return emit(forward_plan(plan, g), target, dims_of(plan, g, dtype, learned), sinks=sinks), target
 
 
 def forward(
-    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
-    slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None,
-    top: bool = False, softmax_stats: bool = False,
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Values,
+    tables: Values, target: Target, *, sinks: Tensor | None = None, top: bool = False, softmax_stats: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(out, lse, largest scores or None), with `softmax_stats` also the rounding error of lse, as Triton's forward has
     them. Tensors that TMA cannot address are copied."""
@@ -79,18 +77,19 @@ def addressable(x: Tensor) -> Tensor:
 
     x = x.resolve_neg()
     fine = triton_launch.describable(x) and x.data_ptr() % 16 == 0
+    # `contiguous` would return a contiguous tensor as it is, wherever its memory begins
     return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
-def _launch(context: triton_launch.Bound, spans: SpanSource | None, kind: ForwardKind) -> triton_launch.Launch:
+def _launch(context: triton_launch.LaunchContext, spans: SpanSource | None, kind: ForwardKind) -> triton_launch.Launch:
     g, target = context.geometry, context.target
     plan, dims, blocks = forward_plan(context.plan, g), context.dims(kind.device_slots), blocks_of(target, g)
     kernels = triton_launch.emitted_kernels(emit, plan, target, dims, **kind.flags)
-    return context.launch(
-        kernels, "attention_forward", of_forward(g, target), target, {**blocks, **kind.tensors, **blocks},
-        records=None if spans is None else spans.rows, device_slots=kind.device_slots, launcher=GluonLaunch,
-        STAGES=target.num_stages,
-    )  # fmt: skip
+    # `blocks` twice: in front for the order of Q, K and V, behind because Out has a descriptor too
+    arrays: dict[str, triton_launch.Access] = {**blocks, **kind.tensors, **blocks}
+    records = None if spans is None else spans.rows
+    launch = partial(context.launch, records=records, device_slots=kind.device_slots, STAGES=target.num_stages)
+    return launch(kernels, "attention_forward", of_forward(g, target), target, arrays, launcher=GluonLaunch)
 
 
 class GluonLaunch(triton_launch.Launch):
@@ -104,9 +103,7 @@ class GluonLaunch(triton_launch.Launch):
         return TensorDescriptor(x, plain.shape, plain.strides, list(block), in_shared)
 
 
-def compile_reports(
-    source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90"
-) -> Iterator[KernelReport]:
+def compile_reports(source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90") -> Reports:
     """Compile the forward kernel of a module and say which resources of a GPU it takes.
 
     `compile_reports(emit(plan, target, dims), plan, target, dims)`. Registers are those of a thread before warp groups
@@ -128,15 +125,12 @@ def compiled_for(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any
     from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
 
     types, constants = signature(kernel, plan, target, dims, STAGES=target.num_stages)
-    types |= {
-        n: f"tensordesc<{SHORT[dims.dtype]}{list(block)},{layout(block, dims.dtype)!r}>"
-        for n, block in blocks_of(target, dims).items()
-    }
+    short, blocks = SHORT[dims.dtype], blocks_of(target, dims)
+    types |= {n: f"tensordesc<{short}{list(x)},{layout(x, dims.dtype)!r}>" for n, x in blocks.items()}
     hints = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
-    return triton.compile(
-        GluonASTSource(kernel, types, constants, hints), target=GPUTarget("cuda", int(target.arch[3:]), 32),
-        options={"num_warps": target.num_warps, "enable_fp_fusion": True},
-    )  # fmt: skip
+    gpu = GPUTarget("cuda", int(target.arch[3:]), 32)
+    options = {"num_warps": target.num_warps, "enable_fp_fusion": True}
+    return triton.compile(GluonASTSource(kernel, types, constants, hints), target=gpu, options=options)
 
 
 def blocks_of(target: Target, dims: Dims | Geometry) -> dict[str, triton_launch.Block]:

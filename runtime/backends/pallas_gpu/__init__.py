@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, no_gpu, register
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, no_gpu
 
 
 def interpreted() -> bool:
@@ -28,7 +28,7 @@ def capabilities() -> Iterator[str]:
         yield from (str(d.compute_capability) for d in jax.local_devices(backend="gpu"))
 
 
-register(Backend(
+Backend(
     name="pallas-mosaic-gpu",
     kernels="kernels for Hopper",
     language="pallas",
@@ -44,4 +44,4 @@ register(Backend(
     guarded=True,
     stats_kind="low",
     operators=("frisket-pallas-mosaic-gpu",),
-))  # fmt: skip
+).register()

@@ -5,7 +5,6 @@ The interpreter is slow, and for checking only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,11 @@ from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.triton.cotangents import sums
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.runtime.backends.base import Block, Shapes
 from frisket.runtime.backends.pallas_tpu.jax import kernel
 from frisket.runtime.backends.triton.jax import folded  # in fixed point: XLA's scatter on a GPU adds in any order
 from frisket.runtime.machine.generated import load
+from frisket.runtime.plans.device import Values
 
 if TYPE_CHECKING:
     import jax
@@ -29,9 +30,7 @@ Array = Any  # a jax.Array, traced or not
 LOG2E = 1.4426950408889634
 
 
-def target(
-    plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
-) -> Target:
+def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = None, narrow: bool = False) -> Target:
     """The tiles a Hopper starts from, 64 queries for each warpgroup. Where rows see few keys they are no smaller: what
     a program takes beside its tiles is more than what smaller ones leave out. tanh is the machine's own unless
     `jax_default_matmul_precision` is "highest", as in Triton's kernels."""
@@ -44,14 +43,14 @@ def target(
     return Target(BACKEND, block_q, block_k, 4, ahead, tanh="exact" if precision == "highest" else "approximate")
 
 
-def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> str:
     """A reason why the forward kernel cannot run a call, or an empty text. `shapes` are those of the plan's tables."""
     return pallas_gpu.refused(plan, geometry, dtype, shapes)
 
 
 def forward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
+    slots: Values, tables: Values, target: Target, *, sinks: jax.Array | None = None,
     platform: str = "cpu", lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
@@ -72,10 +71,7 @@ def forward(
     return run(q, k, v, *walk, geometry.origin, geometry.full, *numbers, **options)  # type: ignore[no-any-return]
 
 
-def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
-    spans: SpanSource | None = None,
-) -> tuple[str, Target]:  # fmt: skip
+def text(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, *_: Any) -> tuple[str, Target]:
     """The forward kernel's text, and its target."""
     return pallas_gpu.emit(plan, target, g, dtype, sinks), target
 
@@ -100,18 +96,15 @@ def _nothing(g: Geometry, dtype: str, sinks: jax.Array | None) -> tuple[jax.Arra
 # -- gradients ---------------------------------------------------------------------------------------
 
 
-def refuses_gradients(
-    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], grad_names: frozenset[str]
-) -> str:
-    """A reason why the backward kernels cannot find the gradients of `grad_names`, or an empty text."""
-    return kernels.refused(plan, geometry, dtype, shapes, grad_names)
+def refuses_gradients(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, names: frozenset[str]) -> str:
+    """A reason why the backward kernels cannot find the gradients of `names`, or an empty text."""
+    return kernels.refused(plan, geometry, dtype, shapes, names)
 
 
 def backward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: Array, k: Array, v: Array, out: Array, lse: Array,
-    dout: Array, dlse: Array | None, slots: Mapping[str, Any], tables: Mapping[str, Array], target: Target, *,
-    grad_names: frozenset[str], sinks: Array | None = None, platform: str = "cpu",
-    lse_residual: Array | None = None,
+    dout: Array, dlse: Array | None, slots: Values, tables: Values, target: Target, *, grad_names: frozenset[str],
+    sinks: Array | None = None, platform: str = "cpu", lse_residual: Array | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array; tables and slots of the plan ("t0", "s1") in float32.
@@ -165,10 +158,8 @@ def backward(
 
 
 @memo(group="kernels")
-def _loaded(
-    plan: LoopPlan, target: Target, geometry: Geometry, grad_names: frozenset[str], interpretable: bool
-) -> dict[str, Any]:
-    return load(kernels.emit(plan, target, geometry, grad_names, interpretable=interpretable))
+def _loaded(plan: LoopPlan, target: Target, g: Geometry, names: frozenset[str], interpretable: bool) -> dict[str, Any]:
+    return load(kernels.emit(plan, target, g, names, interpretable=interpretable))
 
 
 def _operands(walk: pallas_gpu.GpuWalk) -> list[Array]:

@@ -1,6 +1,6 @@
 """Kernels of Pallas for TPUs; elsewhere Pallas' interpreter runs them."""
 
-from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, register
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent
 
 
 def interpreted() -> bool:
@@ -10,7 +10,7 @@ def interpreted() -> bool:
     return bool(jax.default_backend() != "tpu")
 
 
-register(Backend(
+Backend(
     name="pallas-tpu",
     kernels="kernels for TPUs",
     language="pallas",
@@ -26,4 +26,4 @@ register(Backend(
     guarded=True,
     stats_kind="low",
     operators=("frisket-pallas-tpu", "splash"),
-))  # fmt: skip
+).register()

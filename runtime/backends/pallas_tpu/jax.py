@@ -5,7 +5,7 @@ Their tiles, texts and refusals are in this module too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,7 +24,9 @@ from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded
+from frisket.runtime.backends.base import Block, Shapes
 from frisket.runtime.machine.generated import load
+from frisket.runtime.plans.device import Values
 
 if TYPE_CHECKING:
     import jax
@@ -37,11 +39,11 @@ KEY_BYTES = 1024  # of vector memory that a key and its value may take in a step
 NARROW = (256, 256)  # of masks whose rows see one short run of keys: less is computed beside it
 DISTANCES = 1 << 20  # sums of one head that stay in a kernel's memory, 4 MiB
 Array = Any  # a jax.Array, traced or not
+Function: TypeAlias = Callable[..., Any]
+Walk: TypeAlias = pallas_walk.TpuWalk | pallas_walk.TpuSearch
 
 
-def target(
-    plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
-) -> Target:
+def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = None, narrow: bool = False) -> Target:
     """The tiles a TPU starts from, no larger than the problem needs; docs/pallas.md says why these."""
     if tile:
         return Target("pallas-tpu", *tile)
@@ -57,22 +59,19 @@ def target(
 
 
 def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
-    spans: SpanSource | None = None,
-) -> tuple[str, Target]:  # fmt: skip
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (), *_: Any
+) -> tuple[str, Target]:
     """The forward's text and, where there are gradients, the backward's, and their target."""
     known: list[Any] = [*plan.tables, *plan.slots]
     names = {*"qkv", *(x.name for x in known if x.source in learned)}
-    sharing = plan.mask is None or "h" not in uses(plan.mask)
-    source = pallas_tpu.emit(
-        plan, target, g, dtype, sinks, together=together(g, dtype, target.block_q) if sharing else 1
-    )
+    heads = together(g, dtype, target.block_q) if plan.mask is None or "h" not in uses(plan.mask) else 1
+    source = pallas_tpu.emit(plan, target, g, dtype, sinks, together=heads)
     if g.kv_dtype or plan.weight is not None or plan.pages is not None:  # without gradients
         return source, target
     return f"{source}\n\n{emitted.emit(plan, target, g, dtype, names)}", target
 
 
-def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> str:
     """A reason why the forward kernel cannot run a call, or an empty text. `shapes` are those of the plan's tables."""
     if why := pallas_tpu.refused(plan, dtype):
         return why
@@ -91,7 +90,7 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str,
 
 def forward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
+    slots: Values, tables: Values, target: Target, *, sinks: jax.Array | None = None,
     platform: str = "cpu", lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
@@ -102,16 +101,16 @@ def forward(
     if why := refuses(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
         raise LoweringError(why)
     rows, heads = spans.rows((target.block_q, target.block_k)), together(geometry, dtype, target.block_q)
+    # heads of one program share a walk: they must see the same tiles
     if pallas_walk.folded(rows.slice_of, heads) != heads:
         heads = 1
     walk = walked(rows, -(-geometry.kv_len // target.block_k), parts=heads)
     search = searches(walk)
     flags = sinks is not None, strided(platform), k.dtype != q.dtype, lse_residual, 1 if search else heads, search
     run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
-    return run(  # type: ignore[no-any-return]
-        q, k, v, walk, geometry.origin, geometry.full, [slots[s.name] for s in plan.slots],
-        [tables[t.name] for t in plan.tables], sinks, interpret=platform != "tpu",
-    )  # fmt: skip
+    values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
+    numbers = geometry.origin, geometry.full, *values
+    return run(q, k, v, walk, *numbers, sinks, interpret=platform != "tpu")  # type: ignore[no-any-return]
 
 
 def strided(platform: str) -> bool:
@@ -140,12 +139,12 @@ def _wide(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else 4
 
 
-def searches(walk: pallas_walk.TpuWalk | pallas_walk.TpuSearch) -> bool:
+def searches(walk: Walk) -> bool:
     """Whether each step of a walk is looked up: a kernel of its own."""
     return isinstance(walk, pallas_walk.TpuSearch)
 
 
-def walked(spans: Any, columns: int, group: int = 1, parts: int = 1) -> pallas_walk.TpuWalk | pallas_walk.TpuSearch:
+def walked(spans: Any, columns: int, group: int = 1, parts: int = 1) -> Walk:
     """`walk.walk` of lowering/kernels/pallas_tpu, compiled where the spans are JAX's."""
     if isinstance(spans.bounds, np.ndarray):
         return pallas_walk.walk(spans, columns, group, parts)
@@ -154,34 +153,27 @@ def walked(spans: Any, columns: int, group: int = 1, parts: int = 1) -> pallas_w
 
 
 @memo(group="kernels")
-def _walk(
-    slice_of: bytes, shape: tuple[int, ...], columns: int, group: int, parts: int
-) -> Callable[..., pallas_walk.TpuWalk | pallas_walk.TpuSearch]:
+def _walk(slice_of: bytes, shape: tuple[int, ...], columns: int, group: int, parts: int) -> Callable[..., Walk]:
     import jax
 
-    places = np.frombuffer(slice_of, np.int32).reshape(shape)
-    return jax.jit(
-        lambda bounds, count: pallas_walk.walk(DeviceSpans(bounds, count, None, places), columns, group, parts)
-    )
+    at, walk = np.frombuffer(slice_of, np.int32).reshape(shape), pallas_walk.walk
+    return jax.jit(lambda bounds, count: walk(DeviceSpans(bounds, count, None, at), columns, group, parts))
 
 
-def kernel(
-    emit: Callable[..., str], plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, *flags: Any
-) -> Callable[..., Any]:
+def kernel(emit: Function, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, *flags: Any) -> Function:
     """The entry of the module that `emit` writes, `attention_forward` or whatever the last function is, jitted with
     `interpret` static. Lengths are no part of the text: one module serves all."""
     group = geometry.heads // geometry.kv_heads
     alike = Geometry(1, group, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
-    return _kernel(emit, plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, flags)
+    # tiles of other kernels are no part of this text: without them one entry of the memo serves more calls
+    return _kernel(emit, plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, *flags)
 
 
 @memo(group="kernels")
-def _kernel(
-    emit: Callable[..., str], plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, flags: tuple[Any, ...]
-) -> Callable[..., Any]:
+def _kernel(emit: Function, plan: LoopPlan, target: Target, g: Geometry, dtype: str, *flags: Any) -> Function:
     import jax
 
-    module = load(emit(plan, target, geometry, dtype, *flags))
+    module = load(emit(plan, target, g, dtype, *flags))
     return jax.jit(module["attention_forward"], static_argnames=("interpret",))
 
 
@@ -190,7 +182,7 @@ def _kernel(
 
 def backward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array,
-    lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any], tables: Mapping[str, Any],
+    lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Values, tables: Values,
     target: Target, *, grad_names: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
     lse_residual: jax.Array | None = None,
 ) -> dict[str, Any]:  # fmt: skip
@@ -203,9 +195,8 @@ def backward(
     is."""
     import jax.numpy as jnp
 
-    if why := refuses_gradients(
-        plan, geometry, str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}, grad_names
-    ):
+    dtype, shapes = str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}
+    if why := refuses_gradients(plan, geometry, dtype, shapes, grad_names):
         raise LoweringError(why)
     arrays = _prepared(plan.guard)(q, k, v, out, lse, lse_residual, dout, dlse)
     values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
@@ -217,27 +208,24 @@ def backward(
     rows, columns = spans.rows((dq_target.block_q, dq_target.block_k)), -(-geometry.kv_len // dq_target.block_k)
     walk = walked(rows, columns)
     grads: dict[Any, Array] = {}
-    heads = 1 if captured else together(geometry, str(q.dtype), dq_target.block_q)
+    heads = 1 if captured else together(geometry, dtype, dq_target.block_q)
     heads = heads if pallas_walk.folded(rows.slice_of, heads) == heads else 1
     shared = walk if heads == 1 else walked(rows, columns, parts=heads)
     heads = 1 if searches(shared) else heads
-    if loaded := _gradient_kernel(
-        "dq", plan, dq_target, geometry, str(q.dtype), grad_names, rolls, heads, searches(shared)
-    ):
+    if loaded := _gradient_kernel("dq", plan, dq_target, geometry, dtype, grad_names, rolls, heads, searches(shared)):
         kernel, names = loaded
         grads |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
     group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((dkv_target.block_q, dkv_target.block_k))
     turned = walked(of_keys, -(-geometry.q_len // dkv_target.block_q), group)
-    if loaded := _gradient_kernel(
-        "dkv", plan, dkv_target, geometry, str(q.dtype), grad_names, rolls, 1, searches(turned)
-    ):
+    if loaded := _gradient_kernel("dkv", plan, dkv_target, geometry, dtype, grad_names, rolls, 1, searches(turned)):
         kernel, names = loaded
         fold = pallas_walk.folded(of_keys.slice_of, group)
         grads |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
     for i, gradient in captured:
         if gradient.over == "scatter":
+            # operands of the run, and no part of its key
             placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
-            run = _by_position(plan, dq_target, placeless, str(q.dtype), i, rolls, searches(walk))
+            run = _by_position(plan, dq_target, placeless, dtype, i, rolls, searches(walk))
             grads[i] = run(*arrays, walk, *numbers, interpret=interpret)
     sums = [grads.pop(i) for i, _ in captured]
     known = {name: jnp.asarray(x) for name, x in tables.items()}
@@ -249,18 +237,13 @@ def interpreter(platform: str) -> Any:
     return platform != "tpu"
 
 
-def refuses_gradients(
-    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], grad_names: frozenset[str]
-) -> str:
+def refuses_gradients(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, names: frozenset[str]) -> str:
     """A reason why the backward kernels cannot run a call, or "". `shapes` are those of the plan's tables."""
     if why := pallas_tpu.refused(plan, dtype):
         return why
-    derived, captured = backward_of(plan), emitted.captured(plan, grad_names)
-    roots = [
-        *pallas_tpu.roots(plan),
-        *([] if derived.slope is None else [derived.slope]),
-        *(g.weight for _, g in captured),
-    ]
+    derived, captured = backward_of(plan), emitted.captured(plan, names)
+    slopes = [] if derived.slope is None else [derived.slope]
+    roots = [*pallas_tpu.roots(plan), *slopes, *(g.weight for _, g in captured)]
     try:
         pallas_inputs.check_tables(plan, pallas_inputs.place(roots), shapes)
     except LoweringError as error:
@@ -284,9 +267,7 @@ def _prepared(guard: bool) -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
 
-    def prepared(
-        q: Array, k: Array, v: Array, out: Array, lse: Array, lse_residual: Any, dout: Array, dlse: Any
-    ) -> Any:
+    def prepared(q: Array, k: Array, v: Array, out: Array, lse: Array, residual: Any, dout: Array, dlse: Any) -> Any:
         Float = jnp.float32
         delta = (dout.astype(Float) * out.astype(Float)).sum(-1).transpose(0, 2, 1)
         delta, lse = (delta if dlse is None else delta - dlse).astype(Float), lse.astype(Float)
@@ -294,8 +275,8 @@ def _prepared(guard: bool) -> Callable[..., Any]:
             empty = lse == -jnp.inf
             delta, lse = jnp.where(empty, 0, delta), jnp.where(empty, float(np.finfo(np.float32).max), lse)
             dout = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, dout)
-        if lse_residual is not None:
-            factor = jnp.exp(-lse_residual.astype(Float))
+        if residual is not None:
+            factor = jnp.exp(-residual.astype(Float))
             delta, dout = delta * factor, dout.astype(Float) * factor.transpose(0, 2, 1)[..., None]
         return q, k, v, dout.astype(q.dtype), lse, delta
 
@@ -348,9 +329,8 @@ def _by_position(
     source = emitted.terms(plan, target, alone, dtype, number, strided, search)
     entry, gradient = load(source.text)[source.entry], backward_of(plan).gradients[number]
     group = geometry.heads // geometry.kv_heads
-    padded = tuple(
-        -(-n // block) * block for n, block in ((geometry.q_len, target.block_q), (geometry.kv_len, target.block_k))
-    )
+    sides = (geometry.q_len, target.block_q), (geometry.kv_len, target.block_k)
+    padded = tuple(-(-n // block) * block for n, block in sides)
 
     def run(
         q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, walk: Any, origin: Any,
@@ -382,9 +362,8 @@ def _by_position(
 
 
 def _added(
-    into: Array, terms: Array, gradient: Gradient, env: Mapping[str, Any], tables: Mapping[str, Array],
-    geometry: Geometry, rows: int,
-) -> Array:  # fmt: skip
+    into: Array, terms: Array, gradient: Gradient, env: Values, tables: Values, geometry: Geometry, rows: int
+) -> Array:
     """`into` with the terms of one head, whose first query and key are at `env`. Where they lie in the table as they
     are (`bias[h, q, k]`) and none is clamped they are added as a block, elsewhere one by one."""
     import jax.numpy as jnp

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frisket.lowering.engines.flags import Flags
-from frisket.runtime.backends.base import Backend, Executors, absent, register
+from frisket.runtime.backends.base import Backend, Executors, absent
 from frisket.runtime.backends.engines import SquareMask, square, with_lse
 
 if TYPE_CHECKING:
@@ -88,18 +88,17 @@ def backward(
         return {n: x[..., :-8] for n, x in backward(a, q, k, v, out, lse, dout, None).items()}
     run = getattr(torch.ops.aten, f"{a.operator}_backward")
     keys, values = a.mask.valid(k, v)
+    arrays = dout.contiguous(), q, keys, values, out, lse
     if a.device == "cpu":
-        dq, dk, dv = run(dout.contiguous(), q, keys, values, out, lse, 0.0, a.mask.causal, scale=a.scale)
+        dq, dk, dv = run(*arrays, 0.0, a.mask.causal, scale=a.scale)
     else:
         none = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout draws nothing
         lengths = None, None, q.shape[2], keys.shape[2]  # with a tensor there, q, k and v would be packed sequences
-        dq, dk, dv = run(
-            dout.contiguous(), q, keys, values, out, lse, *lengths, 0.0, a.mask.causal, none, none, scale=a.scale
-        )
+        dq, dk, dv = run(*arrays, *lengths, 0.0, a.mask.causal, none, none, scale=a.scale)
     return {"q": dq, "k": a.mask.whole(dk, k), "v": a.mask.whole(dv, v)}
 
 
-register(Backend(
+Backend(
     name="sdpa",
     kernels="torch's scaled_dot_product_attention, of masks that it knows",
     language="torch",
@@ -109,4 +108,4 @@ register(Backend(
     order=74,
     platforms=("cpu", "cuda"),
     rank=30,
-))  # fmt: skip
+).register()

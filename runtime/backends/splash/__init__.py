@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, register
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent
 from frisket.runtime.backends.pallas_tpu import interpreted
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def arguments(flags: Flags, call: EngineCall) -> SplashArguments | str:
         return f"{flags}: splash attention has one window for all batch entries"
     if g.q_len % LANES or g.kv_len % LANES:
         return f"lengths are whole tiles of {LANES} there, not {g.q_len} and {g.kv_len}"
-    if call.dtype.endswith("16") and math.frexp(scale)[0] != 0.5:
+    if call.dtype.endswith("16") and math.frexp(scale)[0] != 0.5:  # frexp has 0.5 for powers of two alone
         return f"it scales q beforehand, which rounds {call.dtype} where the scale, {scale:g}, is no power of two"
     windowed = flags.left is not None or flags.right is not None
     window: Any = (flags.left, flags.right) if windowed else None
@@ -106,7 +106,7 @@ def forward(a: SplashArguments, q: Array, k: Array, v: Array, platform: str) -> 
     return out.transpose(0, 2, 1, 3).astype(v.dtype), lse
 
 
-register(Backend(
+Backend(
     name="splash",
     kernels="JAX's splash attention for TPUs, of masks that it knows, by name alone",
     language="splash",
@@ -119,4 +119,4 @@ register(Backend(
     platforms=("tpu",),
     interpreter=Interpreter("Pallas'", 0.0005, interpreted),
     refuses={"float64": "splash attention takes float32 and halves; cast q, k and v, or take backend='xla'"},
-))  # fmt: skip
+).register()

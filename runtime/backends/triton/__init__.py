@@ -7,7 +7,7 @@ import importlib.util
 import os
 
 from frisket.grammar.memo import memo
-from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, no_driver, no_gpu, register
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, no_driver, no_gpu
 
 
 def interpreted() -> bool:
@@ -27,7 +27,7 @@ def reason(framework: str | None = None) -> str:
 
 def missing() -> str:
     """The packages that JAX needs to call the kernels, and that are not installed or cannot be imported."""
-    needs = ("triton",) if interpreted() else ("triton", "jax_triton")
+    needs = ("triton",) if interpreted() else ("triton", "jax_triton")  # XLA calls the interpreter back, as Python
     lacking = [n for n in needs if not importlib.util.find_spec(n)]
     if lacking:
         return f"{lacking[0]} is not installed: pip install {lacking[0].replace('_', '-')}"
@@ -60,27 +60,30 @@ def _on_jax() -> str:
     return absent("jax", "jax") or missing() or ("" if interpreted() else no_gpu())
 
 
-register(Backend(
+Backend(
     name="triton",
     kernels="kernels for GPUs",
     language="triton",
     reason=reason,
     missing=missing,
     module=f"{__name__}.kernels",
-    executors={
-        "torch": Executors(f"{__name__}.torch", nondeterministic=True), "jax": Executors(f"{__name__}.jax")
-    },
+    executors={"torch": Executors(f"{__name__}.torch", nondeterministic=True), "jax": Executors(f"{__name__}.jax")},
     order=40,
     platforms=("cuda", "rocm"),
     rank=2,
     instead="pallas-mosaic-gpu",
-    interpreter=Interpreter("Triton's", 0.03, interpreted, {
-        "bfloat16": "Triton's interpreter takes the bits of bfloat16 for integers and computes nonsense\n"
-                    "  give it float16 or float32, or unset TRITON_INTERPRET on a machine with a GPU",
-    }),
+    interpreter=Interpreter(
+        "Triton's",
+        0.03,
+        interpreted,
+        {
+            "bfloat16": "Triton's interpreter takes the bits of bfloat16 for integers and computes nonsense\n"
+            "  give it float16 or float32, or unset TRITON_INTERPRET on a machine with a GPU",
+        },
+    ),
     guarded=True,
     loads=True,
     stats_kind="low",
     plans="device",
     operators=("frisket-triton",),
-))  # fmt: skip
+).register()

@@ -30,17 +30,16 @@ from frisket.lowering.kernels.triton.rows import axes_of
 from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target, make_plan
 from frisket.runtime.calls.arrays import uploaded
-from frisket.runtime.plans.device import FlatPlan
+from frisket.runtime.plans.device import FlatPlan, Values
 
 from . import tiles as triton_tiles
-from .launch import GRID, Access, Bound, Launch, Made, Values, emitted_kernels, span_tables
+from .launch import GRID, Access, KernelArgs, KernelModule, Launch, LaunchContext, emitted_kernels, span_tables
 
 Tensor = Any
 CapturedResult = tuple[str, tuple[int, ...]]  # the name of the parameter, and the shape
 NO_FLAGS: Mapping[str, Any] = {}
-DIAGONAL_ROWS = (
-    16  # the fewest rows of tiles in a part of a block diagonal: a window has few diagonals, so these have parts
-)
+# the fewest rows of tiles in a part of a block diagonal: a window has few diagonals, so these have parts
+DIAGONAL_ROWS = 16
 DIAGONAL_PARTS, ROOM = 8, 1 << 24  # the most parts of a block diagonal, and the most numbers in the sums of all parts
 
 Grid = tuple[int, int, int]
@@ -103,14 +102,11 @@ def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[L
     """The launches of a backward in their order: those of the `kernels` that the module has."""
     dq, dkv = target.dq or target, target.dkv or target
     dv = target.dv or dkv
-    steps = (
-        LaunchStep("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), ""),
-        LaunchStep("attention_dq", dq, of_forward(g, dq), "rows"),
-        *(
-            LaunchStep(name, tile, grid_of(-(-g.kv_len // tile.block_k), g.kv_heads, g.batch, tile), "columns")
-            for name, tile in (("attention_dkv", dkv), ("attention_dv", dv))
-        ),
-    )
+    delta = LaunchStep("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), "")
+    steps = [delta, LaunchStep("attention_dq", dq, of_forward(g, dq), "rows")]
+    for name, tile in (("attention_dkv", dkv), ("attention_dv", dv)):
+        grid = grid_of(-(-g.kv_len // tile.block_k), g.kv_heads, g.batch, tile)
+        steps.append(LaunchStep(name, tile, grid, "columns"))
     return [s for s in steps if s.name in kernels]
 
 
@@ -144,7 +140,7 @@ def of_plane(g: Geometry, side: int, shared: str) -> Grid:
     return rows * columns, 1 if "h" in shared else g.heads, 1 if "b" in shared else g.batch
 
 
-def plane(gradient: Gradient, shape: Sequence[int], g: Geometry, slots: Mapping[str, Any]) -> str | None:
+def plane(gradient: Gradient, shape: Sequence[int], g: Geometry, slots: Values) -> str | None:
     """The axes "b" and "h" that share the entries of a table, where every query and key, and each of the other axes,
     has entries of its own; None where two may meet in one entry."""
     entries = zip(gradient.index, shape, strict=True)
@@ -158,7 +154,7 @@ def plane(gradient: Gradient, shape: Sequence[int], g: Geometry, slots: Mapping[
     return None if alike else "".join(n for n in "bh" if n not in moving)
 
 
-def _apart(entry: Expr, size: int, g: Geometry, slots: Mapping[str, Any]) -> str | None:
+def _apart(entry: Expr, size: int, g: Geometry, slots: Values) -> str | None:
     """The coordinate that an index is, up to a constant, where none of its values is clamped; otherwise None."""
     name = alone(entry)
     if name is None:
@@ -181,12 +177,12 @@ class CapturedKernels:
     plan: LoopPlan
     geometry: Geometry
     tile: Target
-    slots: Mapping[str, Any]
-    tables: Mapping[str, Any]
+    slots: Values
+    tables: Values
 
     def run(
         self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
-        flags: Mapping[str, bool] = NO_FLAGS, more: Mapping[str, Any] = NO_FLAGS, zeroed: bool = False, **numbers: Any,
+        flags: Mapping[str, bool] = NO_FLAGS, more: Values = NO_FLAGS, zeroed: bool = False, **numbers: Any,
     ) -> Any:  # fmt: skip
         """The result of a kernel, of the text that `emit` writes of the plan, the tile and `parts`. `more` are operands
         next to the arrays; a `zeroed` result begins as 0."""
@@ -211,10 +207,9 @@ class CapturedKernels:
         g, side, factors = self.geometry, self.tile.block_q, cotangents.weights(gradients)
         grid = of_diagonals(g, side, len(factors))
         shape = g.batch, g.heads, len(factors), grid.parts, 2, grid.across, side
-        sums = self.run(
-            cotangents.diagonal, (gradients,), "attention_diagonal", (grid.across * grid.parts, g.heads, g.batch),
-            ("Sums", shape), share=grid.share,
-        ).sum(3)  # fmt: skip
+        programs = grid.across * grid.parts, g.heads, g.batch
+        run = partial(self.run, cotangents.diagonal, (gradients,), "attention_diagonal", programs)
+        sums = run(("Sums", shape), share=grid.share).sum(3)
         low, high = sums[:, :, :, 0], sums[:, :, :, 1]  # diagonals c of a tile, and c - side: those of the next one up
         whole = self.padded(low, 1, 0) + self.padded(high, 0, 1)
         whole = whole.reshape(*whole.shape[:3], -1)
@@ -226,10 +221,8 @@ class CapturedKernels:
         g, side, shape = self.geometry, self.tile.block_q, self.tables[gradient.source].shape
         shared = self.plane(gradient)
         if shared is not None:
-            return self.run(
-                cotangents.plane, (gradient, shared), "attention_plane", of_plane(g, side, shared), ("Into", shape),
-                zeroed=True, batches=g.batch,
-            )  # fmt: skip
+            run = partial(self.run, cotangents.plane, (gradient, shared), "attention_plane", of_plane(g, side, shared))
+            return run(("Into", shape), zeroed=True, batches=g.batch)
         rows = tiles(g, side)[0]
         run = partial(self.run, cotangents.scatter, (gradient,), grid=(rows, g.heads, g.batch))
         run = partial(run, flags={"fixed": deterministic})
@@ -275,7 +268,7 @@ START, COMBINE = 16_384, 32_768
 NEAR = 1.03  # times the least cost: up to here fewer parts are as good
 INTERPRETED = 4  # processors of Triton's interpreter, which runs one program after another
 NOTHING = make_plan(None, None)  # the plan of the kernel that combines
-NO_VALUES = Values(({}, {}), (), (), (), ())
+NO_VALUES = KernelArgs(({}, {}), (), (), (), ())
 
 
 @dataclass(frozen=True)
@@ -316,9 +309,8 @@ class Shares:
     def results(self, g: Geometry) -> dict[str, tuple[tuple[int, ...], type]]:
         """Shapes and dtypes of the arrays that hold the results of parts until they are combined."""
         heads, programs, _ = self.grid(g)
-        rows = (programs, g.heads, min(g.q_len, self.queries)) if self.balanced else (
-            self.target.splits, g.batch, g.heads, g.q_len
-        )  # fmt: skip
+        of_row = self.target.splits, g.batch, g.heads, g.q_len
+        rows = (programs, g.heads, min(g.q_len, self.queries)) if self.balanced else of_row
         shapes: dict[str, tuple[tuple[int, ...], type]] = {"Acc": ((*rows, g.v_dim), np.float32)}
         shapes |= dict.fromkeys(("Tops", "Totals"), (rows, np.float32))
         if self.balanced:
@@ -341,9 +333,8 @@ def shares(
     pack = packed(plan, dims) if _whole_groups(g) else 1
     even = g.kv_len >= EVEN_KEYS * g.q_len  # rows of tiles see about as much as one another
     most = rows_of_a_tile(dims)
-    if g.q_len >= PACK and not (
-        even and _used(g.q_len, target.block_q) < FULLER * _used(g.q_len, max(1, most // pack))
-    ):
+    fuller = even and _used(g.q_len, target.block_q) < FULLER * _used(g.q_len, max(1, most // pack))
+    if g.q_len >= PACK and not fuller:
         pack = 1
     most = most if pack > 1 or most < PACK // 2 else target.block_q  # larger heads have few rows
     rows = max(min(most, padded(g.q_len * pack)), padded(pack))
@@ -361,11 +352,8 @@ def shares(
         read, tile, results = _costs(g, dims, rows, decode_target.block_k)
         short = tiles * decode_target.block_k <= LEAST_TILES * 64
         splits = 1 if short else parts(programs, slots, tiles, tile, results, waves)
-        if (
-            tiles * read >= RAGGED * results
-            and g.batch * -(-g.q_len // queries) <= MOST_ROWS
-            and ragged(plan, spans, g, block)
-        ):
+        long = tiles * read >= RAGGED * results and g.batch * -(-g.q_len // queries) <= MOST_ROWS
+        if long and ragged(plan, spans, g, block):
             return Shares(replace(decode_target, block_q=rows, splits=splits), queries, pack, block, balanced=True)
         if splits == 1 and (short or pack == 1):
             return None
@@ -437,8 +425,8 @@ def parts(programs: int, slots: int, tiles: int, tile: int, results: int, waves:
     """
     if programs >= waves * slots:
         return 1
-    cost = {n: -(-programs * n // slots) * (START + -(-tiles // n) * tile + results * (n > 1)) + COMBINE * (n > 1)
-            for n in range(1, min(MOST, tiles) + 1)}  # fmt: skip
+    of_part = {n: START + -(-tiles // n) * tile + results * (n > 1) for n in range(1, min(MOST, tiles) + 1)}
+    cost = {n: -(-programs * n // slots) * x + COMBINE * (n > 1) for n, x in of_part.items()}
     return next(n for n, x in cost.items() if x <= NEAR * min(cost.values()))
 
 
@@ -456,7 +444,7 @@ class DividedLaunch:
     inputs: int  # tensors that `first` alone reads
     writes: bool  # whether `first` writes results too
 
-    def __call__(self, values: Values, *tensors: Tensor) -> None:
+    def __call__(self, values: KernelArgs, *tensors: Tensor) -> None:
         import torch
 
         if self.combine is None:
@@ -476,12 +464,11 @@ class Parts(DividedLaunch):
     inputs, writes = 3, False
 
     def __init__(
-        self, context: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, kind: ForwardKind
+        self, context: LaunchContext, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, kind: ForwardKind
     ) -> None:
         g, target = context.geometry, chosen.target
-        kernels = emitted_kernels(
-            emit, plan, chosen.text_target, context.dims(kind.device_slots), **chosen.flags, **kind.flags
-        )
+        dims = context.dims(kind.device_slots)
+        kernels = emitted_kernels(emit, plan, chosen.text_target, dims, **chosen.flags, **kind.flags)
         self.splits, self.partial_shapes = target.splits, chosen.results(g)
         partial: dict[str, Access] = dict.fromkeys(self.partial_shapes, "")
         self.first = context.launch(
@@ -580,11 +567,9 @@ def listed_kernels(
 ) -> frozenset[str]:
     """The kernels of a call for whose programs there is a table."""
     walked = walking_queries(target)
-    names = "attention_forward", "attention_dq", *walked
-    by_kernel = {
-        n: of_call(plan, spans, g, triton_tiles.of_kernel(n, target), processors, walked=n in walked) for n in names
-    }
-    return frozenset(n for n, parts in by_kernel.items() if parts is not None)
+    tiles = {n: triton_tiles.of_kernel(n, target) for n in ("attention_forward", "attention_dq", *walked)}
+    parts = {n: of_call(plan, spans, g, tile, processors, walked=n in walked) for n, tile in tiles.items()}
+    return frozenset(n for n, x in parts.items() if x is not None)
 
 
 class RowLaunches(DividedLaunch):
@@ -593,7 +578,7 @@ class RowLaunches(DividedLaunch):
     writes = True
 
     def __init__(
-        self, context: Bound, kernels: Made, names: tuple[str, str], target: Target, parts: RowParts,
+        self, context: LaunchContext, kernels: KernelModule, names: tuple[str, str], target: Target, parts: RowParts,
         records: Callable[[tuple[int, int]], Any], inputs: dict[str, Access], sums: dict[str, tuple[int, ...]],
         results: dict[str, Access], device_slots: tuple[str, ...],
     ) -> None:  # fmt: skip

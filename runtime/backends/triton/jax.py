@@ -37,13 +37,15 @@ from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, argumen
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded as xla_folded
-from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.base import RECORDS, Block, Shapes
 from frisket.runtime.backends.cpp.jax import _halves as halves
+from frisket.runtime.backends.cpp.jax import too_wide
 from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.plans.device import Values
 
 from . import grids as triton_grids
 from . import tiles as triton_tiles
-from .grids import Grid, of_host
+from .grids import NO_FLAGS, CapturedResult, Grid, of_host
 from .launch import GRID, loaded_kernels, refused_shape, span_arrays
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
 
 def forward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None, platform: str = "cpu",
+    slots: Values, tables: Values, target: Target, *, sinks: Any = None, platform: str = "cpu",
     lse_residual: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top float32 [batch, heads, q_len]) from q [batch, q_len, heads, dim]
@@ -92,11 +94,11 @@ def forward(
         outputs = call.run(source, "attention_forward", grid, target, arrays, results, records, pool=k.shape[0])
         return tuple(outputs[n] for n in results)
     source = _source(triton_decode.emit, plan, few.text_target, dims, **few.flags, **kind.flags)
-    outputs = call.run(
-        source, "attention_decode", few.grid(g), few.target, inputs | last if few.alone else inputs,
-        results if few.alone else few.results(g), records, splits=few.target.splits, batches=g.batch, pool=k.shape[0],
-    )  # fmt: skip
+    arrays, shapes = (inputs | last, results) if few.alone else (inputs, few.results(g))
+    sizes: dict[str, Any] = {"splits": few.target.splits, "batches": g.batch, "pool": k.shape[0]}
+    outputs = call.run(source, "attention_decode", few.grid(g), few.target, arrays, shapes, records, **sizes)
     if not few.alone:
+        # it reads no slots, no tables
         grid, more = (g.q_len, g.heads, g.batch), {"plan": triton_grids.NOTHING, **few.numbers(g)}
         outputs = call.run(source, "attention_combine", grid, few.combine_target, outputs | last, results, **more)
     return tuple(outputs[n] for n in results)
@@ -104,8 +106,8 @@ def forward(
 
 def backward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: Any = None, platform: str = "cpu",
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Values,
+    tables: Values, target: Target, *, grad_names: frozenset[str], sinks: Any = None, platform: str = "cpu",
     lse_residual: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `lse_residual`
@@ -142,7 +144,7 @@ def backward(
     return grads | folds | _zeros(values - folds.keys(), tables)
 
 
-def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> str:
     """A reason why the kernels cannot run a call, or ""."""
     g = geometry
     try:
@@ -159,9 +161,7 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str,
     return next(filter(None, (refused_shape(t, shapes.get(t.name, (1,) * t.rank)) for t in plan.every_table)), "")
 
 
-def target(
-    plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
-) -> Target:
+def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = None, narrow: bool = False) -> Target:
     """The tiles of a call, for this machine's GPU; `narrow` says that rows see a few hundred keys at most."""
     if tile is not None:
         return _precise(triton_tiles.of_tile(tile, geometry, dtype, architecture()), dtype)
@@ -210,7 +210,7 @@ def _precise(target: Target, dtype: str) -> Target:
 # -- what kernels take and give -----------------------------------------------------------------------
 
 
-def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str, Any]) -> Dims:
+def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Values) -> Dims:
     """The dimensions that the kernels' text takes from arrays; LoweringError where there are no such kernels."""
     if why := refuses(plan, g, dtype, {n: np.shape(x) for n, x in tables.items()}):
         raise LoweringError(why)
@@ -223,9 +223,7 @@ def _source(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any)
     return emit(plan, *parts, **flags)
 
 
-def _results(
-    g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[cotangents.Sum], separate_dv: bool
-) -> dict[str, dict[str, Any]]:
+def _results(g: Geometry, dtypes: Values, totals: Sequence[cotangents.Sum], separate_dv: bool) -> dict[str, Any]:
     """(shape, dtype) of what each kernel of a backward writes; `separate_dv`: values have one of their own."""
     rows, columns = ((g.batch, g.heads, n) for n in (g.q_len, g.kv_len))
     keys = g.batch, g.kv_len, g.kv_heads
@@ -240,7 +238,7 @@ def _results(
     }
 
 
-def _zeros(names: frozenset[str], tables: Mapping[str, Any]) -> dict[str, Array]:
+def _zeros(names: frozenset[str], tables: Values) -> dict[str, Array]:
     """Gradients of values without influence."""
     import jax.numpy as jnp
 
@@ -251,24 +249,20 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
     """The kernels of one call on JAX arrays; `inputs` are arrays by the kernels' names, `Stats` as `attention_delta`
     writes it."""
 
-    def __init__(
-        self, call: JaxTritonCall, spans: SpanSource | None, inputs: Mapping[str, Array], tile: Target
-    ) -> None:
+    def __init__(self, call: JaxTritonCall, spans: SpanSource | None, inputs: Values, tile: Target) -> None:
         self.call, self.inputs, self.tile = call, inputs, tile
         self.plan, self.geometry, self.slots, self.tables = call.plan, call.geometry, call.slots, call.tables
         self.records = None if spans is None else partial(spans.rows, (tile.block_q, tile.block_k))
 
     def run(
-        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid,
-        result: triton_grids.CapturedResult, *, flags: Mapping[str, bool] = triton_grids.NO_FLAGS,
-        more: Mapping[str, Any] = triton_grids.NO_FLAGS, zeroed: bool = False, **numbers: Any,
+        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
+        flags: Mapping[str, bool] = NO_FLAGS, more: Values = NO_FLAGS, zeroed: bool = False, **numbers: Any,
     ) -> Array:  # fmt: skip
         (name, shape), source = result, _source(emit, self.plan, self.tile, self.call.dims, *parts, **flags)
         dtype = np.int32 if name == "Counted" else np.float32
-        return self.call.run(
-            source, kernel, grid, self.tile, {**self.inputs, **more}, {name: (shape, dtype)}, self.records,
-            zeroed=zeroed, **numbers,
-        )[name]  # fmt: skip
+        inputs, results = {**self.inputs, **more}, {name: (shape, dtype)}
+        run = partial(self.call.run, source, kernel, grid, self.tile, inputs, results, self.records)
+        return run(zeroed=zeroed, **numbers)[name]
 
     def padded(self, x: Array, before: int, behind: int) -> Array:
         import jax.numpy as jnp
@@ -287,9 +281,8 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
 
 
 def folded(
-    buffers: Mapping[Gradient, Array], geometry: Geometry, slots: Mapping[str, Any], tables: Mapping[str, Any],
-    int64: bool,
-) -> dict[str, Array]:  # fmt: skip
+    buffers: Mapping[Gradient, Array], geometry: Geometry, slots: Values, tables: Values, int64: bool
+) -> dict[str, Array]:
     """The gradient of every table and slot, by its name in the plan; sums by place in fixed point."""
     import jax
     import jax.numpy as jnp
@@ -308,6 +301,7 @@ def units(total: Array) -> Array:
     import jax.numpy as jnp
 
     _, exponent = jnp.frexp(total)
+    # the exponents that float32 has without denormals, where a scale and its inverse are exact
     scale = jnp.ldexp(jnp.ones_like(total), jnp.clip(BITS - exponent, -126, 126))
     return jnp.where(jnp.isfinite(total), scale, np.nan).astype(np.float32)
 
@@ -333,9 +327,8 @@ class JaxTritonCall:
     """A plan with the values of a call, and how they reach kernels."""
 
     def __init__(
-        self, plan: LoopPlan, geometry: Geometry, slots: Mapping[str, Any], tables: Mapping[str, Any], dims: Dims,
-        platform: str,
-    ) -> None:  # fmt: skip
+        self, plan: LoopPlan, geometry: Geometry, slots: Values, tables: Values, dims: Dims, platform: str
+    ) -> None:
         check(platform, dims.dtype)
         self.plan, self.geometry, self.slots, self.dims, self.platform = plan, geometry, slots, dims, platform
         self.tables = {t.name: _readable(t, tables[t.name], plan.int64) for t in plan.every_table}
@@ -396,6 +389,7 @@ class JaxTritonCall:
         for name in wide & self.tables.keys():
             shape = self._shape(name, self.tables[name])
             steps = known[name].strides[:-1]
+            # Python's integers: a product of lengths may leave 64 bits
             aligned |= {n for i, n in enumerate(steps) if np.prod(shape[i + 1 :], dtype=object) % 16 == 0}
         pairs = frozenset({"Counted", *(known[n].name for n in self.pairs)})
         return Form(self.dims, self.per_batch, pairs, frozenset(aligned))
@@ -403,7 +397,7 @@ class JaxTritonCall:
     # -- launching ------------------------------------------------------------------------------------
 
     def run(
-        self, source: str, kernel: str, grid: Grid, tile: Target, inputs: Mapping[str, Array],
+        self, source: str, kernel: str, grid: Grid, tile: Target, inputs: Values,
         results: Mapping[str, tuple[Sequence[int], Any]], spans: Callable[[], Any] | None = None, *,
         zeroed: bool = False, plan: LoopPlan | None = None, **lengths: int,
     ) -> dict[str, Array]:  # fmt: skip
@@ -420,18 +414,22 @@ class JaxTritonCall:
             arrays |= span_operands(spans(), entry.arrays)
             lengths["records"] = arrays["Spans"].shape[2]
         operands = [jax.numpy.asarray(arrays[n]) for n in entry.arrays]
-        operands += [_vector([self.values[n] for n in names], kind, self.plan.int64)
-                     for names, kind in ((entry.whole, INT), (entry.real, FLOAT)) if names]  # fmt: skip
+        kinds = ((entry.whole, INT), (entry.real, FLOAT))
+        operands += [_vector([self.values[n] for n in names], kind, self.plan.int64) for names, kind in kinds if names]
         known = {**self.lengths, **lengths}
-        constants = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "ORIGIN_PER_BATCH": self.per_batch}
-        constants["NEAR"] = self.near(tile.block_q)
+        numbers = [known[n] for n in entry.lengths]
+        constants: dict[str, Any] = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "NEAR": self.near(tile.block_q)}
+        constants["ORIGIN_PER_BATCH"] = self.per_batch
+        constants = {n: constants[n] for n in entry.constants}
         shaped: Any = jax.ShapeDtypeStruct  # JAX leaves some of its functions untyped
         shapes = [shaped(tuple(shape), dtype) for shape, dtype in (results[n] for n in entry.results)]
-        launch = _interpreted if self.platform == "cpu" else _compiled
-        outputs = launch(
-            fn, entry, grid, tile, operands, [known[n] for n in entry.lengths], shapes,
-            {n: constants[n] for n in entry.constants}, zeroed, self.platform,
-        )  # fmt: skip
+        if self.platform == "cpu":
+            outputs = _interpreted(fn, grid, operands, numbers, shapes, constants, zeroed)
+            return dict(zip(entry.results, outputs, strict=True))
+        constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+        options = {"name": entry.name, "grid": grid, "compute_capability": capability(self.platform), **constants}
+        options["zeroed_outputs"] = tuple(range(len(shapes))) if zeroed else ()
+        outputs = triton_call()(*operands, *numbers, kernel=fn, out_shape=shapes, **options)
         return dict(zip(entry.results, outputs, strict=True))
 
 
@@ -445,34 +443,22 @@ def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[
     return getattr(loaded_kernels(f"{source}\n\n{entry.text}"), entry.name), entry
 
 
-def _compiled(
-    fn: Any, entry: JaxEntry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
-    shapes: Sequence[Any], constants: Mapping[str, Any], zeroed: bool, platform: str,
-) -> Sequence[Array]:  # fmt: skip
-    outputs: Sequence[Array] = triton_call()(
-        *operands, *lengths, kernel=fn, out_shape=list(shapes), grid=grid, name=entry.name, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, compute_capability=capability(platform), enable_fp_fusion=True,
-        zeroed_outputs=tuple(range(len(shapes))) if zeroed else (), **constants,
-    )  # fmt: skip
-    return outputs
-
-
 def _interpreted(
-    fn: Any, entry: JaxEntry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
-    shapes: Sequence[Any], constants: Mapping[str, Any], zeroed: bool, platform: str,
-) -> Sequence[Array]:  # fmt: skip
+    fn: Any, grid: Grid, operands: list[Array], lengths: list[Any], shapes: list[Any], constants: Values, zeroed: bool
+) -> Sequence[Array]:
     import jax
 
     def run(*inputs: Any) -> list[Any]:
         arrays = [np.ascontiguousarray(x) for x in inputs]
         outputs = [(np.zeros if zeroed else np.empty)(s.shape, s.dtype) for s in shapes]
         memory = [Memory(x) for x in (*arrays, *outputs)]
+        # the interpreter knows no scalars of numpy
         numbers = [float(x) if isinstance(x, np.floating) else x for x in lengths]
         with _interpreter:
             fn[grid](*memory[: len(arrays)], *numbers, *memory[len(arrays) :], **constants)
         return outputs
 
-    result: Sequence[Array] = jax.pure_callback(run, list(shapes), *operands)
+    result: Sequence[Array] = jax.pure_callback(run, shapes, *operands)
     return result
 
 
@@ -522,6 +508,7 @@ def _readable(use: TableUse, table: Any, wide: bool) -> Array:
     if why := refused_shape(use, np.shape(table)):
         raise ParameterError(why)
     if use.type is BOOL:
+        # by way of bool: any number but 0 is True, whatever its low byte
         return table.astype(bool).astype(np.int8)
     if use.type is FLOAT:
         return jnp.asarray(table, None if table.dtype in (jnp.bfloat16, np.float16) else np.float32)
@@ -529,9 +516,7 @@ def _readable(use: TableUse, table: Any, wide: bool) -> Array:
         if isinstance(table, np.ndarray):
             fits = table.max() <= INT32.max and table.min() >= INT32.min
             if not fits and not wide:
-                raise ParameterError(
-                    f"table `{use.source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
-                )
+                raise too_wide(use.source)
             return table.astype(np.int32) if fits else halves(table)
         if wide:
             return halves(table)

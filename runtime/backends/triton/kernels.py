@@ -28,8 +28,8 @@ from .launch import blocks
 from .source import load
 
 call_target, target, pays = tiles.target, jax.target, jax.pays
-POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float8_e4m3fn": "*fp8e4nv",
-            "float8_e5m2": "*fp8e5", "int8": "*i8"}  # fmt: skip
+POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8"}
+POINTERS |= {"float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5"}
 # int32; what else begins with a capital and is no array is float32
 INTEGERS = ("Spans", "Count", "Order", "SliceOf", "Parts", "Rows", "At")
 QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
@@ -46,13 +46,10 @@ def text(
     few = shares(plan, at, g, target, dims_of(plan, g, dtype), tiles.processors())  # of this machine's GPU or an H100
     if few is not None and g.q_len < PACK:
         decode_target = replace(few.target, splits=0) if few.balanced else few.target
-        return decode.emit(
-            plan, decode_target, dims, packs=few.pack > 1, sinks=sinks, balanced=few.balanced
-        ), few.target
+        return decode.emit(plan, decode_target, dims, sinks=sinks, **few.flags), few.target
     grad_names = module.ARRAYS.union(dims.device_slots, (t.name for t in plan.tables if t.source in learned))
-    listed = listed_kernels(plan, spans, g, target, tiles.processors()).difference(
-        ["attention_forward"] * (few is not None)
-    )
+    listed = listed_kernels(plan, spans, g, target, tiles.processors())
+    listed = listed.difference(["attention_forward"] * (few is not None))
     return module.emit(plan, target, dims, grad_names=grad_names, sinks=sinks, listed=listed), target
 
 
@@ -91,9 +88,7 @@ class KernelReport:
         return {**asdict(self), "fits": self.fits}
 
 
-def compile_reports(
-    source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90"
-) -> Iterator[KernelReport]:  # fmt: skip
+def compile_reports(source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90") -> Reports:
     """`compile_reports(emit(plan, target, dims), plan, target, dims, "gfx942")`: every kernel of a module, one by one
     as they are compiled, with the tiles that `target` gives it.
 
@@ -113,6 +108,9 @@ def compile_reports(
         yield KernelReport(name, arch, *block, registers, spills, shared, tiles.SHARED[arch], mma)
 
 
+Reports = Iterator[KernelReport]
+
+
 def check_compiles(arch: str) -> None:
     """Raise where no kernel can be compiled for `arch`."""
     if arch not in tiles.GPUS:
@@ -128,16 +126,11 @@ def compiled_for(arch: str, kernel: Any, plan: LoopPlan, target: Target, dims: D
     from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
     types, constants = signature(kernel, plan, target, dims)
-    hints: dict[tuple[int, ...], Any] = {
-        (i,): [["tt.divisibility", 16]]
-        for i, (n, type) in enumerate(types.items())
-        if type[0] == "*" or (n.startswith("stride_") and n not in constants)
-    }
-    return triton.compile(
-        ASTSource(kernel, types, constants, hints),
-        target=GPUTarget(*(("cuda", int(arch[3:])) if arch[:3] == "sm_" else ("hip", arch)), tiles.GPUS[arch]["warp"]),
-        options={"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True},
-    )
+    aligned = [type[0] == "*" or (n.startswith("stride_") and n not in constants) for n, type in types.items()]
+    hints: dict[tuple[int, ...], Any] = {(i,): [["tt.divisibility", 16]] for i, hint in enumerate(aligned) if hint}
+    gpu = GPUTarget(*(("cuda", int(arch[3:])) if arch[:3] == "sm_" else ("hip", arch)), tiles.GPUS[arch]["warp"])
+    options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
+    return triton.compile(ASTSource(kernel, types, constants, hints), target=gpu, options=options)
 
 
 def signature(
@@ -174,20 +167,18 @@ def resources(compiled: Any, mma: str) -> tuple[int, int, int]:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:  # cuobjdump reads no pipe
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage, sass = (
-            subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True).stdout
-            for what in ("-res-usage", "-sass")
-        )
+        commands = ([str(tool), what, file.name] for what in ("-res-usage", "-sass"))
+        usage, sass = (subprocess.run(x, capture_output=True, text=True, check=True).stdout for x in commands)
     usages = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    # a cubin may hold other functions too, and the largest of them counts
     return max(int(r) for r, _ in usages), max(int(s) for _, s in usages), len(re.findall(mma, sass))
 
 
 def _amd(compiled: Any, mma: str) -> tuple[int, int, int]:
     text = compiled.asm["amdgcn"]
-    registers, spills = (
-        int(re.findall(rf"\.{n}:\s+(\d+)", text)[0]) for n in ("vgpr_count", "private_segment_fixed_size")
-    )
+    counts = "vgpr_count", "private_segment_fixed_size"
+    registers, spills = (int(re.findall(rf"\.{n}:\s+(\d+)", text)[0]) for n in counts)
     return registers, spills, len(re.findall(mma, text))

@@ -1,7 +1,7 @@
 """Launches of Triton kernels: the part that calls of one kind share is bound once, and a call brings its tensors.
 
-`bound` gives the shared part, `Bound.launch` lays out a kernel's arguments beforehand, and the `Launch` that it
-returns is called with the tensors: `run(own.values(slots, tables), q, k, v, out, lse)`.
+`bound` gives the shared part, `LaunchContext.launch` lays out a kernel's arguments beforehand, and the `Launch` that
+it returns is called with the tensors: `run(own.values(slots, tables), q, k, v, out, lse)`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from frisket.lowering.kernels.triton.writer import near as near_rows
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.calls.arrays import uploaded
+from frisket.runtime.plans.device import Values
 
 from .source import load
 from .tiles import smaller
@@ -50,7 +51,7 @@ loaded_kernels = memo(group="kernels")(load)
 
 
 @dataclass(frozen=True)
-class Made:
+class KernelModule:
     """Kernels and what their parameters are called (another plan of the same shape may name its tables otherwise)."""
 
     kernels: Mapping[str, Any]
@@ -58,18 +59,18 @@ class Made:
 
 
 @memo(group="kernels")
-def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> Made:
+def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> KernelModule:
     """The kernels of the text that `emit` writes of a plan, by their names."""
     source = emit(plan, *parts, **flags)
     kernels = {n: x for n, x in vars(loaded_kernels(source)).items() if n.startswith("attention_")}
-    return Made(kernels, arguments(plan))
+    return KernelModule(kernels, arguments(plan))
 
 
 # -- what calls have in common ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Values:
+class KernelArgs:
     """Slots and tables of a call as kernels read them, in the order of the plan. `tensors` are the tables, then the
     `device_slots`, whose values are on the device; `key` is all of them that a compiled kernel depends on. `spans`
     refers to the source of the call's spans, where every call may have another, `span_tensors` holds what it gave."""
@@ -83,7 +84,7 @@ class Values:
     span_tensors: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
-class Bound:
+class LaunchContext:
     """A plan bound to shapes, dtypes and a device. `launches` is where executors keep what they made of it; plans that
     differ in the tables of a device alone share it, and their `spans` are asked at every launch."""
 
@@ -97,7 +98,7 @@ class Bound:
         fitting: tuple[Target, frozenset[str]] = _smaller.get(self._arrays) or (target, frozenset())
         self.target, self.shrunk = fitting
         self.spans, self.launches = spans, {} if launches is None else launches
-        self._cached: Values | None = None
+        self._cached: KernelArgs | None = None
         self._span_tensors: dict[Any, tuple[Tensor, ...]] = {}
         self._described: dict[Any, bool] = {}
         self.planes: dict[Any, str | None] = {}  # of `captured.py`: which of "b" and "h" share a table's places
@@ -111,6 +112,7 @@ class Bound:
             return launch(*arguments)
         except TooLargeError as error:
             self.shrink(error)
+        # again by the same way: another kernel of the call may not fit either
         return self.run(kind, make, *arguments)
 
     def shrink(self, error: TooLargeError) -> None:
@@ -121,7 +123,7 @@ class Bound:
             raise error
         self.target, self.shrunk = less, self.shrunk | {error.kernel}
         _smaller.put(self._arrays, (self.target, self.shrunk))
-        self.launches.clear()
+        self.launches.clear()  # all are laid out for the larger tile
 
     @cached_property
     def placed(self) -> Geometry:
@@ -142,7 +144,7 @@ class Bound:
             remember(self._described, steps, fits := describable(*tensors), KEPT)
         return fits
 
-    def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
+    def values(self, slots: Values, tables: Values) -> KernelArgs:
         """The values that kernels read. Of read-only mappings, which are those of many calls, they are made once;
         what is one call's own is not held, for its tensors may hold the graph of a step."""
         cached = self._cached
@@ -154,8 +156,8 @@ class Bound:
         return values
 
     def launch(
-        self, module: Made, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, Access], *,
-        records: Callable[[tuple[int, int]], Any] | None = None, block: tuple[int, int] | None = None,
+        self, module: KernelModule, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, Access],
+        *, records: Callable[[tuple[int, int]], Any] | None = None, block: tuple[int, int] | None = None,
         device_slots: tuple[str, ...] = (), launcher: Callable[..., Launch] | None = None, **more: Any,
     ) -> Launch:  # fmt: skip
         """A launch of `kernel`, made by `launcher` where it is of a kind of its own. `tensors` are the parameters whose
@@ -175,21 +177,20 @@ class Bound:
             fixed |= span_tables(laid_out, self.device)
             if self.spans is not None and isinstance(laid_out, DeviceSpans):
                 span_key = records.__name__, block
-        return (launcher or Launch)(
-            function, module.arguments, self.plan, grid, target, self.device, fixed, tensors, device_slots, span_key
-        )
+        parts = module.arguments, self.plan, grid, target, self.device, fixed, tensors, device_slots, span_key
+        return (launcher or Launch)(function, *parts)
 
 
-def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> Bound:
+def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> LaunchContext:
     """The part that calls of one plan and geometry share, kept by `spans`, or by the plan where it needs none. Plan,
     geometry and target count by identity, so it keeps them."""
-    of: dict[Any, Bound] = vars(plan if spans is None else spans).setdefault("bound", {})
+    of: dict[Any, LaunchContext] = vars(plan if spans is None else spans).setdefault("bound", {})
     key = id(plan), id(geometry), id(target), q.dtype, k.dtype, q.device
     context = of.get(key)
     if context is None:
         common = getattr(spans, "common", None)
         more = (ref(spans), bound(plan, common, geometry, target, q, k).launches) if common is not None else ()
-        remember(of, key, context := Bound(plan, geometry, target, q, k, *more), KEPT)
+        remember(of, key, context := LaunchContext(plan, geometry, target, q, k, *more), KEPT)
     return context
 
 
@@ -219,10 +220,7 @@ def origin(g: Geometry, device: Any) -> dict[str, Any]:
         starts = [uploaded(np.broadcast_to(s, g.batch).astype(np.int32), device) for s in starts]
     else:
         starts = [int(s) for s in starts]
-    return {
-        "b_origin": int(b), "h_origin": int(h), "q_origin": starts[0], "k_origin": starts[1],
-        "ORIGIN_PER_BATCH": per_batch,
-    }  # fmt: skip
+    return {f"{n}_origin": x for n, x in zip("bhqk", (int(b), int(h), *starts))} | {"ORIGIN_PER_BATCH": per_batch}
 
 
 def far(*tensors: Tensor) -> bool:
@@ -244,16 +242,14 @@ def near(x: Tensor, rows: int) -> Tensor:
 _CONVERT: Mapping[Any, Any] = {INT: int, BOOL: bool, FLOAT: float}
 
 
-def _values(
-    plan: LoopPlan, slots: Mapping[str, Any], tables: Mapping[str, Tensor], spans: Any, span_tensors: dict[Any, Any]
-) -> Values:
+def _values(plan: LoopPlan, slots: Values, tables: Values, spans: Any, span_tensors: dict[Any, Any]) -> KernelArgs:
     device_slots = tuple(s.name for s in plan.slots if hasattr(slots[s.name], "data_ptr"))
     numbers = tuple(_CONVERT[s.type](slots[s.name]) for s in plan.slots if s.name not in device_slots)
     arrays = [_readable(use, tables[use.name]) for use in plan.every_table]
     wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
     key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in device_slots])
     tensors = (*arrays, *[slots[n].resolve_neg() for n in device_slots])
-    return Values((slots, tables), numbers, tensors, device_slots, key, spans, span_tensors)
+    return KernelArgs((slots, tables), numbers, tensors, device_slots, key, spans, span_tensors)
 
 
 def refused_shape(use: TableUse, shape: Sequence[int]) -> str:
@@ -322,17 +318,17 @@ class Launch:
         self.blank: list[Any] = [None if i in filled else fixed[n] for n, i in at.items()]
         self.known: dict[Any, tuple[Any, list[Any], list[tuple[int, int, list[int], list[int]]]]] = {}
 
-    def __call__(self, values: Values, *tensors: Tensor) -> None:
+    def __call__(self, values: KernelArgs, *tensors: Tensor) -> None:
         if self.device is None:
             return self._run(values, tensors)
         from torch import cuda
 
-        if cuda.current_device() == self.device.index:
+        if cuda.current_device() == self.device.index:  # entering a device takes longer than to compare
             return self._run(values, tensors)
         with cuda.device(self.device):
             return self._run(values, tensors)
 
-    def _run(self, values: Values, tensors: tuple[Tensor, ...]) -> None:
+    def _run(self, values: KernelArgs, tensors: tuple[Tensor, ...]) -> None:
         operands = (*tensors, *values.tensors)
         if self.span_key is not None:
             span_tensors = values.span_tensors.get(self.span_key)
@@ -346,6 +342,7 @@ class Launch:
         for place in places:
             low |= place
         kinds = [(x.dtype, x.stride()) for x in tensors]
+        # nearly always all pointers are aligned: one test of them together saves a flag for each
         key: tuple[Any, ...] = (values.key, *kinds, tuple([p & 15 == 0 for p in places]) if low & 15 else None)
         if self.narrow is not None:
             key += tuple(map(self.narrow, operands))
@@ -365,7 +362,7 @@ class Launch:
             arguments[i] = x
         run(*arguments)
 
-    def _first(self, key: Any, values: Values, operands: tuple[Tensor, ...]) -> None:
+    def _first(self, key: Any, values: KernelArgs, operands: tuple[Tensor, ...]) -> None:
         """Launch by Triton's own way, which compiles what is not compiled yet; an interpreted kernel has no other."""
         arguments = self.blank.copy()
         first_table = len(operands) - len(values.tensors) - self.moving
@@ -395,7 +392,7 @@ class Launch:
             refused.kernel, refused.fixed = self.kernel.__name__, self.fixed
             refused.share = error.limit / error.required
             raise refused from error
-        if compiled is None:
+        if compiled is None:  # the interpreter has no compiled kernel to run again
             return
         warm = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in arguments]
         shapes = [(i, at, arguments[at].shape, arguments[at].strides) for i, at, _ in self.blocks]
@@ -441,6 +438,7 @@ def descriptor(x: Tensor, block: Block) -> Any:
     anything: there it is one that descriptors may have."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
+    # torch says nothing of the stride of such an axis, and TMA refuses one that is no multiple of 16 bytes
     strides = [stride if size > 1 else STEP for size, stride in zip(x.shape[:3], x.stride())]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block))
 
@@ -455,11 +453,8 @@ def blocks(dims: Geometry | Dims, target: Target) -> dict[str, Block]:
 def describable(*tensors: Tensor) -> bool:
     """Whether tensor descriptors can have the strides of these arrays [batch, heads, length, dim]: 1 along the head
     dimension, else multiples of 16 bytes, where there is more than one entry."""
-    return all(
-        x.stride(3) == 1
-        and all(n == 1 or (s > 0 and s * x.itemsize % 16 == 0) for n, s in zip(x.shape[:3], x.stride()))
-        for x in tensors
-    )
+    steps = [s * x.itemsize for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n != 1]
+    return all(x.stride(3) == 1 for x in tensors) and all(s > 0 and s % 16 == 0 for s in steps)
 
 
 def _check_grid(grid: tuple[int, ...]) -> None:
@@ -491,8 +486,10 @@ def _order(spans: DeviceSpans) -> Tensor:
 
 # parameters that differ at every call where spans are made on a device
 MOVING: Mapping[str, Callable[[DeviceSpans], Tensor]] = {
-    "Spans": lambda spans: spans.bounds.contiguous(), "Count": lambda spans: spans.count.contiguous(), "Order": _order,
-}  # fmt: skip
+    "Spans": lambda spans: spans.bounds.contiguous(),
+    "Count": lambda spans: spans.count.contiguous(),
+    "Order": _order,
+}
 
 
 def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
@@ -521,5 +518,5 @@ def _longest(bounds: Tensor) -> Tensor:
     """Rows of each slice, those with the most tiles first."""
     import torch
 
-    width = (bounds[..., 3] - bounds[..., 0]).sum(-1)
+    width = (bounds[..., 3] - bounds[..., 0]).sum(-1)  # from the first to the last tile: full and partial ones
     return torch.argsort(width, dim=-1, descending=True, stable=True).to(torch.int32)

@@ -54,15 +54,20 @@ SHORT, MEDIUM = 192, 768  # the most keys of a short and of a medium window
 ROW, LENGTH = 128, 4096  # the tile (128 x 128) and the tokens of the layout that says how many keys a query sees
 
 Tile = tuple[int, int, int, int, int]  # block_q, block_k, warps, stages, 1 where arrays are read by tensor descriptors
+Rows = dict[str, dict[str, list[int]]]  # of TABLE for one kernel
+
+
+def _loaded(name: str) -> Any:
+    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
 # The tiles of 16-bit arrays: architecture -> kernel -> window, or "curved" for a long window with a score mod whose
 # derivative is not 1, or "each" and "each medium" for long and medium windows with a table that has an entry for every
 # position, where these were searched -> padded head size -> tile. `python benchmarks/gpu_model.py tiles` writes the
 # file: the tiles of the least predicted time among those that spill nothing, and those that `benchmarks/gpu.py tune`
 # found faster on an H100 (MEASURED in benchmarks/gpu_sim/search.py). An architecture with "by pointers" behind its name
 # holds the tiles of calls without tensor descriptors.
-TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
-    Path(__file__).with_name("tiles.json").read_text(encoding="utf-8")
-)
+TABLE: dict[str, dict[str, Rows]] = _loaded("tiles.json")
 # Tiles of one version of Triton, with which other versions spill, for arrays read by tensor descriptors, without a
 # score mod or table at every position. They spill 24 bytes at most, outside the loops. On an H100 gradients take 11 %
 # less time with those of 128 under a causal mask, 6 % with documents, and 4 % under a window of 128 keys.
@@ -80,13 +85,11 @@ APART: dict[tuple[str, int], tuple[Tile, Tile]] = {("sm_90", 256): ((32, 128, 8,
 # Larger heads in 16 bits are by architecture. On an H100 tiles of 512 ran, at 155 TFLOP/s forward and 101 for gradients
 # (causal, 8,192 tokens); those here are the fastest by the model of benchmarks/gpu_sim, which gave the forward 0.9 of
 # what was measured. Triton 3.6 has wider tiles, with which other versions spill. The other rows are tiles that fit.
-BY_HAND: dict[str, dict[str, dict[str, Any]]] = json.loads(
-    Path(__file__).with_name("tiles_by_hand.json").read_text(encoding="utf-8")
-)
+BY_HAND: dict[str, dict[str, dict[str, Any]]] = _loaded("tiles_by_hand.json")
 SINGLE = BY_HAND["float32"]
 # By architecture: `tiles`, the one in TABLE whose tiles it takes; `shared`, the bytes of shared memory of a block by
 # the vendors' documents. `warp` counts threads, `mma` matches matrix instructions, `kinds` are parts of GPUs' names.
-GPUS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))
+GPUS: dict[str, dict[str, Any]] = _loaded("gpus.json")
 SHARED = {arch: gpu["shared"] for arch, gpu in GPUS.items()}
 HEADS_AT_A_TIME = 32  # key heads whose keys are read at the same time
 LONGEST_BY_HEAD = 1 << 20  # tokens: beyond, rows of 16 are more than the second axis of a grid counts
@@ -138,7 +141,7 @@ def default_target(
     whole = max(padded(g.head_dim), padded(g.v_dim))
     dim, large = max(64, min(256, whole)), whole > 256
     window = window_of(keys)
-    if reads == "distance" and window == "long":  # the table's addresses and entries take registers beside the keys
+    if reads == "distance" and window == "long":  # the table's addresses and entries take registers as well as the keys
         window = "medium"
     limit = limit or gpu_of(arch)["shared"]
     name = listed = gpu_of(arch)["tiles"]
@@ -164,9 +167,8 @@ def default_target(
     many = (stored or unwritten) and window != "short" and reads != "each" and dtype != "float32" and cached
     if many:
         tiles["forward"] = (*many, STORED_STAGES if stored else CACHED_STAGES, 0)
-    fits = min(
-        SHARED[listed], SHARED["sm_89"] if large or dtype == "float32" else 1 << 20
-    )  # those of BY_HAND fit 99 KiB
+    # those of BY_HAND fit 99 KiB
+    fits = min(SHARED[listed], SHARED["sm_89"] if large or dtype == "float32" else 1 << 20)
     if limit < fits:
         entry = 4 if dtype == "float32" or (dtype, arch[:4]) == ("bfloat16", "sm_7") else 2  # Turing converts bfloat16
         tiles = {n: _fitted(n, tile, limit, max(dim, whole), entry) for n, tile in tiles.items()}
@@ -213,9 +215,7 @@ def has_words(arch: str) -> bool:
     return arch.startswith(("sm_8", "sm_9"))
 
 
-def _carried(
-    kernel: str, rows: dict[str, dict[str, list[int]]], window: Window, dim: int, curved: bool, reads: Reads, arch: str
-) -> Tile:
+def _carried(kernel: str, rows: Rows, window: Window, dim: int, curved: bool, reads: Reads, arch: str) -> Tile:
     """The tile of a kernel, from its `rows` of the table."""
     row: str = "curved" if curved and window == "long" else window
     searched = {"long": "each", "medium": "each medium"}.get(row, "")
@@ -289,10 +289,8 @@ def smaller(target: Target, kernel: str, share: float) -> Target | None:
 
 def of_kernel(name: str, target: Target) -> Target:
     """The part of a target that a kernel of this name is launched with."""
-    parts = {
-        "attention_delta": DELTA, "attention_dq": target.dq, "attention_dkv": target.dkv, "attention_dv": target.dv,
-        "attention_combine": replace(target, num_warps=2), **dict.fromkeys(NAMES, square(target)),
-    }  # fmt: skip
+    parts = {"attention_delta": DELTA, "attention_combine": replace(target, num_warps=2)}
+    parts |= {f"attention_{n}": getattr(target, n) for n in ("dq", "dkv", "dv")} | dict.fromkeys(NAMES, square(target))
     part = parts.get(name.removesuffix("_sums")) or target
     return replace(part, num_warps=2) if name.endswith("_sums") else part
 
@@ -381,10 +379,8 @@ def keys_seen(mask: Expr, scalars: tuple[tuple[str, Any], ...]) -> tuple[float, 
     known = {n: x for n, x in scalars if n in names_of(seen.expr)}
     half = LENGTH // 2
     try:
-        layout = make_layout(
-            seen.bind(**known), half, LENGTH, block=(ROW, ROW), origin=(0, 0, half, 0), sizes=(1, 1, LENGTH, LENGTH),
-            exact=False,
-        )  # fmt: skip
+        middle: dict[str, Any] = {"origin": (0, 0, half, 0), "sizes": (1, 1, LENGTH, LENGTH)}
+        layout = make_layout(seen.bind(**known), half, LENGTH, block=(ROW, ROW), exact=False, **middle)
     except FrisketError:  # a mask that is not defined there, or has no bound values
         return math.inf, False
     bounds = layout.spans.bounds

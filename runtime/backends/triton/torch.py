@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from frisket.dsl.errors import BackendError
@@ -16,16 +17,18 @@ from frisket.lowering.kernels.triton import cotangents
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.runtime.plans.device import Values
 
 from . import grids
+from .grids import NO_FLAGS, CapturedResult, Grid
 from .launch import (
     KEPT,
     Access,
-    Bound,
+    KernelArgs,
+    KernelModule,
     Launch,
-    Made,
+    LaunchContext,
     TooLargeError,
-    Values,
     blocks,
     bound,
     emitted_kernels,
@@ -41,9 +44,8 @@ CAPTURED_ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Stats": ""}
 
 
 def forward(
-    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
-    slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None,
-    top: bool = False, softmax_stats: bool = False,
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Values,
+    tables: Values, target: Target, *, sinks: Tensor | None = None, top: bool = False, softmax_stats: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None), with
     `softmax_stats` also the rounding error of lse, for torch tensors of any strides, q [batch, heads, q_len, head_dim]
@@ -57,15 +59,14 @@ def forward(
         q, k, v = (near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
     context = bound(plan, spans, g, target, q, k)
     values = context.values(slots, tables)
-    described = (
-        target.descriptors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and context.describes(q, k, v)
-    )
+    low = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    described = target.descriptors and low & 15 == 0 and context.describes(q, k, v)
     kind = grids.ForwardKind(values.device_slots, sinks is not None, top, softmax_stats, described)
     return launched(context, kind, kind, lambda: _launch(context, spans, kind), values, (q, k, v), sinks)
 
 
 def launched(
-    context: Bound, key: Any, kind: grids.ForwardKind, make: Callable[[], Any], values: Values,
+    context: LaunchContext, key: Any, kind: grids.ForwardKind, make: Callable[[], Any], values: KernelArgs,
     arrays: tuple[Tensor, ...], sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """The results of a forward whose launches `make` lays out for calls of one kind."""
@@ -82,9 +83,7 @@ def launched(
     return (out, lse, largest, lse_residual) if kind.lse_residual else (out, lse, largest)
 
 
-def _launch(
-    context: Bound, spans: SpanSource | None, kind: grids.ForwardKind
-) -> Launch | grids.Parts | grids.RowLaunches:
+def _launch(context: LaunchContext, spans: SpanSource | None, kind: grids.ForwardKind) -> Launch | grids.DividedLaunch:
     g, plan = context.geometry, grids.forward_plan(context.plan, context.geometry)
     dims = context.dims(kind.device_slots)
     described = kind.described and triton_forward.describable(plan, dims)
@@ -100,14 +99,12 @@ def _launch(
     parts = grids.of_call(plan, spans, g, target, processors)
     kernels = emitted_kernels(triton_forward.emit, plan, target, dims, listed=parts is not None, **kind.flags)
     if spans is not None and parts is not None:
-        return grids.RowLaunches(
-            context, kernels, ("attention_forward", "attention_combine"), target, parts, spans.rows, inputs,
-            {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}, kind.tensors, kind.device_slots,
-        )  # fmt: skip
-    return context.launch(
-        kernels, "attention_forward", grids.of_forward(g, target), target, inputs | kind.tensors,
-        records=None if spans is None else spans.rows, device_slots=kind.device_slots,
-    )  # fmt: skip
+        sums: dict[str, tuple[int, ...]] = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
+        names, slots = ("attention_forward", "attention_combine"), kind.device_slots
+        return grids.RowLaunches(context, kernels, names, target, parts, spans.rows, inputs, sums, kind.tensors, slots)
+    records = None if spans is None else spans.rows
+    launch = partial(context.launch, records=records, device_slots=kind.device_slots)
+    return launch(kernels, "attention_forward", grids.of_forward(g, target), target, inputs | kind.tensors)
 
 
 def check_keys(dims: Dims, device: Any) -> None:
@@ -128,7 +125,7 @@ def check_keys(dims: Dims, device: Any) -> None:
 
 def backward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, dout: Tensor | None, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+    lse: Tensor, dout: Tensor | None, dlse: Tensor | None, slots: Values, tables: Values,
     target: Target, *, grad_names: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
     softmax_stats: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
@@ -147,16 +144,11 @@ def backward(
     values = grad_names - arrays.keys()
     if 0 in (g.batch, g.q_len, g.kv_len):
         return {n: x.zero_() for n, x in grads.items()} | _zeros(values, tables, lse)
+    # strides of 0: zeros of the shape without its memory
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     if far(q, k, v, out, dout):
-        tiles = (
-            triton_backward.DELTA,
-            target.dq or target,
-            target.dkv or target,
-            target.dv or target,
-            cotangents.square(target),
-        )
-        rows = max(side for t in tiles for side in (t.block_q, t.block_k))
+        backward_tiles = target.dq, target.dkv, target.dv, triton_backward.DELTA, cotangents.square(target)
+        rows = max(side for t in backward_tiles for side in ((t or target).block_q, (t or target).block_k))
         q, k, v, out, dout = (near(x, rows) for x in (q, k, v, out, dout))
     context = bound(plan, spans, g, target, q, k)
     read = context.values(slots, tables)
@@ -164,11 +156,9 @@ def backward(
     kind = "backward", read.device_slots, grad_names, dlse is not None, described
     stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
     lse_residual = torch.zeros_like(lse) if softmax_stats is None else lse_residual_of(softmax_stats)
-    operands = {
-        "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse.contiguous(), "Low": lse_residual.contiguous(),
-        "Stats": stats, "DLse": None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg(),
-        **{f"D{n.upper()}": x for n, x in grads.items()},
-    }  # fmt: skip
+    operands = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout, **{f"D{n.upper()}": x for n, x in grads.items()}}
+    operands |= {"Lse": lse.contiguous(), "Low": lse_residual.contiguous(), "Stats": stats}
+    operands["DLse"] = None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg()
     buffers = context.run(kind, lambda: _BackwardLaunches(context, spans, q, k, *kind[1:]), read, operands)
     if not values:
         return grads
@@ -180,7 +170,7 @@ def backward(
     return grads | folds | _zeros(values - folds.keys(), tables, lse)
 
 
-def _described(context: Bound, *arrays: Tensor) -> bool:
+def _described(context: LaunchContext, *arrays: Tensor) -> bool:
     """Whether some kernel wants q, k, v and dout as tensor descriptors, and they can be read so."""
     target = context.target
     descriptors = any((t or target).descriptors for t in (target.dq, target.dkv, target.dv or target.dkv))
@@ -192,7 +182,7 @@ def lse_residual_of(softmax_stats: Tensor) -> Tensor:
     return softmax_stats if softmax_stats.ndim == 3 else softmax_stats[..., 0]
 
 
-def _zeros(names: frozenset[str], tables: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+def _zeros(names: frozenset[str], tables: Values, like: Tensor) -> dict[str, Tensor]:
     """Gradients of values without influence."""
     import torch
 
@@ -204,14 +194,13 @@ class _BackwardLaunches:
     """The kernels of calls of one kind."""
 
     def __init__(
-        self, context: Bound, spans: SpanSource | None, q: Tensor, k: Tensor, device_slots: tuple[str, ...],
+        self, context: LaunchContext, spans: SpanSource | None, q: Tensor, k: Tensor, device_slots: tuple[str, ...],
         grad_names: frozenset[str], dlse: bool, described: bool,
     ) -> None:  # fmt: skip
         g, target, dims = context.geometry, context.target, context.dims(device_slots)
         plan = grids.backward_plan(context.plan, g)
-        target = (
-            target if described and triton_forward.describable(plan, dims) else target.everywhere(descriptors=False)
-        )
+        described = described and triton_forward.describable(plan, dims)
+        target = target if described else target.everywhere(descriptors=False)
         self.geometry = g
         processors = grids.processors(context.device)
         parts = {"attention_dq": grids.of_call(plan, spans, g, target.dq or target, processors)}
@@ -220,20 +209,18 @@ class _BackwardLaunches:
         listed = frozenset(n for n, x in parts.items() if x is not None)
         self.module = emitted_kernels(triton_backward.emit, plan, target, dims, grad_names, dlse=dlse, listed=listed)
         self.sums = cotangents.sums(plan, grad_names)
-        plain = Bound(triton_backward.bare(plan), g, target, q, k)  # attention_delta reads no slots and no tables
+        plain = LaunchContext(triton_backward.bare(plan), g, target, q, k)  # attention_delta reads no slots, no tables
         self.nothing = plain.values({}, {})
         self.steps = []
         for step in grids.of_backward(g, target, self.module.kernels):
-            if step.side:
-                records = spans and getattr(spans, step.side)
-                self.steps.append(
-                    self._step(context, step, parts=parts[step.name], records=records, device_slots=device_slots)
-                )
-            else:
+            if not step.side:
                 self.steps.append(self._step(plain, step))
+                continue
+            records = spans and getattr(spans, step.side)
+            self.steps.append(self._step(context, step, parts[step.name], records=records, device_slots=device_slots))
 
     def _step(
-        self, context: Bound, step: grids.LaunchStep, parts: grids.RowParts | None = None, **more: Any
+        self, context: LaunchContext, step: grids.LaunchStep, parts: grids.RowParts | None = None, **more: Any
     ) -> tuple[Launch | grids.RowLaunches, list[str]]:
         """A launch, and the tensors it takes."""
         letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
@@ -255,7 +242,7 @@ class _BackwardLaunches:
         )
         return run, [*read, *written]
 
-    def __call__(self, read: Values, operands: dict[str, Tensor]) -> dict[Gradient, Tensor]:
+    def __call__(self, read: KernelArgs, operands: dict[str, Tensor]) -> dict[Gradient, Tensor]:
         """Run them all; the sums of captured gradients, shaped as `derive.Gradient` says."""
         import torch
 
@@ -266,6 +253,7 @@ class _BackwardLaunches:
         for run, names in self.steps:
             run(self.nothing if run is self.steps[0][0] else read, *(operands[n] for n in names))
         whole = {s.gradient: operands[s.buffer] for s in self.sums}
+        # one number from all rows of a head: in float32 the sum would round once a row
         return {x: t.sum(-1, dtype=torch.float64).float() if x.over == "head" else t for x, t in whole.items()}
 
 
@@ -274,7 +262,7 @@ class _BackwardLaunches:
 
 def captured(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
-    stats: Tensor, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target,
+    stats: Tensor, slots: Values, tables: Values, target: Target,
     gradients: Sequence[Gradient], *, deterministic: bool = True,
 ) -> list[Tensor]:  # fmt: skip
     """One buffer for each of `gradients`, in their order, float32 and of the shape `derive.Gradient` describes.
@@ -296,7 +284,7 @@ def captured(
         context.shrink(error)
         return captured(
             plan, spans, geometry, q, k, v, dout, stats, slots, tables, target, gradients, deterministic=deterministic
-        )  # fmt: skip
+        )
     return [buffers[g] for g in gradients]
 
 
@@ -304,17 +292,16 @@ class _CapturedRun(grids.CapturedKernels):
     """The launches of one call."""
 
     def __init__(
-        self, context: Bound, spans: SpanSource | None, values: Values, arrays: tuple[Tensor, ...],
-        slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+        self, context: LaunchContext, spans: SpanSource | None, values: KernelArgs, arrays: tuple[Tensor, ...],
+        slots: Values, tables: Values,
     ) -> None:  # fmt: skip
         self.context, self.spans, self.values, self.arrays = context, spans, values, arrays
         self.plan, self.geometry, self.tile = context.plan, context.geometry, context.target
         self.slots, self.tables = slots, tables
 
     def run(
-        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: grids.Grid,
-        result: grids.CapturedResult, *, flags: Mapping[str, bool] = grids.NO_FLAGS,
-        more: Mapping[str, Any] = grids.NO_FLAGS, zeroed: bool = False, **numbers: Any,
+        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
+        flags: Mapping[str, bool] = NO_FLAGS, more: Values = NO_FLAGS, zeroed: bool = False, **numbers: Any,
     ) -> Tensor:  # fmt: skip
         import torch
 
@@ -330,13 +317,13 @@ class _CapturedRun(grids.CapturedKernels):
         return into
 
     def launch(
-        self, kernels: Made, kernel: str, grid: grids.Grid, pointers: Sequence[str], numbers: Mapping[str, Any]
+        self, kernels: KernelModule, kernel: str, grid: Grid, pointers: Sequence[str], numbers: Values
     ) -> Launch:
         """A launch that is kept for such calls; `pointers` come after the arrays."""
-        return self.context.launch(
-            kernels, kernel, grid, self.tile, {**CAPTURED_ARRAYS, **dict.fromkeys(pointers, "")},
-            records=None if self.spans is None else self.spans.rows, device_slots=self.values.device_slots, **numbers,
-        )  # fmt: skip
+        arrays: dict[str, Access] = {**CAPTURED_ARRAYS, **dict.fromkeys(pointers, "")}
+        records, slots = None if self.spans is None else self.spans.rows, self.values.device_slots
+        launch = partial(self.context.launch, records=records, device_slots=slots)
+        return launch(kernels, kernel, grid, self.tile, arrays, **numbers)
 
     def padded(self, x: Tensor, before: int, behind: int) -> Tensor:
         from torch.nn.functional import pad

@@ -1,8 +1,8 @@
 """Library calls of JAX, on every platform."""
 
-from frisket.runtime.backends.base import LIBRARY, Backend, Executors, absent, register
+from frisket.runtime.backends.base import LIBRARY, Backend, Executors, absent
 
-register(Backend(
+Backend(
     name="xla",
     kernels="library calls of JAX",
     language="jax",
@@ -14,4 +14,4 @@ register(Backend(
     stats_kind="low",
     exact_delta=True,
     operators=("frisket-xla", "vanilla"),
-))  # fmt: skip
+).register()

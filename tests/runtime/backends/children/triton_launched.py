@@ -305,7 +305,7 @@ def test_seeds_leave_nothing_behind():
     sizes = []
     for seed in range(3):
         train(att, given, bias=bias, seed=seed)
-        kinds = [x for x in gc.get_objects() if isinstance(x, triton_launch.Bound)]
+        kinds = [x for x in gc.get_objects() if isinstance(x, triton_launch.LaunchContext)]
         sizes.append((sum(len(b.launches) for b in kinds), sum(len(b.planes) for b in kinds)))
     assert sizes[0] == sizes[1] == sizes[2]
     assert sizes[0][1] > 0
