@@ -42,8 +42,10 @@ def _late(name: str, *first: str) -> Callable[..., Any]:
     def run(*arguments: Any, **named: Any) -> Any:
         from . import running
 
-        for load in _needed:
-            load()
+        if _needed:  # once: a graph of small calls runs operators every few microseconds
+            for load in [*_needed]:  # another thread calls them too, and its import waits for this one's
+                load()
+            _needed.clear()
         return getattr(running, name)(*first, *arguments, **named)
 
     return run
