@@ -29,7 +29,7 @@ LIMITS = {
     "parameters": (34,),
     "skips": (330,),
     "strings": (36,),
-    "code": (40_818, 22_977),
+    "code": (40_820, 22_979),
     "classes": (2,),
     "docstrings": (0,),
     "tour": (0, 0),
