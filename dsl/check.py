@@ -331,7 +331,7 @@ def _unused_definitions(checker: Checker) -> None:
     for overloads in checker.definitions.values():
         for d in overloads.values():
             if (d.name, len(d.params)) not in checker.expanded:
-                # no name of a text has a dot: such parameters are in no message and never misspelled
+                # no name of a text has a dot: such a parameter meets no name of the text
                 frame = Frame(d.text, {p: f"{d.name}.{p}" for p in d.params}, None, d, checker.root, 1)
                 checker.with_score = True  # the definition may be for a score mod
                 checker.evaluate(d.body, frame)

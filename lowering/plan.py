@@ -157,7 +157,6 @@ class LoopPlan:
             lines.append("bounds   read from the span table")
         else:
             for name in ("first", "full_first", "full_last", "last"):
-                # the 1 of `first = q0 - s0 + 1` has to be read as a strict bound
                 lines.append(f"{name:10} = {show(getattr(self.bounds, name), self._names())}")
         lines.append(f"guard    {'a row may be empty: -inf is checked' if self.guard else 'no row is empty'}")
         lines += [f"slot     {s.name} = {s.value if s.source is None else s.source}" for s in self.slots]

@@ -271,7 +271,6 @@ class Rowwise:
             if p.keys or p.groups or p.digits:
                 raise Beyond  # a set of distances and a set of keys meet pair by pair
             sums, first = self._distance_sums(p.distances), self.q0 - self.k1
-            # an empty range ends at lo - 1, which may be past the sums
             return np.asarray(np.where(hi < lo, 0, sums[q - lo - first + 1] - sums[np.minimum(q - hi, q - lo) - first]))
         if p.groups:
             return self._grouped(p).count(list(p.groups.values()), lo - self.k0, hi - self.k0)

@@ -309,7 +309,7 @@ def _bitand(e: Expr) -> Range:
 
 def _shift(e: Expr) -> Range:
     by = e.args[1]
-    if by.op != "lit" or not 0 <= by.name < 62:  # 1 << 62 times a position may leave 64 bits
+    if by.op != "lit" or not 0 <= by.name < 62:
         return TOP
     factor = lit(1 << by.name)
     return ends(build("mul", e.args[0], factor) if e.op == "shl" else build("floordiv", e.args[0], factor))

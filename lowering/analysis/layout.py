@@ -200,7 +200,7 @@ def _holds(intervals: RowIntervals, grid: Grid, scope: Scope) -> bool:
     unsure = [value for value, sure in intervals.rises if not (sure is TRUE or scope.value(sure, at).all())]
     looks = bool(unsure) or any("q" in uses(e) for a in intervals.diagonals for e in (*a.lows, *a.highs))
     exprs = [*unsure, *(e for a in intervals.diagonals for e in (*a.lows, *a.highs))]
-    # else looking at queries one by one would cost more than the tiles
+    # without steps left to look at every query, tiles are asked instead
     if looks and not scope.afford(len(grid.b) * grid.q_len * sum(map(steps, exprs))):
         return False
     # distances without q are the same for every query

@@ -80,8 +80,8 @@ def _distance(c: Curve) -> Expr:
 class RowIntervals:
     """A mask as intervals of keys, in the first and last query of a row of tiles and the first and last key of the
     call. The intervals hold for single queries where `needs` holds. They hold for rows under three more
-    conditions. No condition reads a query alone (`rowwise`). No value of `rises` decreases over the queries of the call
-    where its own condition holds. Every diagonal condition holds."""
+    conditions. No condition reads a query alone (`rowwise`). No value of `rises` decreases over the queries of the
+    call: its own condition proves that, and where it fails the values are looked at. Every diagonal condition holds."""
 
     visible: tuple[Interval, ...]
     hidden: tuple[Interval, ...] | None  # of the negation, where that is made of bounds too

@@ -407,7 +407,7 @@ def _look(mask: Expr, grid: Grid, env: Mapping[str, Array], scope: Scope) -> Arr
     k = env["k0"][:, None, None] + np.arange(bk)
     b, h, last_q, last_k = (env[n][:, None, None] for n in ("b", "h", "q1", "k1"))
     inside = (q <= last_q) & (k <= last_k)
-    # positions past the lengths may leave tables or 64 bits: the last one stands for them
+    # positions past the lengths may leave 64 bits where those inside do not: the last one stands for them
     points = {"b": b, "h": h, "q": np.minimum(q, last_q), "k": np.minimum(k, last_k)}
     seen = scope.value(mask, points) & inside
     return np.where(seen.all(axis=(1, 2)), FULL, np.where(seen.any(axis=(1, 2)), PARTIAL, EMPTY))

@@ -112,7 +112,7 @@ class _Backward(AtenTiles):
                 self._walk(lane)
         else:
             spread(self._walk, list(lanes))
-        # lanes of one part share their sums
+        # lanes of one part share their sums; added in the order of lanes, so that equal calls give equal bits
         for sums in {id(lane.sums): lane.sums for lane in lanes if lane.sums is not total}.values():
             for mine, theirs in ((total.dk, sums.dk), (total.dv, sums.dv)):
                 if mine is not None:

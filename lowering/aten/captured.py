@@ -113,7 +113,7 @@ class LaneGradients:
 
     def add(self, other: LaneGradients) -> None:
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
-            mine += theirs  # in the order of lanes, so that equal calls give equal bits
+            mine += theirs
 
     def folded(self, grad_names: frozenset[str]) -> dict[str, Tensor]:
         """The gradients by name, in the shape of the table, or 0-d; 0 where the score mod does not depend on it."""

@@ -230,6 +230,6 @@ def _power(x: Expr, n: int) -> Expr:
 def _folded(e: Expr) -> Expr:
     try:
         value = evaluate(e, {}).item()
-    except EvaluationError:  # the value is asked for at run time, and the error is raised there
+    except EvaluationError:  # the value leaves 64 bits: the operator stays as it is
         return e
     return lit(bool(value) if e.type is BOOL else value)

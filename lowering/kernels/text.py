@@ -74,7 +74,7 @@ class Names:
 
     def numbered(self, stem: str) -> str:
         n = 0
-        while f"{stem}{n}" in self._used:  # from 0 on: a text must not depend on what was printed before
+        while f"{stem}{n}" in self._used:
             n += 1
         return self.new(f"{stem}{n}")
 

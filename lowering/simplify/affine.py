@@ -230,7 +230,7 @@ def write(form: Linear) -> Expr:
     """The one expression for an affine form: positive terms first, the constant last."""
     ordered = sorted(form.terms, key=lambda t: t[1] < 0)
     result: Expr | None = None
-    for atom, factor in ordered:  # positive terms first, so that no text begins with a minus
+    for atom, factor in ordered:
         term = atom if abs(factor) == 1 else build("mul", lit(abs(factor)), atom)
         if result is None:
             result = term if factor > 0 else build("neg", atom) if factor == -1 else build("mul", lit(factor), atom)
@@ -288,7 +288,7 @@ def write_relation(op: str, form: Linear) -> Expr:
     strict = {"le": ("lt", -1), "ge": ("gt", 1)}.get(op)
     has_minus = any(f < 0 for _, f in moving)
     if not fixed and has_minus and strict and bound.const == strict[1]:
-        # `q - k < 1` reads as q <= k: strict bounds of 1 are written without the 1
+        # `q - k <= -1` is written `q < k`: a bound one past 0 is a strict bound of 0
         op, bound = strict[0], Linear((), 0)
     if not fixed and has_minus and bound.const == 0:
         right = tuple((a, -f) for a, f in moving if f < 0)

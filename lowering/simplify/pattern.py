@@ -76,7 +76,7 @@ class Rule:
     of: Type | None = None
     origin: str = ""
 
-    @cached_property  # asked of every node for every rule, so it is computed once
+    @cached_property
     def below(self) -> frozenset[str]:
         """Operators that must stand right below the top: a quick test before the full match."""
         if isinstance(self.before, str):

@@ -130,7 +130,7 @@ def _written(t: XlaTiles, tile_row: TileRow, results: Any, state: Any, sinks: An
     if sinks is not None:
         sink = lax.dynamic_slice(sinks, (tile_row.h,), (t.static.heads,)).reshape(1, t.kvs, t.groups, 1)
         peak = jnp.maximum(top, sink)
-        # the difference of two infinite sinks is NaN
+        # `sink - peak` of an infinite sink is inf - inf, NaN
         shrink, share = jnp.exp(top - peak), jnp.exp(jnp.where(sink == peak, 0, sink - peak))
         top, total, acc = peak, total * shrink + share, acc * shrink[..., None]
     out = acc * (t.keep / jnp.where(total == 0, 1, total))[..., None]

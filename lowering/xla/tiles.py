@@ -89,7 +89,6 @@ def _sharing(slice_of: Ints, group: int, most: int) -> tuple[tuple[int, int], In
     step takes at most `most` heads of equal spans, a whole number of groups or a part of one."""
     batch, heads = slice_of.shape
     h = heads if (slice_of == slice_of[:, :1]).all() else 1
-    # heads of a step share keys: whole groups, or a part of one
     fits = [n for n in range(1, h + 1) if h % n == 0 and (n % group == 0 or group % n == 0) and n <= max(1, most)]
     h = fits[-1]
     b = batch if h == heads and (slice_of == slice_of[:1]).all() else 1
@@ -122,7 +121,7 @@ def _cut(segments: Ints, partial: bool, block_k: int, widest: int) -> list[tuple
         left = (rest > 0) * (width + extra) if partial else rest * (1 + extra)
         return float((steps * (width + extra) + left).sum())
 
-    # the fewest tokens, with a step priced as so many
+    # the least cost in tokens, where each step counts as `extra` more of them
     width = min(range(1, most + 1), key=cost)
     pieces = _pieces(segments, width)
     if partial or width == 1:  # a partial piece may be cut short by the predicate, a full one may not

@@ -153,7 +153,7 @@ class Order:
         return self.moved_beside(())
 
     def moved_beside(self, names: Collection[str]) -> Mask:
-        """The mask of arrays in this order, whose new tables take no name in `taken`."""
+        """The mask of arrays in this order, whose new tables take none of `names`."""
         return _permuted(self.mask, self.queries, self.keys, self.q_len, self.kv_len, names)
 
     def plot(self, path: str | Path | None = None, *, before: bool = False, **options: Any) -> Figure:

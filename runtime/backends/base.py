@@ -33,17 +33,19 @@ Shapes = Mapping[str, tuple[int, ...]]  # of tables, by their names in a plan
 
 
 class ModuleFunction(Generic[F]):
-    """A function that the module of a record has under the attribute's name; None where it has none."""
+    """A function that the module of a record has under the attribute's name; None where it has none and needs none."""
 
-    def __init__(self, module: str = "module") -> None:
-        self.module = module  # the field of the record that names it
+    def __init__(self, module: str = "module", required: bool = False) -> None:
+        self.module, self.required = module, required  # the field of the record that names the module
 
     def __set_name__(self, record: type, name: str) -> None:
         self.name = name
 
     def __get__(self, record: Any, of: type | None = None) -> F:
         module = record and (getattr(record, self.module) or record.module)
-        return getattr(loaded(module), self.name, None) if module else None  # type: ignore[return-value]
+        functions = loaded(module) if module else None
+        function: Any = getattr(functions, self.name) if self.required else getattr(functions, self.name, None)
+        return function  # type: ignore[no-any-return]
 
 
 Optional = ModuleFunction[Callable[..., Any] | None]
@@ -60,7 +62,7 @@ class Executors:
     nondeterministic: bool = False  # the backward takes deterministic=False, which is faster
     maps: bool = False  # the executor may stand under jax.vmap
     rows: bool = False  # executors and build take rows=, see `calls.arrays`
-    forward = ModuleFunction[Callable[..., Any]]()
+    forward = ModuleFunction[Callable[..., Any]](required=True)
     backward = Optional("backward_module")
     refuses = Optional()
     refuses_gradients = Optional()
@@ -243,7 +245,7 @@ def names() -> tuple[str, ...]:
     return tuple(b.name for b in records) + tuple(dict.fromkeys(b.tier for b in records if b.tier))
 
 
-settings.choices.update(backends=names, engines=offered)
+settings.offer(backends=names, engines=offered)
 
 
 def no_gradients(name: str) -> BackwardError:

@@ -1,4 +1,4 @@
-"""Request: the arguments of a call of attention, as users write them; makers of attentions, by name.
+"""CallArgs: the arguments of a call of attention, as users write them; makers of attentions, by name.
 
 `runtime/attention` registers two makers for modules below it. "program" takes a program and options. "texts" takes the
 texts of a mask and a score mod, options and parameters, as `frisket.attention` does.
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from frisket.lowering.plan import Origin, Sizes
+from frisket.runtime import calls
 from frisket.runtime.machine.parameters import stacked
 
 
@@ -47,5 +48,9 @@ def register(name: str, make: Maker) -> Maker:
 
 
 def attention_by(name: str) -> Callable[..., Any]:
-    """The registered maker of attentions."""
+    """The registered maker of attentions. A program of torch.export, or a graph of torch.fx, may run before any other
+    call of frisket."""
+    if name not in _makers:
+        for load in calls.makers:
+            load()
     return _makers[name]

@@ -9,6 +9,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from frisket.runtime.calls import makers
+
 if TYPE_CHECKING:
     from frisket import caches as caches
     from frisket import flex as flex
@@ -86,11 +88,12 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _DOORS = ("caches", "flex", "modeling", "operations", "parallel", "sharding")
+makers.append(lambda: import_module(_HOME["compile"]))  # `runtime.calls` may not import what is above it
 __all__ = sorted(_HOME.keys() - {"sdpa", "sdpa_for"})  # `from frisket import *` needs no torch
 
 
 if "torch" in sys.modules:  # operators that programs exported by torch hold
-    import_module("frisket.runtime.torch.operators").need(lambda: import_module(_HOME["compile"]))
+    import_module("frisket.runtime.torch.operators")
 
 
 def __getattr__(name: str) -> Any:

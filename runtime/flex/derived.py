@@ -334,17 +334,17 @@ def _joined_in_graph(op: str, mask: BlockMask, other: Any) -> BlockMask:
         x, y = mine(b, h, q, k), second(b, h, q, k)
         return x & y if op == "and" else x | y
 
-    return made_of(mask, both, mask._lengths, batch)
+    return _with_function(mask, both, mask._lengths, batch)
 
 
 def inverted(mask: BlockMask) -> BlockMask:
     mine = visible(mask)
-    return made_of(mask, lambda b, h, q, k: ~mine(b, h, q, k), mask._lengths, mask._batch)
+    return _with_function(mask, lambda b, h, q, k: ~mine(b, h, q, k), mask._lengths, mask._batch)
 
 
 def _crop_in_graph(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
     """The first queries and keys of a mask."""
-    cropped = made_of(mask, mask.mask_mod, lengths, mask._batch)
+    cropped = _with_function(mask, mask.mask_mod, lengths, mask._batch)
     if mask._user_lists is not None:
         mask._check_cover(lengths)
         rows, columns = (-(-n // size) for n, size in zip(lengths, mask._block, strict=True))
@@ -354,7 +354,7 @@ def _crop_in_graph(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
 
 def _on_device_in_graph(mask: BlockMask, device: Any) -> BlockMask:
     """The mask with its lists on another device. Tensors of its function stay where they are, as in torch."""
-    copy = made_of(mask, mask.mask_mod, mask._lengths, mask._batch)
+    copy = _with_function(mask, mask.mask_mod, mask._lengths, mask._batch)
     copy._device = torch.device(device)
     copy._hold({n: None if x is None else x.to(device) for n, x in mask._tensors().items()})
     return copy
@@ -385,7 +385,7 @@ def _part_in_graph(mask: BlockMask, index: Any) -> BlockMask:
         length = q_len
     elif rows.at is None:
         length = min(length, q_len - rows.start * size)
-    picked = made_of(mask, picked_mod, (length, kv_len), tuple(p.count for p in entries))
+    picked = _with_function(mask, picked_mod, (length, kv_len), tuple(p.count for p in entries))
     chosen: Lists = dict.fromkeys(TENSORS)
     for name in LISTS[:4]:
         x = lists[name]
@@ -407,10 +407,11 @@ def _place(pick: Pick, x: Tensor) -> Any:
     return x + pick.start if pick.count > 1 else torch.full_like(x, pick.start)  # mask_mod expects a tensor
 
 
-def made_of(mask: BlockMask, fn: MaskMod, lengths: tuple[int, int], batch: tuple[int, ...]) -> BlockMask:
-    derived = mask.of(None, lengths, mask._block, batch, mask._device, mask)
-    derived._fn = fn
-    return derived
+def _with_function(mask: BlockMask, fn: MaskMod, lengths: tuple[int, int], batch: tuple[int, ...]) -> BlockMask:
+    """A mask of a graph with another function, and the tiles and device of `mask`."""
+    other = mask.of(None, lengths, mask._block, batch, mask._device, mask)
+    other._fn = fn
+    return other
 
 
 def packed_in_graph(mask_mod: MaskMod, q_offsets: Tensor, kv_offsets: Tensor, q_len: int, kv_len: int) -> MaskMod:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.entry import attention_for
-from frisket.runtime.caches import positions as masks
+from frisket.runtime.caches import positions
 from frisket.runtime.calls.options import Options
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
@@ -58,7 +58,7 @@ class PagedBatch:
         decode = rest = None
         if steps:
             # the query of a step is the last token
-            decode = blocks[:steps], {masks.START: lengths[:steps] - 1, masks.END: lengths[:steps]}
+            decode = blocks[:steps], {positions.START: lengths[:steps] - 1, positions.END: lengths[:steps]}
         if tokens > steps:
             rest = _row(starts[steps:], lengths[steps:], blocks[steps:], steps, tokens, page)
         return cls(tokens, steps, slots[:tokens], decode, rest)
@@ -80,9 +80,9 @@ def _row(
     """The used blocks of all requests, one request behind another, int32 [1, requests * width], and the tables of the
     batch's tokens from `first` up to `tokens`, exclusive. Places behind the last used block are read by no token."""
     n, width = blocks.shape
-    if n * width * page >= masks.LONGEST:
+    if n * width * page >= positions.LONGEST:
         text = f"{n} requests of up to {width * page} tokens read at once are {n * width * page} places, of at most "
-        raise ShapeError(f"{text}{masks.LONGEST - 1}\n  lower vLLM's max_num_seqs or max_model_len")
+        raise ShapeError(f"{text}{positions.LONGEST - 1}\n  lower vLLM's max_num_seqs or max_model_len")
     used = (lengths + (page - 1)) // page  # a block that is used in part counts
     ends = used.cumsum(0, dtype=torch.int32)
     begins = ends - used
@@ -95,7 +95,7 @@ def _row(
     request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp_max(n - 1)
     low, length = begins[request] * page, lengths[request]
     at = length - (starts[request + 1] - token)
-    bounds = {masks.LOW: low, masks.HIGH: low + length, masks.SHIFT: low, masks.AT: at}
+    bounds = {positions.LOW: low, positions.HIGH: low + length, positions.SHIFT: low, positions.AT: at}
     return row[None], {name: x.to(torch.int32) for name, x in bounds.items()}
 
 
@@ -127,9 +127,13 @@ class ServedLayer:
         values = {n: torch.tensor(x) if isinstance(x, list | tuple) else x for n, x in bindings.items()}
         self.values = {n: x for n, x in values.items() if n in names or not spare}
         self.attention = attention_for(text, mod, Options(scale), self.values)
-        if why := masks.not_served(self.attention, self.values):
+        if why := positions.not_served(self.attention, self.values):
             raise ParameterError(why)
-        if mask is not None and window is not None and (why := masks.no_room(self.attention, window, 1, self.values)):
+        if (
+            mask is not None
+            and window is not None
+            and (why := positions.no_room(self.attention, window, 1, self.values))
+        ):
             message = f"the mask looks behind the sliding window of this layer: {why.splitlines()[0]}\n  add "
             raise ParameterError(f"{message}`& window({window})`")
 
@@ -141,19 +145,21 @@ class ServedLayer:
                 self.values[name] = x.to(q.device)
         n, parts = batch.steps, []
         if batch.decode is not None:
-            out = self._part(masks.APPENDED, q[:n, :, None], pool, batch, batch.decode, sinks)
+            out = self._part(positions.APPENDED, q[:n, :, None], pool, batch, batch.decode, sinks)
             parts.append(out[:, :, 0])
         if batch.rest is not None:
-            out = self._part(masks.REQUESTS, q[n : batch.tokens].transpose(0, 1)[None], pool, batch, batch.rest, sinks)
+            out = self._part(
+                positions.REQUESTS, q[n : batch.tokens].transpose(0, 1)[None], pool, batch, batch.rest, sinks
+            )
             parts.append(out[0].transpose(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(
-        self, places: masks.PositionMap, q: Tensor, pool: Tensor, batch: PagedBatch,
+        self, places: positions.PositionMap, q: Tensor, pool: Tensor, batch: PagedBatch,
         part: tuple[Tensor, dict[str, Tensor]], sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         pages, tables = part
-        paged_att, (n, heads, q_len, _) = masks.placed(self.attention, places), q.shape
+        paged_att, (n, heads, q_len, _) = positions.placed(self.attention, places), q.shape
         k, v = pool[..., : q.shape[-1]], pool[..., q.shape[-1] :]
         key = paged_att, heads, *((name, id(x)) for name, x in self.values.items())
         if key not in batch.plans:  # once for the layers that are alike

@@ -12,8 +12,14 @@ from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.grammar.memo import memo
 from frisket.lowering.pipeline import NAMES
 
-# names that exist, by the records of backends, which are loaded with the first attention; `choose` checks them too
-choices: dict[str, Callable[[], tuple[str, ...]]] = {}
+choices: dict[str, Callable[[], tuple[str, ...]]] = {}  # names that exist, when records of backends are loaded
+
+
+def offer(**names: Callable[[], tuple[str, ...]]) -> None:
+    """Say which names exist. Variables that were read before are read again, and checked."""
+    choices.update(names)
+    _settings.memo.clear()
+    _last[0] = (), Settings()
 
 
 @dataclass(frozen=True)

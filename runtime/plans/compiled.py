@@ -219,9 +219,9 @@ def simplified_program(program: CallProgram) -> SimplifiedProgram:
     parts = [None if p is None else written_out(p.expr, arrays) for p in (program.mask, program.score)]
     scalars = program.scalars
     seen, mod = _with_numbers(parts, scalars) if scalars else parts
-    mod = mod if program.stored is None else program.stored.scored(mod)
-    seen, mod, analysed, rules = _simplified(seen, mod, tuple(sane.items()))
-    tables = {n: Table(x) for n, x in arrays.items() if seen is not None and n in names_of(seen)}
+    seen, mod, analysed, rules = _simplified(seen, program.scored(mod), tuple(sane.items()))
+    read = names_of(seen) if arrays and seen is not None else ()
+    tables = {n: Table(x) for n, x in arrays.items() if n in read}
     return SimplifiedProgram(program, (seen, mod), analysed, rules, sane, scalars, arrays, tables)
 
 

@@ -248,7 +248,6 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grads: list[Any], *inputs: Any) -> Any:
-
         return tuple(None if g is None else g.view_as(g) for g in grads)
 
     @staticmethod

@@ -15,8 +15,7 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from frisket.dsl.errors import ParameterError
-from frisket.lowering.plan import K_SCALE, PAGES, V_SCALE
-from frisket.runtime.calls.arrays import scale_of
+from frisket.runtime.calls.arrays import WORDS, scale_of
 from frisket.runtime.calls.request import CallArgs
 
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
@@ -39,7 +38,6 @@ def attend(att: Any, request: CallArgs, rows: bool = True) -> Results:
             raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
         return by_plan(att, request, rows)
     params, sinks = request.params, att.options.sinks if request.sinks is None else request.sinks
-
     values = {n: x for n, x in (att.inputs if dynamo else att.constants).items() if n not in params}
     return written(att.spec, att.options.dropout, request, sinks, {**values, **params}, rows)
 
@@ -131,8 +129,6 @@ def written_tiles(spec: str, like: Tensor, sizes: Any, block: Any, params: dict[
 
 # -- a node of torch.fx.symbolic_trace ----------------------------------------------------------------
 
-_NAMES = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}
-
 
 def record(att: Any, request: CallArgs, lse: bool) -> Any:
     """The Proxy of `att(q, k, v, ...)`: its node holds the attention as a text and tables as constants of the graph."""
@@ -143,7 +139,7 @@ def record(att: Any, request: CallArgs, lse: bool) -> Any:
     options = {"origin": origin, "sizes": sizes, "layout": layout, "return_lse": lse or None}
     options |= {"seed": seed, "sinks": sinks, "return_max": top or None}
     keywords = {n: x for n, x in att.inputs.items() if n not in params}
-    keywords |= {_NAMES.get(n, n): x for n, x in params.items()} | {n: x for n, x in options.items() if x is not None}
+    keywords |= {WORDS.get(n, n): x for n, x in params.items()} | {n: x for n, x in options.items() if x is not None}
     # arguments of a node may be tensors, not arrays of numpy
     keywords = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in keywords.items()}
     tracer = next(x.tracer for x in (q, k, v, *keywords.values()) if isinstance(x, Proxy))

@@ -454,7 +454,7 @@ def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
     source = {s.source: s.name for s in work.plan.slots}
     if RATE in source:
         slots[source[RATE]] = call.rate
-    spans = plan if backend.loads else work.spans if isinstance(work.spans, Spans) else on_host(work.spans)
+    spans = plan if backend.loads else on_host(work.spans)
     return PreparedCall(
         work.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
         tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),

@@ -28,24 +28,12 @@ for _schema in (
     LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 
-_needed: list[Callable[[], object]] = []  # imports of the makers of attentions, which `spec` asks
-
-
-def need(load: Callable[[], object]) -> None:
-    """Call `load` before an operator runs: a loaded program may run before any other call of frisket."""
-    _needed.append(load)
-
-
 def _late(name: str, *first: str) -> Callable[..., Any]:
     """A function of `running`, imported when one runs: `import frisket` costs little beside torch."""
 
     def run(*arguments: Any, **named: Any) -> Any:
         from . import running
 
-        if _needed:  # once: a graph of small calls runs operators every few microseconds
-            for load in [*_needed]:  # another thread calls them too, and its import waits for this one's
-                load()
-            _needed.clear()
         return getattr(running, name)(*first, *arguments, **named)
 
     return run

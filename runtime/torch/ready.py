@@ -191,15 +191,20 @@ class PreparedCall:
         """A prepared call for the plan of another step: other tables of a device, of the same shapes and dtypes."""
         tables = {n: t for n, t in plan.tables().items() if n in self.tables}
         there = MappingProxyType(readable(tables, plan.device, self.real))
-        return replace(self, spans=plan, tables=there, template=None)
+        return self._with(plan, there, None)
 
     def for_any_step(self, plan: Any) -> PreparedCall:
         """A prepared call without the values of one step: `for_step` adds them."""
-        return replace(self, spans=None, tables=dict.fromkeys(self.tables), template=plan.with_tables({}))
+        return self._with(None, dict.fromkeys(self.tables), plan.with_tables({}))
 
     def with_plan(self, plan: Any) -> PreparedCall:
         """A prepared call with another plan. Plans hold it with None: a cycle would keep the tables of a step."""
-        return replace(self, spans=plan, template=None)
+        return self._with(plan, self.tables, None)
+
+    def _with(self, spans: Any, tables: Mapping[str, Any], template: FlatPlan | None) -> PreparedCall:
+        copy = object.__new__(type(self))  # every call with a plan comes here: `replace` takes five times as long
+        copy.__dict__.update(self.__dict__, spans=spans, tables=tables, template=template)
+        return copy
 
 
 def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, Tensor]:
@@ -309,7 +314,7 @@ class TablePlanner:
         spans = Spans(run.bounds.copy(), run.count.copy(), self.slices)  # the next call of the thread writes over them
         read = {n: torch.from_numpy(x.astype(x.dtype if x.dtype == bool else self.width)) for n, x in tables.items()}
         kernel_arrays = kernel_tables(self.kernel, "torch", {**self.values, **read}, self.longest, None)
-        return replace(self.ready, spans=spans, tables=MappingProxyType(kernel_arrays), template=None)
+        return self.ready._with(spans, MappingProxyType(kernel_arrays), None)
 
 
 def _planner_for(

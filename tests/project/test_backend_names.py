@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.pages import sources
 
-from frisket.runtime.backends.base import RECORDS, ModuleFunction, loaded
+from frisket.runtime.backends.base import RECORDS, Executors, ModuleFunction, loaded
 
 NAMES = frozenset(RECORDS)  # the tiers, `library` and `native`, are words of much else
 ROOT = Path(__file__).parents[2]
@@ -138,3 +138,9 @@ def test_a_module_is_loaded_whole(tmp_path, monkeypatch):
 def test_registering_imports_no_framework():
     code = "import sys, frisket.runtime.backends; print(sorted({'torch', 'jax', 'triton'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_module_without_a_forward_is_named():
+    with pytest.raises(AttributeError, match=r"json.*forward"):
+        _ = Executors("json").forward
+    assert Executors("json").build is None

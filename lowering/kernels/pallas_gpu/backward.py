@@ -56,7 +56,7 @@ def check_tile(target: Target, owned: int, walked: int, geometry: Geometry) -> N
 
 
 def stages(geometry: Geometry, owned: int, walked: int) -> int:
-    """The number of tiles of `walked` positions read ahead beside a tile of `own`."""
+    """The number of tiles of `walked` positions read ahead beside a tile of `owned`."""
     wide = 2 * (dims(geometry.head_dim) + dims(geometry.v_dim))
     return min(MOST, (SHARED - BARRIERS - owned * (wide + 16)) // (walked * (wide + 12)))
 

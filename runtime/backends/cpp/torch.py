@@ -58,7 +58,7 @@ def forward(
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real) if top else None
     known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=kernel_call.real) if softmax_stats else None
-    sinks = None if sinks is None else _real(sinks, kernel_call.real)
+    sinks = _real(sinks, kernel_call.real)
     words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, pages]
     words += [*_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3]]
     kernel_call.call("frisket_forward", slots, tables, [*words, *_NOTHING])
@@ -389,7 +389,7 @@ def repeat(
     strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
     shapes = (*kernel_call.shapes.values(),)
     steps = [(h * n * dim, n * dim, dim) for _, h, n, dim in shapes]
-    # those of inference mode count no writes
+    # tensors made in inference mode count no writes
     versions = [(x, x._version) for x in tables.values() if not x.is_inference()]
     memory: list[Any] = []
     built: dict[str, tuple[Any, bytes]] = {}  # kernels, and their records

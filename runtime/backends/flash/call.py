@@ -32,6 +32,7 @@ from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.kernels.cute.mods import Mods, emit
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.base import Block
 from frisket.runtime.backends.engines.proof import EngineCall
 from frisket.runtime.backends.triton.tiles import architecture
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
@@ -43,7 +44,6 @@ READ = "4.0.0b36"  # the version whose source and compiled kernels the calls are
 SMALLEST_TILE = 64  # keys of a tile, whatever the heads
 ARCHITECTURES = ("sm_90", "sm_100")
 INSTEAD = "take backend='triton'"
-Block = tuple[int, int]  # queries, keys
 
 
 @dataclass(frozen=True, eq=False)

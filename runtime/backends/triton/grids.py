@@ -333,8 +333,10 @@ def shares(
     pack = packed(plan, dims) if _whole_groups(g) else 1
     even = g.kv_len >= EVEN_KEYS * g.q_len  # rows of tiles see about as much as one another
     most = rows_of_a_tile(dims)
-    fuller = even and _used(g.q_len, target.block_q) < FULLER * _used(g.q_len, max(1, most // pack))
-    if g.q_len >= PACK and not fuller:
+    # a text may be asked for without a query
+    if g.q_len >= PACK and not (
+        even and _used(g.q_len, target.block_q) < FULLER * _used(g.q_len, max(1, most // pack))
+    ):
         pack = 1
     most = most if pack > 1 or most < PACK // 2 else target.block_q  # larger heads have few rows
     rows = max(min(most, padded(g.q_len * pack)), padded(pack))

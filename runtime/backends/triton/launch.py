@@ -1,7 +1,7 @@
 """Launches of Triton kernels: the part that calls of one kind share is bound once, and a call brings its tensors.
 
 `bound` gives the shared part, `LaunchContext.launch` lays out a kernel's arguments beforehand, and the `Launch` that
-it returns is called with the tensors: `run(own.values(slots, tables), q, k, v, out, lse)`.
+it returns is called with the tensors: `run(context.values(slots, tables), q, k, v, out, lse)`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LaunchContext:
         self._cached: KernelArgs | None = None
         self._span_tensors: dict[Any, tuple[Tensor, ...]] = {}
         self._described: dict[Any, bool] = {}
-        self.planes: dict[Any, str | None] = {}  # of `captured.py`: which of "b" and "h" share a table's places
+        self.planes: dict[Any, str | None] = {}  # of captured gradients: which of "b" and "h" share a table's places
 
     def run(self, kind: Any, make: Callable[[], Any], *arguments: Any) -> Any:
         """Launch what `make` lays out for calls of one kind, in smaller tiles where the first ones do not fit."""

@@ -167,7 +167,7 @@ def default_target(
     many = (stored or unwritten) and window != "short" and reads != "each" and dtype != "float32" and cached
     if many:
         tiles["forward"] = (*many, STORED_STAGES if stored else CACHED_STAGES, 0)
-    # those of BY_HAND fit 99 KiB
+    # tiles of BY_HAND fit 99 KiB
     fits = min(SHARED[listed], SHARED["sm_89"] if large or dtype == "float32" else 1 << 20)
     if limit < fits:
         entry = 4 if dtype == "float32" or (dtype, arch[:4]) == ("bfloat16", "sm_7") else 2  # Turing converts bfloat16

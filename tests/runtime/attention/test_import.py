@@ -40,3 +40,26 @@ def test_public_names_can_be_read_after_import():
     assert set(fk.__all__) <= set(dir(fk))
     wanted = "mask score load compile attention reference backends Mask ScoreMod Program Attention Layout Report Stages"
     assert set(wanted.split()) <= set(fk.__all__)
+
+
+GRAPH_FIRST = """
+import {imports}
+import torch
+import frisket.runtime.torch.{module} as module
+q = torch.ones(1, 1, 4, 8)
+print(tuple({call}.shape))
+"""
+
+
+@pytest.mark.parametrize("imports", ["frisket, torch", "torch, frisket"])
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        ("operators", "torch.ops.frisket.attend_alone(q, q, q, None, [], [], {spec!r}, ':')"),
+        ("graph", "module.attend_by_text({spec!r}, q, q, q)"),
+    ],
+    ids=["operator", "node of fx"],
+)
+def test_a_graph_may_run_before_any_other_call(imports, module, call):
+    spec = fk.compile("causal").spec
+    assert run(GRAPH_FIRST.format(imports=imports, module=module, call=call.format(spec=spec))) == "(1, 1, 4, 8)\n"

@@ -357,3 +357,9 @@ def test_architecture_and_processors_are_those_of_the_gpu(monkeypatch, propertie
     assert (tiles.architecture(), tiles.processors()) == ("sm_90", 132)  # none
     monkeypatch.setattr(tiles, "_gpu", lambda device: properties)
     assert (tiles.architecture(), tiles.processors()) == (arch, properties.multi_processor_count)
+
+
+@pytest.mark.parametrize("kv_len", [0, 64])
+def test_text_of_triton_is_written_without_a_query(kv_len):
+    stages = fk.compile("causal").stages(q_len=0, kv_len=kv_len, backend="triton", dtype="float16")
+    assert "def attention_forward" in stages.source

@@ -15,13 +15,14 @@ from support.tiers import default_only
 import frisket as fk
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.base import RECORDS, register
+from frisket.runtime.backends.base import RECORDS, names, offered, register
 from frisket.runtime.backends.engines import proof
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine
 from frisket.runtime.backends.flash import call as flash_call
 from frisket.runtime.backends.flash import torch as flash_torch
 from frisket.runtime.calls.arrays import Stored
 from frisket.runtime.calls.program import program_of
+from frisket.runtime.machine import settings
 from frisket.runtime.plans.host import Plan
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -218,3 +219,12 @@ def test_calls_that_flash_does_not_take():
     ):
         att(q, k, v, **how)
         assert all(ready.generated is ready for ready in att.ready.values())
+
+
+def test_variables_read_before_the_records_are_checked_with_them(monkeypatch):
+    monkeypatch.setenv("FRISKET_ENGINES", "bogus")
+    monkeypatch.setattr(settings, "choices", {})
+    assert settings.Settings.read().engines == ("bogus",)
+    settings.offer(backends=names, engines=offered)
+    with pytest.raises(ParameterError, match="FRISKET_ENGINES=bogus: write 0, 1, or names among"):
+        settings.Settings.read()
