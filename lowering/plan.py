@@ -253,6 +253,42 @@ class Spans:
     slice_of: NDArray[np.int32]
 
 
+@dataclass(frozen=True, eq=False)
+class KernelInputs:
+    """All that the kernels of a call run with beside arrays and cotangents: every executor takes it first."""
+
+    plan: LoopPlan
+    spans: Any  # `Spans`, or a `SpanSource` where the kernels take any tile; None: bounds in closed form
+    geometry: Geometry
+    target: Target
+    slots: Mapping[str, Any]  # by the plan's names
+    tables: Mapping[str, Any]
+    sinks: Any = None  # [heads]
+    rows: Any = None  # the `TokenPermutation` in which executors with `rows` read and write their rows
+    deterministic: bool = True  # whether equal calls get equal gradients
+    platform: str = ""  # of JAX: what it is lowered for
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardResults:
+    """The results of a forward that its backward reads: out, lse [batch, heads, q_len], and what some backwards know of
+    each row in addition."""
+
+    out: Any
+    lse: Any
+    lse_residual: Any = None  # the rounding error of lse
+    softmax_stats: Any = None  # as the backend's `stats_kind` says
+    share: Any = None  # the part of each row's weight that these keys have, where out and lse are of other keys too
+
+
+@dataclass(frozen=True, eq=False)
+class Cotangents:
+    """The cotangents of out and of lse; None where there is none."""
+
+    dout: Any
+    dlse: Any = None
+
+
 class SpanSource(Protocol):
     """A source of the spans of one call for any tile (block_q, block_k): computed on request and kept."""
 

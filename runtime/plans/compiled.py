@@ -100,7 +100,7 @@ class SimplifiedProgram:
             return 0 <= ahead <= kv_len - q_len
         return bool(np.all((ahead >= 0) & (ahead <= kv_len - q_len)))
 
-    def inputs(self, bounds: Bounds | None, nonempty: bool, limits: Mapping[str, float], dropout: bool) -> KernelInputs:
+    def inputs(self, bounds: Bounds | None, nonempty: bool, limits: Mapping[str, float], dropout: bool) -> PlanValues:
         seen, mod = self.simplified
         plan = make_plan(
             seen, mod, self.program.expanded, bounds=bounds, score_finite=mod is None or finite(mod, self.sane),
@@ -108,11 +108,11 @@ class SimplifiedProgram:
             **self.program.plan_arguments(self.arrays),
         )  # fmt: skip
         arrays = {n: np.asarray(t) for n, t in plan.table_values(self.arrays).items()}
-        return KernelInputs(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)  # seeds come with calls
+        return PlanValues(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)  # seeds come with calls
 
 
 @dataclass(frozen=True, eq=False)
-class KernelInputs:
+class PlanValues:
     """A `LoopPlan` with values for slots and tables: the part of a `TiledPlan` that is the same for every tile size."""
 
     plan: LoopPlan
@@ -121,10 +121,10 @@ class KernelInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class TiledPlan(KernelInputs):
-    """The inputs of the kernels of a `Plan` at one tile size: `KernelInputs`, and the spans of its tiles."""
+class TiledPlan(PlanValues):
+    """The inputs of the kernels of a `Plan` at one tile size: `PlanValues`, and the spans of its tiles."""
 
-    shared: KernelInputs  # of all tile sizes: what is uploaded is remembered on it
+    shared: PlanValues  # of all tile sizes: what is uploaded is remembered on it
     compiled: SimplifiedProgram
     place: Place
     decode_spans: Spans | None = None  # the spans of few queries, where no layout is needed for them
@@ -206,7 +206,7 @@ def _decode_work(base: SimplifiedProgram, place: Place, dropout: bool) -> TiledP
 
 
 @memo(group="plans")
-def _inputs(base: SimplifiedProgram, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool) -> KernelInputs:
+def _inputs(base: SimplifiedProgram, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool) -> PlanValues:
     return base.inputs(bounds, nonempty, limits_of(full, base.scalars, base.arrays), dropout)
 
 
