@@ -255,7 +255,7 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class KernelInputs:
-    """All that the kernels of a call run with beside arrays and cotangents: every executor takes it first."""
+    """The inputs of a call's kernels beside arrays and cotangents; every executor takes them first."""
 
     plan: LoopPlan
     spans: Any  # `Spans`, or a `SpanSource` where the kernels take any tile; None: bounds in closed form

@@ -13,7 +13,7 @@ from support.cache_model import KINDS, OfJax, OfTorch, run
 from support.torch.dense import dense
 
 import frisket as fk
-from frisket.runtime.backends.cpp import decode
+from frisket.runtime.torch import decode
 
 from .attention import DIM, close
 

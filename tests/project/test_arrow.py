@@ -16,7 +16,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
 # of runtime, imported by functions alone: classes, operators and primitives of a framework
 IN_TORCH = "autograd dtensor graph op operators ready running".split()
 OF_TORCH = {
-    "runtime.backends.cpp.decode",
+    "runtime.torch.decode",
     *(f"runtime.torch.{name}" for name in IN_TORCH),
 }
 IN_JAX = "call op primitives symbolic".split()

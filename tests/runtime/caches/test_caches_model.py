@@ -14,7 +14,7 @@ from frisket.caches import PagePool
 @pytest.fixture
 def called(monkeypatch):
     """Every call of a cache of torch is one of its attention, without a planner compiled for its steps."""
-    monkeypatch.setattr(pytest.importorskip("frisket.runtime.backends.cpp.decode"), "MAX_STEP_QUERIES", 0)
+    monkeypatch.setattr(pytest.importorskip("frisket.runtime.torch.decode"), "MAX_STEP_QUERIES", 0)
 
 
 @pytest.mark.sampled(3)

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
 quantized = caches.quantized
 llama_torch = pytest.importorskip("runtime.caches.llama_torch")
-torch_decode = pytest.importorskip("frisket.runtime.backends.cpp.decode")
+torch_decode = pytest.importorskip("frisket.runtime.torch.decode")
 native_torch = pytest.importorskip("frisket.runtime.backends.cpp.torch")
 NATIVE = pytest.mark.skipif(bool(reason()), reason="no compiler")
 KVCache, PagedKVCache, RingKVCache = caches.KVCache, caches.PagedKVCache, caches.RingKVCache

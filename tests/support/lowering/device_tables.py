@@ -9,10 +9,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from frisket.runtime.attention import entry
-from frisket.runtime.backends.cpp import decode as torch_decode
 from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.plans import device as flat_plan
 from frisket.runtime.plans import run as flat_triton
+from frisket.runtime.torch import decode as torch_decode
 from frisket.runtime.torch import op as torch_op
 
 LOOKS = "item tolist numpy cpu __array__ __bool__ __int__ __float__ __index__ is_nonzero equal __contains__".split()

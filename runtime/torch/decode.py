@@ -14,6 +14,7 @@ from torch import Tensor
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar.memo import remember
 from frisket.lowering.plan import KV_INPUTS, PAGES, Sizes, Spans
+from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
@@ -23,9 +24,8 @@ from frisket.runtime.machine.parameters import check_offsets, kind_of, segments_
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.run import Prepared, SpanRequest, function
-from frisket.runtime.torch.op import NUMBERS, prepare
 
-from .torch import repeat
+from .op import NUMBERS, prepare
 
 MAX_STEP_QUERIES = 64  # queries: a kernel of more takes longer than a plan
 KEPT = 16
@@ -57,7 +57,8 @@ class DecodeCall:
             return
         call = att.call(CallArgs(q, k, v, plan, params=kv_inputs))
         self.options, self.ready = att.options, prepare(call, att.options)
-        self.native = self.ready.target.backend == "cpp"
+        repeat = RECORDS[self.ready.target.backend].executors["torch"].repeat
+        self.native = repeat is not None
         self.param_values = {n: x for n, x in plan.device_values.items() if n not in tables}
         self.names = [(t.name, t.source) for t in self.ready.plan.tables if t.source in tables]
         self.spans, self.planner, self.reads = self.ready.spans, None, []
@@ -69,7 +70,11 @@ class DecodeCall:
             self.reads = [(n, READ.get(types[n], torch.int64)) for n in static.planner.tables if n in tables]
             self.spans = Spans(self.planner.bounds, self.planner.count, static.slice_of)
         self.repeat = None
-        if self.native and not self.ready.awaits and all(source in KV_INPUTS for _, source in self.ready.kv_inputs):
+        if (
+            repeat is not None
+            and not self.ready.awaits
+            and all(source in KV_INPUTS for _, source in self.ready.kv_inputs)
+        ):
             names = [name for name, _ in [*self.ready.kv_inputs, *self.names]]
             ready, fixed = self.ready, {n: x for n, x in self.ready.tables.items() if n not in names}
             facts = ready.plan, self.spans, ready.geometry, q.dtype, k.dtype, ready.slots
@@ -134,7 +139,7 @@ def step_of(
         return step
     if settings.show or att.learned or native_build.reason():
         return None
-    if choose(att.options.backend, "torch", "cpu") not in ("aten", "cpp"):
+    if not RECORDS[choose(att.options.backend, "torch", "cpu")].tier:  # kernels of a GPU, or an engine's
         return None
     try:
         with native_build.deferring(not (att.options.backend or settings.backend)):
