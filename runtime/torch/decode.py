@@ -70,11 +70,8 @@ class DecodeCall:
             self.reads = [(n, READ.get(types[n], torch.int64)) for n in static.planner.tables if n in tables]
             self.spans = Spans(self.planner.bounds, self.planner.count, static.slice_of)
         self.repeat = None
-        if (
-            repeat is not None
-            and not self.ready.awaits
-            and all(source in KV_INPUTS for _, source in self.ready.kv_inputs)
-        ):
+        by_address = all(source in KV_INPUTS for _, source in self.ready.kv_inputs)
+        if repeat is not None and by_address and not self.ready.awaits:
             names = [name for name, _ in [*self.ready.kv_inputs, *self.names]]
             ready, fixed = self.ready, {n: x for n, x in self.ready.tables.items() if n not in names}
             facts = ready.plan, self.spans, ready.geometry, q.dtype, k.dtype, ready.slots
