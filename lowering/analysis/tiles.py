@@ -144,7 +144,7 @@ class Scope:
         return {"range_min": ranging("min"), "range_max": ranging("max"), **ends, **facts}
 
     def _has_runs(self, name: Any) -> bool:
-        """Whether equal entries of a table are adjacent, among entries where a condition on the query holds."""
+        """Whether equal entries of a table are adjacent, those of any query that meets a condition."""
         if isinstance(name, str):
             return self.tables[name].has_runs
         table, condition = self.tables[name[0]], name[1]
@@ -153,9 +153,10 @@ class Scope:
         if {"b", "h"} & uses(condition) or not self.afford(table.array.size * steps(condition)):
             return False
         holds = np.broadcast_to(self.value(condition, {"q": np.arange(table.array.size)}), table.array.shape)
-        starts = table.starts[np.logical_or.reduceat(holds, table.starts)]
-        values = table.array[starts]
-        return len(np.unique(values)) == len(values)
+        values, runs = np.unique(table.array[table.starts], return_counts=True)
+        met = table.array[table.starts[np.logical_or.reduceat(holds, table.starts)]]
+        # keys need not meet the condition: a query sees every run of its entry
+        return bool((runs[np.searchsorted(values, met)] == 1).all())
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,14 @@ def test_tokens_that_see_their_image_are_exact():
     assert made.counts.partial == tiles
 
 
+def test_keys_with_an_entry_that_returns_are_seen():
+    """Queries that met a condition had one run of their entry, and keys of another run of it were hidden."""
+    mark, doc = np.arange(8) < 2, np.array([0, 1, 1, 0, 2, 2, 1, 3])
+    for text in ("mark[q] & doc[q] == doc[k]", "causal | same(doc) & mark[q]"):
+        mask = fk.mask(text, mark=mark, doc=doc)
+        np.testing.assert_array_equal(mask.layout(8, 8, block=1).kinds()[0, 0] > 0, mask.dense(8, 8)[0, 0])
+
+
 def test_a_condition_without_values_is_left_out():
     text, t = "causal | same(t) & q * 9223372036854775807 > 3", np.repeat(np.random.default_rng(0).permutation(40), 5)
     assert analysis_table.common_ids(fk.mask(text, t=t).expr, {"t": t}, GRID, lambda condition, env: None)
