@@ -138,7 +138,7 @@ def rank_of_the_next(table, end, value):
 
 def short_quotient(atom, op, other, needs):
     found = sound["_of_quotient"](atom, op, other, needs)
-    return found and tuple(dataclasses.replace(c, value=c.value - (c.side == "high")) for c in found)
+    return found and tuple(dataclasses.replace(c, value=c.value - int(c.side == "high")) for c in found)
 
 
 def greedy_sweep(seen, hidden, columns):
