@@ -171,8 +171,8 @@ def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, .
 
 def solve_equal_entries(e: Expr, condition: Expr = TRUE) -> tuple[Curve, ...] | None:
     """The bounds of `T[.., x(q)] == T[.., x(k)]` where equal entries are adjacent, in any order of values. Where the
-    mask also has a condition on the query alone, such as `image[q] > 0`, `condition` is that one: entries that only
-    queries have which do not meet it may be anywhere."""
+    mask also has a condition on the query alone, such as `image[q] > 0`, `condition` is that one. Entries that no query
+    has which meets it may be anywhere."""
     if e.op != "eq" or any(a.op != "lookup" for a in e.args) or e.args[0].name != e.args[1].name:
         return None
     mine, theirs = sorted(e.args, key=lambda a: "k" in depends(a))
