@@ -121,9 +121,12 @@ def rounds_of(
 
 
 def raced(
-    calls: Mapping[str, Any], rounds: int, ours: Sequence[str] = ("frisket",), rest: float = 0.0,
+    calls: Mapping[str, Any],
+    rounds: int,
+    ours: Sequence[str] = ("frisket",),
+    rest: float = 0.0,
     clock: Callable[[Any], float] = seconds,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A row of results: median milliseconds of every call, and the ratios "peer / ours" of what is not ours."""
     return row(rounds_of(calls, rounds, rest, clock), ours)
 

@@ -177,9 +177,13 @@ def ratios(parts: Mapping[str, Any], ours: str | None = None) -> dict[str, dict[
 
 
 def draw(
-    rows: Mapping[str, Mapping[str, Sequence[float]]], path: Path, *, dark: bool = False, title: str = "",
+    rows: Mapping[str, Mapping[str, Sequence[float]]],
+    path: Path,
+    *,
+    dark: bool = False,
+    title: str = "",
     axis: str = "time / frisket's time",
-) -> None:  # fmt: skip
+) -> None:
     """Write the chart to `path`, `.png` or `.svg`. Equal rows give equal bytes."""
     if path.suffix.lower() not in SUFFIXES:
         raise ParameterError(f"cannot draw {path.name!r}: name it .png or .svg")

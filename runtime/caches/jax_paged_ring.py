@@ -66,9 +66,16 @@ class PagedKVCache(JaxCache):
 
     @classmethod
     def create(
-        cls, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        cls,
+        pages: int,
+        page: int,
+        batch: int,
+        width: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
         dtype: Any = jnp.float32,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """An empty pool of `pages` pages of `page` tokens, a multiple of 16, for `batch` rows of at most `width` pages
         each; `dtype` as for `KVCache`."""
         if page % 16 or batch < 1 or width < 1:
@@ -247,9 +254,16 @@ class RingKVCache(JaxCache):
 
     @usual_promotion()
     def attention(
-        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, *, tree: Any = None,
+        self,
+        att: Attention,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        counts: Any = None,
+        *,
+        tree: Any = None,
         **params: Any,
-    ) -> tuple[Any, Self]:  # fmt: skip
+    ) -> tuple[Any, Self]:
         """(out, cache): the new tokens appended, and attention of their queries. A chunk may overwrite keys that it
         sees. Then the old ring and the chunk are read separately, and the results are merged."""
         self._check(att, q, tree, params)

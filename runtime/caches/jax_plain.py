@@ -193,9 +193,15 @@ def ancestors(parents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def read(
-    att: Attention, q: jax.Array, arrays: Mapping[str, Any], lengths: jax.Array, capacity: int, counts: Any, tree: Any,
+    att: Attention,
+    q: jax.Array,
+    arrays: Mapping[str, Any],
+    lengths: jax.Array,
+    capacity: int,
+    counts: Any,
+    tree: Any,
     params: dict[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     """Attention of the last tokens' queries to what is stored at places that are positions."""
     batch = len(lengths)
     check_queries(att, q, arrays["k"], "bshd", batch, params, tree)
@@ -210,9 +216,13 @@ def read(
 
 
 def call(
-    att: Attention, where: PositionMap, q: jax.Array, arrays: Mapping[str, Any], tables: Mapping[str, Any],
+    att: Attention,
+    where: PositionMap,
+    q: jax.Array,
+    arrays: Mapping[str, Any],
+    tables: Mapping[str, Any],
     params: Mapping[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     """Attention of q to the arrays of a cache, which hold what `where` says by `tables`."""
     placed_att = placed(att, where)
     present = {n: x for n, x in arrays.items() if x is not None}
@@ -255,9 +265,14 @@ class KVCache(JaxCache):
 
     @classmethod
     def create(
-        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
         dtype: Any = jnp.float32,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2 for 8 bits with scales."""
         arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)
         return cls(**arrays, lengths=jnp.zeros(batch, jnp.int32), overflowed=jnp.zeros(batch, bool))
@@ -336,9 +351,19 @@ class ShardedKVCache(JaxCache):
 
     @classmethod
     def create(
-        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: Any = jnp.float32, *, mesh: Mesh, axis: Axes = "sp", batch_axis: Axes = None, head_axis: Axes = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: Any = jnp.float32,
+        *,
+        mesh: Mesh,
+        axis: Axes = "sp",
+        batch_axis: Axes = None,
+        head_axis: Axes = None,
+    ) -> Self:
         """An empty cache on the devices of `mesh`; `dtype` as for `KVCache`. Each of the axes is the name of a mesh
         axis, or several as in a partition spec: `("dp", "fsdp")`."""
         split = {"capacity": (axis, capacity), "batch": (batch_axis, batch), "kv_heads": (head_axis, kv_heads)}

@@ -364,9 +364,16 @@ def empty_rows(batch: int) -> Rows:
 
 
 def seated(
-    pool: PagePool, sequences: Sequence[Any], new: Any, pages: int, page: int, batch: int, width: int,
-    rows: Any = None, stored: Any = None,
-) -> tuple[Rows, Rows, Rows, Rows]:  # fmt: skip
+    pool: PagePool,
+    sequences: Sequence[Any],
+    new: Any,
+    pages: int,
+    page: int,
+    batch: int,
+    width: int,
+    rows: Any = None,
+    stored: Any = None,
+) -> tuple[Rows, Rows, Rows, Rows]:
     """(pages int32 [batch, width], room and lengths int32 [batch], rows int32 [5, batch]) of sequences in a cache.
 
     `sequences` are names in the pool, one a row, None for an empty row. The cache has `pages` pages of `page` tokens,

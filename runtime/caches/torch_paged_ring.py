@@ -62,9 +62,17 @@ class PagedKVCache(TorchCache):
     _larger = "let its pool hand out pages, and `seat` it"
 
     def __init__(
-        self, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        pages: int,
+        page: int,
+        batch: int,
+        width: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: Any = None,
+    ) -> None:
         if page % 16 or width < 1:
             text = f"pages of {page} tokens for rows of {width} pages; a page is a multiple of 16 tokens, a row has at "
             raise ShapeError(f"{text}least one page")
@@ -79,9 +87,17 @@ class PagedKVCache(TorchCache):
 
     @classmethod
     def create(
-        cls, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        pages: int,
+        page: int,
+        batch: int,
+        width: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: Any = None,
+    ) -> Self:
         """An empty pool of `pages` pages of `page` tokens, a multiple of 16, for `batch` rows of at most `width` pages
         each; `dtype` as for `KVCache`."""
         return cls(pages, page, batch, width, kv_heads, head_dim, v_dim, dtype, device)
@@ -192,17 +208,29 @@ class RingKVCache(TorchCache):
     """
 
     def __init__(
-        self, batch: int, window: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        batch: int,
+        window: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: Any = None,
+    ) -> None:
         super().__init__(batch, batch, window, kv_heads, head_dim, v_dim, dtype, device)
         self.window = self.slots = window
 
     @classmethod
     def create(
-        cls, batch: int, window: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        batch: int,
+        window: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: Any = None,
+    ) -> Self:
         """An empty ring of `window` tokens a sequence; `dtype` as for `KVCache`."""
         return cls(batch, window, kv_heads, head_dim, v_dim, dtype, device)
 

@@ -218,13 +218,12 @@ def native_append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | No
     if not whole or any(x.shape[:3] != keys.shape[:3] for x in written):
         return False  # the user has assigned other buffers
     k_scale, v_scale = map(_at, narrow) if narrow else (0, 0)
-    words = CALL.pack(
-        batch, heads, new, keys.shape[0], keys.shape[2], ring, 0 if pages is None else pages.shape[1],
-        lengths.data_ptr(), _at(counts), _at(pages), FROM.get(dtype, 0), TO.get(keys.dtype, 0), dtype.itemsize,
-        k.data_ptr(), *k.stride()[:3], dim, keys.data_ptr(), k_scale,
-        v.data_ptr(), *v.stride()[:3], v.shape[3], values.data_ptr(), v_scale,
-    )  # fmt: skip
-    if not run(words):
+    sizes = batch, heads, new, keys.shape[0], keys.shape[2], ring, 0 if pages is None else pages.shape[1]
+    tables = lengths.data_ptr(), _at(counts), _at(pages)
+    types = FROM.get(dtype, 0), TO.get(keys.dtype, 0), dtype.itemsize
+    key_words = k.data_ptr(), *k.stride()[:3], dim, keys.data_ptr(), k_scale
+    value_words = v.data_ptr(), *v.stride()[:3], v.shape[3], values.data_ptr(), v_scale
+    if not run(CALL.pack(*sizes, *tables, *types, *key_words, *value_words)):
         return False
     increment_version(written)  # who keeps a conversion of them sees it
     return True
@@ -272,9 +271,16 @@ class TorchCache(nn.Module):
     slots: int | None  # of a ring: how many tokens are kept
 
     def __init__(
-        self, batch: int, rows: int, tokens: int, kv_heads: int, head_dim: int, v_dim: int | None,
-        dtype: torch.dtype | str, device: Any,
-    ) -> None:  # fmt: skip
+        self,
+        batch: int,
+        rows: int,
+        tokens: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None,
+        dtype: torch.dtype | str,
+        device: Any,
+    ) -> None:
         super().__init__()
         dtype = stored_dtype(dtype)
         v_dim = head_dim if v_dim is None else v_dim
@@ -579,16 +585,28 @@ class KVCache(TorchCache):
     """
 
     def __init__(
-        self, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: Any = None,
+    ) -> None:
         super().__init__(batch, batch, capacity, kv_heads, head_dim, v_dim, dtype, device)
 
     @classmethod
     def create(
-        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: Any = None,
+    ) -> Self:
         """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2 for 8 bits with scales, by its name or
         torch's own."""
         return cls(batch, capacity, kv_heads, head_dim, v_dim, dtype, device)

@@ -310,9 +310,13 @@ def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> Iterator[lis
 
 
 def oracle(
-    arrays: tuple[Array, Array, Array], mask: Expr | None, score: Expr | None, params: Any, tables: Any,
+    arrays: tuple[Array, Array, Array],
+    mask: Expr | None,
+    score: Expr | None,
+    params: Any,
+    tables: Any,
     rounded: Callable[[Any], Array] = dense.exactly,
-) -> Iterator[tuple[tuple[slice, slice], Array]]:  # fmt: skip
+) -> Iterator[tuple[tuple[slice, slice], Array]]:
     """The float64 interpreter's attention, piece by piece: ((heads, queries), out [1, 1, queries, dim]); with
     `rounded` the same formula in another dtype."""
     q, k, v = arrays

@@ -69,9 +69,12 @@ def mask(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
 
 
 def program(
-    root: Expr, scalars: Mapping[str, Any], tables: Mapping[str, Array], pack: Pack | None = None,
+    root: Expr,
+    scalars: Mapping[str, Any],
+    tables: Mapping[str, Array],
+    pack: Pack | None = None,
     shown: Expr | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """`nodes`; the `tables` they read; and in `clauses` how each part that can decide a mask is worded."""
     index = {node: i for i, node in enumerate(walk(root))}
     read = sorted({n.name for n in index if n.op in ("lookup", "segment")})

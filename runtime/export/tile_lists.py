@@ -456,9 +456,14 @@ def mask_mod_of(layout: Tiling, device: Any = "cpu") -> Callable[..., Any]:
 
 
 def written(
-    e: Expr, tables: Mapping[str, Any], reach: Mapping[str, int], sizes: Sizes, title: str, device: Any,
+    e: Expr,
+    tables: Mapping[str, Any],
+    reach: Mapping[str, int],
+    sizes: Sizes,
+    title: str,
+    device: Any,
     tensors: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """The `mask_mod` of an Expr whose parameters and sizes are literals. `reach` are what its positions stay below,
     `sizes` the same of the whole problem; `tensors` are those to look into, where torch can, in place of copies."""
     import torch

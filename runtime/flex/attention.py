@@ -45,27 +45,59 @@ from .tensor_mask import LISTS, columns_of, kinds_of
 
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
-    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: Literal[False] = ..., kernel_options: FlexKernelOptions | None = None, *, return_aux: None = None,
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = ...,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: None = None,
+) -> Tensor: ...
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
-    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: Literal[False] = ..., kernel_options: FlexKernelOptions | None = None, *, return_aux: AuxRequest,
-) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = ...,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
-    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    *, return_lse: Literal[True], kernel_options: FlexKernelOptions | None = None, return_aux: None = None,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: FlexKernelOptions | None = None,
+    return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
-    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: bool = False, kernel_options: FlexKernelOptions | None = None, *, return_aux: AuxRequest | None = None,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """`flex_attention(query, key, value, score_mod, block_mask)`: torch's flex_attention, run by frisket.
 
     >>> import torch
@@ -121,9 +153,17 @@ def _scaled(scale: Tensor, score_mod: Callable[..., Any] | None) -> Callable[...
 
 
 def compiled(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, gqa: bool,
-    kernel_options: Any, top: bool, rows: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float | None,
+    gqa: bool,
+    kernel_options: Any,
+    top: bool,
+    rows: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out, lse, max) in a graph; without `rows`, lse and max may be None. Traced by Dynamo, so plain Python."""
     from .graph import call, unchanged  # imports torch._dynamo, which few programs need
 
@@ -163,9 +203,16 @@ def compiled(
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, gqa: bool,
-    kernel_options: Any, top: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float | None,
+    gqa: bool,
+    kernel_options: Any,
+    top: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out, lse, max) of a call in eager mode."""
     ragged = nested = words = None
     if isinstance(query, Tensor) and query.is_nested:

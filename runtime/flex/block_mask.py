@@ -85,13 +85,24 @@ class BlockMask(theirs.BlockMask):
     _user_lists: Lists | None  # the user's own lists
 
     def __init__(
-        self, seq_lengths: tuple[int, int], kv_num_blocks: Tensor, kv_indices: Tensor,
-        full_kv_num_blocks: Tensor | None, full_kv_indices: Tensor | None, q_num_blocks: Tensor | None,
-        q_indices: Tensor | None, full_q_num_blocks: Tensor | None, full_q_indices: Tensor | None,
-        BLOCK_SIZE: Block = (128, 128), mask_mod: MaskLike = theirs.noop_mask, *, dq_write_order: Tensor | None = None,
-        dq_write_order_full: Tensor | None = None, dq_kv_order: Tensor | None = None,
+        self,
+        seq_lengths: tuple[int, int],
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None,
+        full_kv_indices: Tensor | None,
+        q_num_blocks: Tensor | None,
+        q_indices: Tensor | None,
+        full_q_num_blocks: Tensor | None,
+        full_q_indices: Tensor | None,
+        BLOCK_SIZE: Block = (128, 128),
+        mask_mod: MaskLike = theirs.noop_mask,
+        *,
+        dq_write_order: Tensor | None = None,
+        dq_write_order_full: Tensor | None = None,
+        dq_kv_order: Tensor | None = None,
         dq_kv_order_spt: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make a mask from lists of tiles, like torch's: a position is visible in a full tile, and in a partial one
         where `mask_mod` shows it. `from_kv_blocks` makes the lists of columns."""
         by_rows = kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
@@ -110,9 +121,14 @@ class BlockMask(theirs.BlockMask):
         self._check_cover(lengths)
 
     def _begin(
-        self, mod: TensorMask | None, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...],
-        device: Any, text: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        mod: TensorMask | None,
+        lengths: tuple[int, int],
+        block: tuple[int, int],
+        batch: tuple[int, ...],
+        device: Any,
+        text: str | None = None,
+    ) -> None:
         self._traced = mod  # what mask_mod says; all of the mask unless there are lists of the user's
         self._text = mod.text if text is None and mod is not None else text
         self._fn = self._user_lists = None
@@ -124,9 +140,15 @@ class BlockMask(theirs.BlockMask):
 
     @classmethod
     def of(
-        cls, mod: TensorMask | None, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...],
-        device: Any, like: BlockMask | None = None, text: str | None = None,
-    ) -> BlockMask:  # fmt: skip
+        cls,
+        mod: TensorMask | None,
+        lengths: tuple[int, int],
+        block: tuple[int, int],
+        batch: tuple[int, ...],
+        device: Any,
+        like: BlockMask | None = None,
+        text: str | None = None,
+    ) -> BlockMask:
         """A mask by its expression alone, with the options of another."""
         mask = cls.__new__(cls)  # `__init__` needs lists, and checks them
         mask._begin(mod, lengths, block, batch, device, text)
@@ -137,12 +159,20 @@ class BlockMask(theirs.BlockMask):
 
     @classmethod
     def from_kv_blocks(
-        cls, kv_num_blocks: Tensor, kv_indices: Tensor, full_kv_num_blocks: Tensor | None = None,
-        full_kv_indices: Tensor | None = None, BLOCK_SIZE: Block = 128, mask_mod: MaskLike | None = None,
-        seq_lengths: tuple[int, int] | None = None, compute_q_blocks: bool = True, *,
-        dq_write_order: Tensor | None = None, dq_write_order_full: Tensor | None = None,
+        cls,
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        BLOCK_SIZE: Block = 128,
+        mask_mod: MaskLike | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+        compute_q_blocks: bool = True,
+        *,
+        dq_write_order: Tensor | None = None,
+        dq_write_order_full: Tensor | None = None,
         dq_kv_order: Tensor | bool | None = None,
-    ) -> BlockMask:  # fmt: skip
+    ) -> BlockMask:
         """A mask from lists of tiles: `kv_num_blocks` int32 [B, H, rows] says how many tiles of keys a row of query
         tiles reads, `kv_indices` int32 [B, H, rows, columns] which, in its first entries; `full_*` are the same for
         tiles in which every position is visible. B or H is 1, or left out, where all entries or heads are alike.

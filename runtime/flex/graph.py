@@ -45,9 +45,17 @@ class FlexAttentionOp(HigherOrderOperator):
     """A call of flex_attention, as Dynamo writes it: score_mod and mask_mod are graphs, what they captured is last."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, request: Any,
-        score_values: tuple[Any, ...] = (), mask_values: tuple[Any, ...] = (),
-    ) -> Any:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Any,
+        masks: tuple[Any, ...],
+        _: None,
+        request: Any,
+        score_values: tuple[Any, ...] = (),
+        mask_values: tuple[Any, ...] = (),
+    ) -> Any:
         """Whatever mode is on sees the operator that this is in the end, and nothing of this one."""
         mod = over_graph(score_mod, score_values, "score")
         if request["text"] is not None:
@@ -70,9 +78,17 @@ class BlockMaskOp(HigherOrderOperator):
     """The tiles of a mask that a graph made, as Dynamo writes it: arguments as those of `FlexAttentionOp`."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, request: Any,
-        score_values: tuple[Any, ...] = (), mask_values: tuple[Any, ...] = (),
-    ) -> Any:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Any,
+        masks: tuple[Any, ...],
+        _: None,
+        request: Any,
+        score_values: tuple[Any, ...] = (),
+        mask_values: tuple[Any, ...] = (),
+    ) -> Any:
         visible = over_graph(masks[-1], mask_values, "mask")
         if request["text"] is not None:
             visible = TensorMask(program(request["text"]).mask.expr, {})  # type: ignore[union-attr]
@@ -170,9 +186,15 @@ def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
 
 
 def operator(
-    query: Tensor, key: Tensor, value: Tensor, mod: TensorMask | None, visible: TensorMask | None, options: Options,
-    top: bool, rows: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mod: TensorMask | None,
+    visible: TensorMask | None,
+    options: Options,
+    top: bool,
+    rows: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out, lse, max) by an operator of frisket; without `rows`, lse and max may be None."""
     if mod is not None:
         mod = without_clashes(mod, visible)[0]

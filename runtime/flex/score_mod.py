@@ -374,9 +374,14 @@ class FlexPair:
         return all(x.is_still(x.ref() if n is None else tensors[n]) for n, x in self.watched)
 
     def check(
-        self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], requests: KernelRequests, block_mask: Any,
+        self,
+        query: Tensor,
+        key: Tensor,
+        tensors: Mapping[str, Tensor],
+        requests: KernelRequests,
+        block_mask: Any,
         words: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Check once for these lengths, where nothing is on a device. `words` are those of `check_lookups`."""
         place = query.shape[:3], key.shape[2], requests.promises
         if place in self.checked or 0 in query.shape or 0 in key.shape:  # without queries or keys no table is read

@@ -76,9 +76,19 @@ def register(name: str = "frisket", operator: str = "frisket") -> type[Any]:
 
 
 def _attend(
-    theirs: Any, operator: str, query: Any, key: Any, value: Any, *, mask_info: Any = None, bias: Any = None,
-    init_bias: Any = None, softmax_aux: Any = None, dropout_rng: Any = None, **call: Any,
-) -> Any:  # fmt: skip
+    theirs: Any,
+    operator: str,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask_info: Any = None,
+    bias: Any = None,
+    init_bias: Any = None,
+    softmax_aux: Any = None,
+    dropout_rng: Any = None,
+    **call: Any,
+) -> Any:
     """A call of EasyDeL's on every device of its mesh: batches and heads are split as its partition axes say."""
     lengths = CallSizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
     if bias is None and mask_info is None and init_bias is not None:
@@ -124,10 +134,18 @@ def _mask(lengths: CallSizes, mask_info: Any) -> dict[str, Any]:
 
 
 def _flags(
-    lengths: CallSizes, mask_info: Any, causal: bool = False, sliding_window: Any = None, cum_seqlens_q: Any = None,
-    cum_seqlens_k: Any = None, softmax_scale: Any = None, logits_soft_cap: Any = None, deterministic: bool = True,
-    dropout_prob: float = 0.0, **rest: Any,
-) -> dict[str, Any]:  # fmt: skip
+    lengths: CallSizes,
+    mask_info: Any,
+    causal: bool = False,
+    sliding_window: Any = None,
+    cum_seqlens_q: Any = None,
+    cum_seqlens_k: Any = None,
+    softmax_scale: Any = None,
+    logits_soft_cap: Any = None,
+    deterministic: bool = True,
+    dropout_prob: float = 0.0,
+    **rest: Any,
+) -> dict[str, Any]:
     """The settings of a call of EasyDeL's that say something to frisket; `rest` speaks of EasyDeL's kernels."""
     if cum_seqlens_q is not None or cum_seqlens_k is not None:
         raise ParameterError(

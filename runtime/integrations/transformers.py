@@ -76,12 +76,23 @@ def register() -> None:
 
 
 def attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
-    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None, sinks: Tensor | None = None, is_causal: bool | None = None,
-    indices: Tensor | None = None, block_indices: Tensor | None = None,
-    frisket_params: Mapping[str, Any] | None = None, **rest: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    is_causal: bool | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    frisket_params: Mapping[str, Any] | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
     """The attention of one layer, which models call: query [batch, heads, q_len, head_dim], key and value [batch,
     kv_heads, kv_len, head_dim] to (out [batch, q_len, heads, head_dim], None).
 
@@ -248,9 +259,18 @@ def refuse_without_cache() -> None:
 # transformers' cache is written in place, through views that a graph would copy
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def paged(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: SymbolicMask, rest: dict[str, Any],
-    options: Options, softcap: float | None, sinks: Tensor | None, params: Mapping[str, Any] | None, lse: bool,
-) -> Any:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: SymbolicMask,
+    rest: dict[str, Any],
+    options: Options,
+    softcap: float | None,
+    sinks: Tensor | None,
+    params: Mapping[str, Any] | None,
+    lse: bool,
+) -> Any:
     """Attention of one layer: query [1, heads, tokens, head_dim] of all requests, key and value [1, kv_heads, tokens,
     head_dim], which are written to the pages of the cache unless the layer has done so. The result is that of a call of
     attention, in the order of the queries; with `lse` that of the scores, too.

@@ -47,9 +47,13 @@ def canonical(text: str, kind: str) -> tuple[str, tuple[str, ...], tuple[tuple[s
 
 
 def program(
-    module: torch.nn.Module, mask: SymbolicMask, heads: int, softcap: float | None, bias: Tensor | None,
+    module: torch.nn.Module,
+    mask: SymbolicMask,
+    heads: int,
+    softcap: float | None,
+    bias: Tensor | None,
     params: Mapping[str, Any] | None,
-) -> tuple[str | None, str | None, dict[str, Any]]:  # fmt: skip
+) -> tuple[str | None, str | None, dict[str, Any]]:
     """The texts of a layer's mask and score mod, and values for the names in them."""
     config = getattr(module, "config", None)  # layers of some models have none
     steps = [f"softcap({float(softcap)!r})"] if softcap is not None else []

@@ -108,10 +108,17 @@ class ServedLayer:
     or looks behind a sliding window, whose blocks are given to others."""
 
     def __init__(
-        self, mask: str | None = None, score: str | None = None, params: Mapping[str, Any] | None = None, *,
-        scale: float | None = None, window: int | None = None, softcap: float | None = None,
-        slopes: Sequence[float] | None = None, spare: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        mask: str | None = None,
+        score: str | None = None,
+        params: Mapping[str, Any] | None = None,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        slopes: Sequence[float] | None = None,
+        spare: bool = False,
+    ) -> None:
         steps = [f"softcap({float(softcap)!r})"] if softcap else []  # 0 is none, too, in vLLM
         if slopes is not None:
             steps.append(f"score + {SLOPES}[h] * (k - q)")
@@ -155,9 +162,14 @@ class ServedLayer:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(
-        self, places: positions.PositionMap, q: Tensor, pool: Tensor, batch: PagedBatch,
-        part: tuple[Tensor, dict[str, Tensor]], sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        places: positions.PositionMap,
+        q: Tensor,
+        pool: Tensor,
+        batch: PagedBatch,
+        part: tuple[Tensor, dict[str, Tensor]],
+        sinks: Tensor | None,
+    ) -> Tensor:
         pages, tables = part
         paged_att, (n, heads, q_len, _) = positions.placed(self.attention, places), q.shape
         k, v = pool[..., : q.shape[-1]], pool[..., q.shape[-1] :]

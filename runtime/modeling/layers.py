@@ -151,9 +151,17 @@ Cache = TypeVar("Cache", KVCache, ShardedKVCache)
 
 
 def init_cache(
-    batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None, dtype: Any = jnp.float32,
-    mesh: Any = None, axis: Axes = "sp", batch_axis: Axes = None, head_axis: Axes = None,
-) -> Any:  # fmt: skip
+    batch: int,
+    capacity: int,
+    kv_heads: int,
+    head_dim: int,
+    v_dim: int | None = None,
+    dtype: Any = jnp.float32,
+    mesh: Any = None,
+    axis: Axes = "sp",
+    batch_axis: Axes = None,
+    head_axis: Axes = None,
+) -> Any:
     """`cache = init_cache(2, 1024, 8, 128, dtype="int8")`: an empty cache of `capacity` tokens.
 
     >>> cache = init_cache(2, 1024, 8, 128, dtype="int8")

@@ -244,9 +244,13 @@ class AttentionImpl(BaseOperation, ABC):
         return repeat_kv_bsnh(k, num_reps), repeat_kv_bsnh(v, num_reps)
 
     def create_stable_sharding(
-        self, state_ps: PartitionSpec | None = None, preserved_indices: Sequence[int] | None = None,
-        clone_ps: PartitionSpec | None = None, dep: Any = True, tensor: Any = None,
-    ) -> PartitionSpec | None:  # fmt: skip
+        self,
+        state_ps: PartitionSpec | None = None,
+        preserved_indices: Sequence[int] | None = None,
+        clone_ps: PartitionSpec | None = None,
+        dep: Any = True,
+        tensor: Any = None,
+    ) -> PartitionSpec | None:
         """`state_ps` with the axes of `preserved_indices` alone split, all others on every device.
 
         The axes are split as in `clone_ps`, where there is one. Without indices all are kept. With a `tensor` axes

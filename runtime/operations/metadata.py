@@ -247,9 +247,14 @@ class AttentionMetadata(Record):
         return hash((type(self), self.mesh, self.platform, self.backend, self.sequence_axis_name))
 
     def set_attrs_carefully(
-        self, attr_name: str = EMPTY_VAL, default: Any = EMPTY_VAL, pickup_name: str | None = None,
-        use_base_config: bool = True, *, attr: str = EMPTY_VAL,
-    ) -> None:  # fmt: skip
+        self,
+        attr_name: str = EMPTY_VAL,
+        default: Any = EMPTY_VAL,
+        pickup_name: str | None = None,
+        use_base_config: bool = True,
+        *,
+        attr: str = EMPTY_VAL,
+    ) -> None:
         """Give `attr_name`, also called `attr`, a value where it has none: that of `base_config` under `pickup_name`
         (or `attr_name`), if it is used and has one, else `default`.
 

@@ -66,10 +66,22 @@ class OpCall:
 
 
 def problem(
-    lengths: CallSizes, mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any, causal: bool, window: Any,
-    align: str | None, scale: Any, soft_cap: Any, softmax_aux: Any, has_origin: bool, params: Mapping[str, Any],
+    lengths: CallSizes,
+    mask: Any,
+    score: Any,
+    bias: Any,
+    segment_ids: Any,
+    positions: Any,
+    causal: bool,
+    window: Any,
+    align: str | None,
+    scale: Any,
+    soft_cap: Any,
+    softmax_aux: Any,
+    has_origin: bool,
+    params: Mapping[str, Any],
     called: Sequence[str],
-) -> OpCall:  # fmt: skip
+) -> OpCall:
     """The problem of a call. `has_origin`: `origin` places the queries. `called` are the operator's keywords."""
     values = {n: call_value(n, x) for n, x in params.items()}
     if name := next((n for n in values if n in TABLES), None):
@@ -217,12 +229,30 @@ class FrisketAttention(AttentionImpl):
         return "frisket", "blocksparse", "sdpa", "flash_attn2"
 
     def forward_native(
-        self, query: Any, key: Any, value: Any, mask: Any = None, *, bias: Any = None, init_bias: Any = None,
-        score: Any = None, causal: bool = False, sliding_window: int | tuple[int, int] | None = None,
-        align: str | None = None, segment_ids: Any = None, positions: Any = None, softmax_aux: Any = None,
-        softmax_scale: Any = None, logits_soft_cap: Any = None, dropout_prob: float | None = None,
-        deterministic: bool = True, dropout_rng: Any = None, origin: Any = None, sizes: Any = None, **params: Any,
-    ) -> AttentionOutput:  # fmt: skip
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        *,
+        bias: Any = None,
+        init_bias: Any = None,
+        score: Any = None,
+        causal: bool = False,
+        sliding_window: int | tuple[int, int] | None = None,
+        align: str | None = None,
+        segment_ids: Any = None,
+        positions: Any = None,
+        softmax_aux: Any = None,
+        softmax_scale: Any = None,
+        logits_soft_cap: Any = None,
+        dropout_prob: float | None = None,
+        deterministic: bool = True,
+        dropout_rng: Any = None,
+        origin: Any = None,
+        sizes: Any = None,
+        **params: Any,
+    ) -> AttentionOutput:
         """Attention of query [batch, q_len, heads, dim] over key and value [batch, kv_len, kv_heads, dim].
 
         `mask` is a text, a function, an `fk.Mask`, or an array [batch, heads, q_len, kv_len] (an axis may have length
@@ -254,9 +284,22 @@ class FrisketAttention(AttentionImpl):
             bias = init_bias()
         query, key, value = self.arranged(query, key, value)
         op_call = problem(
-            self.lengths(query, key), mask, score, bias, segment_ids, positions, causal, sliding_window, align,
-            scale, logits_soft_cap, softmax_aux, origin is not None, params, KEYWORDS,
-        )  # fmt: skip
+            self.lengths(query, key),
+            mask,
+            score,
+            bias,
+            segment_ids,
+            positions,
+            causal,
+            sliding_window,
+            align,
+            scale,
+            logits_soft_cap,
+            softmax_aux,
+            origin is not None,
+            params,
+            KEYWORDS,
+        )
         scale = scale if isinstance(scale, float | None) else 1.0  # another one is part of the score mod
         options = Options(scale, True, self.chosen(), self.metadata.tile, rate)
         out = self.attend(op_call, options, query, key, value, {"seed": seed, "origin": origin, "sizes": sizes})

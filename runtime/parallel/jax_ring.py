@@ -54,10 +54,23 @@ _spec: Any = PartitionSpec
 
 @usual_promotion()
 def attend(
-    att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, *, deal: Deal, axis: str = "sp",
-    variant: Variant = "ring", batch_axis: Axes = None, head_axis: Axes = None, split: Split = None,
-    seed: Any = None, sinks: Any = None, return_lse: bool = False, mesh: Any = None, **params: Any,
-) -> Any:  # fmt: skip
+    att: Attention,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    deal: Deal,
+    axis: str = "sp",
+    variant: Variant = "ring",
+    batch_axis: Axes = None,
+    head_axis: Axes = None,
+    split: Split = None,
+    seed: Any = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+    mesh: Any = None,
+    **params: Any,
+) -> Any:
     """Attention of a sequence whose tokens are distributed over the devices of a mesh axis:
 
         att, d = fk.compile("causal & same(doc)"), fk.parallel.deal("causal & same(doc)", 65536, ranks=8, doc=doc)
@@ -499,9 +512,15 @@ class Shard:
 
 
 def shard_of(
-    att: Attention, q: Any, deal: Deal, axis: str, whole: bool, axes: tuple[Axes, Axes],
-    split: dict[str, tuple[int, ...]], params: dict[str, Any],
-) -> Shard:  # fmt: skip
+    att: Attention,
+    q: Any,
+    deal: Deal,
+    axis: str,
+    whole: bool,
+    axes: tuple[Axes, Axes],
+    split: dict[str, tuple[int, ...]],
+    params: dict[str, Any],
+) -> Shard:
     """The shard of a call: values of the host are bound, the others stay what they are."""
     host, device_values = split_host_device({**att.traced, **params}, None, att.program.learnable, "jax")
     device_values |= {n: host.pop(n) for n in split if n in host}

@@ -219,9 +219,12 @@ class PartitionManager:
         object.__setattr__(self, "paxis", as_partition_axis(self.paxis))
 
     def resolve(
-        self, axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL, mode: str | int = EMPTY_VAL,
-        dynamic_axes: DynamicShardingAxes = EMPTY_VAL, shape: Sequence[int] | None = None,
-    ) -> PartitionSpec:  # fmt: skip
+        self,
+        axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL,
+        mode: str | int = EMPTY_VAL,
+        dynamic_axes: DynamicShardingAxes = EMPTY_VAL,
+        shape: Sequence[int] | None = None,
+    ) -> PartitionSpec:
         """The spec of an array: an entry for every one of `axes`, in `mode`.
 
         `dynamic_axes`, or `axes` of that kind, says both. Where `mode` is the number of a dimension, `shape` has it.
@@ -259,9 +262,12 @@ class PartitionManager:
         return _spec(*entries)  # type: ignore[no-any-return]
 
     def shard(
-        self, x: Any, axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL, mode: str | int = EMPTY_VAL,
+        self,
+        x: Any,
+        axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL,
+        mode: str | int = EMPTY_VAL,
         dynamic_axes: DynamicShardingAxes = EMPTY_VAL,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """`x` split as `resolve` says: a constraint while JAX traces, and a copy to devices outside.
 
         Where no axis splits it, `x` stays as it is, on whichever devices: as in eformer, that asks for nothing.
