@@ -34,8 +34,7 @@ from frisket.runtime.parallel.jax_ring import attend
 from frisket.runtime.sharding.partition import fitting
 from frisket.runtime.sharding.partition import names_of as axes_of
 
-from .base import AttentionImpl, AttentionRegistry
-from .metadata import AttentionMetadata, AttentionOutput
+from .base import AttentionImpl, AttentionMetadata, AttentionOutput, AttentionRegistry
 
 # names of what comes as arrays
 TABLES = """attention_mask attention_bias query_segment_ids key_segment_ids query_positions key_positions""".split()
