@@ -27,7 +27,7 @@ from frisket.runtime.attention.entry import compile
 from frisket.runtime.backends.base import ranked
 from frisket.runtime.backends.registry import library, reason
 from frisket.runtime.export.tile_lists import mask_mod_of
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 from frisket.runtime.masks.mask import Mask
 
 from .race import Array, Call, Contest, Contestant, NoWordsError, Stage, seconds
@@ -213,7 +213,7 @@ def flex_score_mod(contest: Contest, device: str) -> Any:
     except (FrisketError, KeyError) as error:
         raise NoWordsError(f"torch has no word for it: {error}") from None
     tensors = (torch.from_numpy(x.copy()).to(device) for x in arrays.values())
-    return load(source, importable=True, torch=torch, math=math)["make"](*tensors)
+    return load_source(source, importable=True, torch=torch, math=math)["make"](*tensors)
 
 
 def _bound(contest: Contest) -> tuple[Expr, Any]:

@@ -32,7 +32,7 @@ from frisket.dsl.errors import BackendError, Undecided
 from frisket.dsl.ir import uses
 from frisket.lowering.simplify import prepare
 from frisket.runtime.attention.entry import reference
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.masks.mask import Mask, Program, ScoreMod, mask, score
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.draw.pixels import DARK, LIGHT, SUFFIXES, Palette, file_of, save
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 VERSION = 1
 MACHINE = {"date": str, "cpu": str, "cores": int, "python": str}  # and the versions of what is installed

@@ -19,7 +19,7 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.runtime.bench import compiles, contestants, race, schema
 from frisket.runtime.bench.race import Contest, Sizes, Stage, away, described, lines, losses, spoken, standard
 from frisket.runtime.bench.schema import draw, ratios
-from frisket.runtime.machine.extras import extras, pip_install
+from frisket.runtime.machine.modules import extras, pip_install
 
 from .answer import CommandResult, Piece, examples, positive, row, table
 from .show import read_program, require_bound

@@ -38,7 +38,7 @@ from frisket.runtime.backends.triton.tiles import GPUS
 from frisket.runtime.bench.race import choose, cpu_count, cpu_name, cpus, installed
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.machine.settings import VARIABLES, Settings, cache_folder
 from frisket.runtime.masks.mask import Program, mask
 

@@ -39,7 +39,7 @@ from frisket.dsl.ir import uses
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.dense import coordinates, visible
 from frisket.runtime.layouts.tiling import Tiling
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 from .terminal import of_layout, start_of
 

@@ -29,8 +29,7 @@ from frisket.lowering.kernels.torch_mask_mod import mask_mod
 from frisket.lowering.plan import Runs, Sizes, from_records, make_plan, merge
 from frisket.lowering.simplify import simplify
 from frisket.runtime.layouts.tiling import RunTable, Tiling
-from frisket.runtime.machine.extras import extras
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import extras, load_source
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -484,7 +483,7 @@ def written(
     read = {n: read[n] for n in kinds}  # the simplifier may have dropped some
     source = mask_mod(mask, {n: t.shape for n, t in read.items()}, reach=reach, int64=plan.int64, title=title)
     arguments = (_tensor(torch, t, kinds[n][1], device, as_they_are.get(n)) for n, t in read.items())
-    function = load(source, importable=True, torch=torch, math=math)["make"](*arguments)
+    function = load_source(source, importable=True, torch=torch, math=math)["make"](*arguments)
     function.source = source
     return function  # type: ignore[no-any-return]
 

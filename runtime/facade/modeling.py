@@ -10,7 +10,7 @@
 from importlib import import_module
 from typing import Any
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
     from frisket.runtime.modeling import layers

@@ -8,7 +8,7 @@
 (1, 256, 8, 64)
 """
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
     from frisket.runtime.operations import base

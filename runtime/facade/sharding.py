@@ -5,7 +5,7 @@
 P(('fsdp', 'dp'), 'sp', 'tp', None)
 """
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
     from frisket.runtime.sharding import partition

@@ -21,7 +21,7 @@ from frisket.lowering.analysis.tiles import PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.export.tile_lists import exact_lists
-from frisket.runtime.machine.integers import outside
+from frisket.runtime.machine.caller import outside
 from frisket.runtime.masks.answers import score_lookups
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, MaskLike

@@ -18,7 +18,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL
 from frisket.lowering.plan import Sizes
-from frisket.runtime.machine.integers import leave
+from frisket.runtime.machine.caller import leave
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod, program
 
 from .block_mask import Block, BlockMask, forms_of

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
     import jax

@@ -31,7 +31,7 @@ from frisket.grammar.memo import Memo, cached_on, remember
 from frisket.runtime.attention.entry import attention, scaled_attention
 from frisket.runtime.calls.arrays import COPIED, in_graph, version_of
 from frisket.runtime.calls.options import Options, flag, rate_of
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
     import torch

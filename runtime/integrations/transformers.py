@@ -35,7 +35,7 @@ from functools import wraps
 from typing import Any
 
 from frisket.grammar.memo import cached_on
-from frisket.runtime.machine.extras import extras, pip_install
+from frisket.runtime.machine.modules import extras, pip_install
 
 with extras():
     import torch

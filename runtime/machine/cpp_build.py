@@ -29,8 +29,8 @@ from frisket.dsl.errors import BackendError, FrisketError, LoweringError
 from frisket.grammar.memo import Memo, memo
 from frisket.lowering.kernels.cpp import call as cpp_call
 
+from .caller import warn_once
 from .cpp_cpu import flags_of, identity, lacking
-from .once import warn_once
 from .settings import Settings, cache_folder
 
 # Not -ffast-math: it deletes the rounding trick of exp2 and every check for NaN. Loops are not unswitched: g++ 12.2

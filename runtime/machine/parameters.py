@@ -38,7 +38,7 @@ from frisket.dsl.types import FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
 from frisket.lowering.analysis.count import literal
 
-from .integers import outside
+from .caller import outside
 
 Array = NDArray[Any]
 Number = bool | int | float

@@ -20,8 +20,8 @@ from frisket.dsl.errors import ParameterError, ShapeError, UnknownNameError
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.caches.jax_plain import Axes, KVCache, ShardedKVCache
 from frisket.runtime.calls.arrays import framework_of
-from frisket.runtime.machine.extras import extras
-from frisket.runtime.machine.integers import as_int
+from frisket.runtime.machine.caller import as_int
+from frisket.runtime.machine.modules import extras
 from frisket.runtime.machine.parameters import refuse_additive
 from frisket.runtime.sharding.partition import current_mesh
 

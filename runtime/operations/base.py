@@ -25,7 +25,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.backends.registry import platform_of
 from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.options import rate_of
-from frisket.runtime.machine.once import warn_once
+from frisket.runtime.machine.caller import warn_once
 from frisket.runtime.modeling.layers import create_mesh, repeat_kv_bsnh
 from frisket.runtime.sharding import partition
 from frisket.runtime.sharding.partition import EMPTY_VAL, PartitionAxis, PartitionManager
