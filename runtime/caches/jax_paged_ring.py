@@ -23,7 +23,7 @@ from frisket.runtime.machine.parameters import traced
 
 from . import positions
 from .jax_plain import JaxCache, call, check_new, counted, empty, grown, numbers, pathed, read, slots, stored, written
-from .pool import LOW, OWN, PEAK, Copy, PagePool, empty_rows, refuse_shared, seated
+from .pool import LOW, OWN, PEAK, Copy, PagedRows, PagePool, empty_rows, refuse_shared, seated
 from .positions import check_beside, check_queries, refuse_tree
 
 
@@ -98,7 +98,8 @@ class PagedKVCache(JaxCache):
         the rows, and so waits for the step before."""
         # a trace has no values to compare; one wait for both
         before = (None, None) if traced(self.rows) else jax.device_get((self.rows, self.lengths))
-        table, room, lengths, rows = seated(pool, sequences, new, *self.k.shape[:2], *self.pages.shape, *before)
+        place = PagedRows(*self.k.shape[:2], *self.pages.shape, *before)
+        table, room, lengths, rows = seated(pool, sequences, new, place)
         cache = self if not (pairs := list(copies)) else _copied(self, *_padded(pairs, self.k.shape[0]))
         fresh = {"pages": table, "room": room, "lengths": lengths, "rows": rows}
         fresh["overflowed"] = np.zeros(self.batch, bool)
@@ -116,8 +117,7 @@ class PagedKVCache(JaxCache):
     @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attend like `KVCache.attend`."""
-        arrays = {**self.arrays, "pages": self.pages}
-        return read(att, q, arrays, self.lengths, self.capacity, counts, tree, params)
+        return read(att, q, self, counts, tree, params, self.pages)
 
     @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:

@@ -192,17 +192,9 @@ def ancestors(parents: Any) -> tuple[jax.Array, jax.Array]:
     return above, above.sum(-1, dtype=jnp.int32) - 1
 
 
-def read(
-    att: Attention,
-    q: jax.Array,
-    arrays: Mapping[str, Any],
-    lengths: jax.Array,
-    capacity: int,
-    counts: Any,
-    tree: Any,
-    params: dict[str, Any],
-) -> Any:
-    """Attention of the last tokens' queries to what is stored at places that are positions."""
+def read(att: Attention, q: jax.Array, cache: Any, counts: Any, tree: Any, params: Any, pages: Any = None) -> Any:
+    """Attention of the last tokens' queries to what a cache, with its `pages`, stores at places that are positions."""
+    arrays, lengths, capacity = {**cache.arrays, "pages": pages}, cache.lengths, cache.capacity
     batch = len(lengths)
     check_queries(att, q, arrays["k"], "bshd", batch, params, tree)
     new, heads = q.shape[1:3]
@@ -299,7 +291,7 @@ class KVCache(JaxCache):
         With `tree` the last tokens are a tree of drafts: parents, int [new] or [batch, new], -1 for a root. A draft
         sees the tokens before the tree, its ancestors and itself, as far as the mask allows. Its position is that of
         the first draft plus its depth."""
-        return read(att, q, self.arrays, self.lengths, self.capacity, counts, tree, params)
+        return read(att, q, self, counts, tree, params)
 
     @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:

@@ -253,6 +253,19 @@ def _loaded() -> Any:
     return run
 
 
+class CacheShape(NamedTuple):
+    """The sizes of a cache: sequences, rows of tokens and heads, with the dtype and the device of its buffers."""
+
+    batch: int
+    rows: int  # of the buffers: one for each sequence, or the pages of a pool
+    tokens: int  # of a row
+    kv_heads: int
+    head_dim: int
+    v_dim: int | None = None  # None: head_dim
+    dtype: torch.dtype | str = torch.float32
+    device: Any = None
+
+
 class TorchCache(nn.Module):
     """Lengths, arrays of tokens, and how they are written and asked. Buffers: `k` [rows, kv_heads, tokens, head_dim],
     `v` likewise with v_dim, with 8 bits `k_scale` and `v_scale` float32 [rows, kv_heads, tokens], and `lengths` int32
@@ -270,29 +283,20 @@ class TorchCache(nn.Module):
     room: Any  # tokens of a sequence that there is a place for, one number or int32 [batch]
     slots: int | None  # of a ring: how many tokens are kept
 
-    def __init__(
-        self,
-        batch: int,
-        rows: int,
-        tokens: int,
-        kv_heads: int,
-        head_dim: int,
-        v_dim: int | None,
-        dtype: torch.dtype | str,
-        device: Any,
-    ) -> None:
+    def __init__(self, shape: CacheShape) -> None:
         super().__init__()
+        batch, rows, tokens, kv_heads, head_dim, v_dim, dtype, device = shape
         dtype = stored_dtype(dtype)
         v_dim = head_dim if v_dim is None else v_dim
         if min(batch, rows, tokens, kv_heads, head_dim, v_dim) < 1:
             text = f"a cache for {batch} sequences with {tokens} tokens, {kv_heads} heads of {head_dim} and {v_dim} "
             raise ShapeError(f"{text}entries; each of them is at least 1")
         self.batch, self.kv_heads, self.head_dim, self.v_dim = batch, kv_heads, head_dim, v_dim
-        shape = rows, kv_heads, tokens
-        self.register_buffer("k", zeros(*shape, head_dim, dtype=dtype, device=device))
-        self.register_buffer("v", zeros(*shape, v_dim, dtype=dtype, device=device))
+        vectors = rows, kv_heads, tokens
+        self.register_buffer("k", zeros(*vectors, head_dim, dtype=dtype, device=device))
+        self.register_buffer("v", zeros(*vectors, v_dim, dtype=dtype, device=device))
         for name in ("k_scale", "v_scale"):
-            self.register_buffer(name, self.k.new_zeros(shape, dtype=torch.float32) if dtype in NARROW else None)
+            self.register_buffer(name, self.k.new_zeros(vectors, dtype=torch.float32) if dtype in NARROW else None)
         self.register_buffer("pages", None)
         self.register_buffer("lengths", torch.zeros(batch, dtype=torch.int32, device=device))
         self.register_buffer("overflowed", torch.zeros(batch, dtype=torch.bool, device=device))
@@ -584,18 +588,6 @@ class KVCache(TorchCache):
     from 0; `Q_LEN` and `KV_LEN` are the capacity.
     """
 
-    def __init__(
-        self,
-        batch: int,
-        capacity: int,
-        kv_heads: int,
-        head_dim: int,
-        v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32,
-        device: Any = None,
-    ) -> None:
-        super().__init__(batch, batch, capacity, kv_heads, head_dim, v_dim, dtype, device)
-
     @classmethod
     def create(
         cls,
@@ -609,4 +601,4 @@ class KVCache(TorchCache):
     ) -> Self:
         """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2 for 8 bits with scales, by its name or
         torch's own."""
-        return cls(batch, capacity, kv_heads, head_dim, v_dim, dtype, device)
+        return cls(CacheShape(batch, batch, capacity, kv_heads, head_dim, v_dim, dtype, device))
