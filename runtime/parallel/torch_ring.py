@@ -247,7 +247,7 @@ def attend(
     if sinks is not None:
         dtype = "float64" if q.dtype == torch.float64 else "float32"
         sinks = sinks_of(sinks, q.shape[1], "torch", dtype, q.device)
-    _agree(wire, att, q, k, v, deal, variant, sizes, params, sinks)
+    _agree(wire, att, (q, k, v), deal, (variant, sizes), params, sinks)
     for name, axis in (split or {}).items():
         if name not in params:
             raise ParameterError(f"`{name}` is in `split` and is not given")
@@ -573,17 +573,15 @@ def _kind(x: Any) -> str:
 def _agree(
     wire: Wire,
     att: Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     deal: Deal,
-    variant: Variant,
-    sizes: Any,
+    options: tuple[Variant, Any],
     params: Mapping[str, Any],
     sinks: Any,
 ) -> None:
-    """Compare the calls of all ranks, the first time that a call is of this kind."""
-    flows = [x.requires_grad for x in (q, k, v)], sinks is not None, torch.is_grad_enabled()
+    """Compare the calls of all ranks, the first time that a call is of this kind; `options` are variant and sizes."""
+    (q, k, v), (variant, sizes) = qkv, options
+    flows = [x.requires_grad for x in qkv], sinks is not None, torch.is_grad_enabled()
     kinds = {n: _kind(x) for n, x in sorted(params.items())}
     shards = att.shards
     agreed = shards.setdefault("agreed", WeakKeyDictionary()).setdefault(wire.group, set())
