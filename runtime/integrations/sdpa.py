@@ -109,7 +109,7 @@ def sdpa(
     if attn_mask is None or 0 in (*q.shape, *k.shape):
         out = attend(q, k, v, text, None, scale, gqa, dropout=rate, **values)
     else:
-        out = _masked(q, k, v, attn_mask, mask, text, rate, scale, gqa)
+        out = _masked((q, k, v), attn_mask, mask, text, rate, scale, gqa)
     if len(lead) == 1:
         return out
     # an axis of heads was added to arrays of 2 axes
@@ -181,9 +181,10 @@ _latest = Memo("integrations.sdpa.masks", 256, weigh=lambda key, known, _: 2 * s
 
 
 def _masked(
-    q: Tensor, k: Tensor, v: Tensor, owner: Tensor, mask: Tensor, causal: str | None, rate: float, scale: Any, gqa: bool
+    qkv: tuple[Tensor, ...], owner: Tensor, mask: Tensor, causal: str | None, rate: float, scale: Any, gqa: bool
 ) -> Tensor:
     """Attention under a mask of four axes, which is a view of the user's tensor, `owner`."""
+    q, k, v = qkv
     graph = in_graph(q, k, v, mask)
     if graph or isinstance(scale, Tensor) or (mask.requires_grad and torch.is_grad_enabled()):
         text: str | None
