@@ -267,7 +267,8 @@ def both_ways(
     """
     kinds = ((PARTIAL,), (FULL,)) if separate else ((PARTIAL, FULL),)
     slices = _slices(layout)
-    sides = [(layout.runs, layout.rows, layout.columns), (layout.transposed.runs, layout.columns, layout.rows)]
+    forward, transposed = layout.runs, layout.transposed.runs
+    sides = [TileSide(forward, layout.rows, layout.columns), TileSide(transposed, layout.columns, layout.rows)]
     _check(sides, name)
     widest = [_longest(table, kind) if compact else columns for table, _, columns in sides for kind in kinds]
     lines = [rows for _, rows, _ in sides for _ in kinds]
@@ -277,15 +278,23 @@ def both_ways(
         text += f"{slices.shape[1]} masks of {layout.rows} x {layout.columns} tiles\n  the most is "
         raise ExportError(f"{text}{MEMORY >> 30} GiB: use larger tiles, or to_bsr(), with only the tiles that are read")
     out = []
-    for table, rows, columns in sides:
-        of = np.asarray(table.slice_of)[: slices.shape[0], : slices.shape[1]]
+    for side in sides:
+        of = np.asarray(side.table.slice_of)[: slices.shape[0], : slices.shape[1]]
         for kind in kinds:
-            width = _longest(table, kind) if compact else columns
-            out.append(_lists(table, kind, rows, columns, width, of, device, tail))
+            width = _longest(side.table, kind) if compact else side.columns
+            out.append(_lists(side, kind, width, of, device, tail))
     return out
 
 
 Kind = tuple[int, ...]  # tiles of these kinds
+
+
+class TileSide(NamedTuple):
+    """The tiles of a layout read one way: their runs, and how many rows and columns of tiles there are."""
+
+    table: RunTable
+    rows: int
+    columns: int
 
 
 def _slices(layout: Tiling) -> Array:
@@ -296,7 +305,7 @@ def _slices(layout: Tiling) -> Array:
     return np.asarray(slice_of[:nb, :nh])
 
 
-def _check(sides: list[tuple[RunTable, int, int]], name: str) -> None:
+def _check(sides: list[TileSide], name: str) -> None:
     """Forward and transposed hold the same tiles: both prove FULL and EMPTY, so equal totals mean equal sets."""
     totals = []
     for t, rows, _ in sides:
@@ -322,9 +331,10 @@ def _longest(t: RunTable, kind: Kind) -> int:
     return max(1, int(_counts(t, kind).max(initial=0)))
 
 
-def _lists(t: RunTable, kind: Kind, rows: int, columns: int, width: int, of: Array, device: Any, tail: Tail) -> Lists:
+def _lists(side: TileSide, kind: Kind, width: int, of: Array, device: Any, tail: Tail) -> Lists:
     import torch
 
+    t, rows, columns = side
     count = _counts(t, kind)
     n = len(count)
     mine = np.isin(t.kind, kind)
