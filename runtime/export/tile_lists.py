@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 T = TypeVar("T")
+Values = Mapping[str, Any]
 BUDGET = 1 << 28  # elements, or entries of an array, an export may look at or hold
 _STEP = 1 << 21  # elements looked at in one go
 _FINE = 8  # tokens of a tile whose elements are looked at one by one
@@ -465,13 +466,7 @@ def mask_mod_of(layout: Tiling, device: Any = "cpu") -> Callable[..., Any]:
 
 
 def written(
-    e: Expr,
-    tables: Mapping[str, Any],
-    reach: Mapping[str, int],
-    sizes: Sizes,
-    title: str,
-    device: Any,
-    tensors: Mapping[str, Any] | None = None,
+    e: Expr, tables: Values, reach: Values, sizes: Sizes, title: str, device: Any, tensors: Values | None = None
 ) -> Callable[..., Any]:
     """The `mask_mod` of an Expr whose parameters and sizes are literals. `reach` are what its positions stay below,
     `sizes` the same of the whole problem; `tensors` are those to look into, where torch can, in place of copies."""

@@ -44,6 +44,7 @@ from .tensor_mask import (
 )
 
 Block = int | tuple[int, int]
+Pair = tuple[int, int]
 
 
 class BlockMask(theirs.BlockMask):
@@ -121,13 +122,7 @@ class BlockMask(theirs.BlockMask):
         self._check_cover(lengths)
 
     def _begin(
-        self,
-        mod: TensorMask | None,
-        lengths: tuple[int, int],
-        block: tuple[int, int],
-        batch: tuple[int, ...],
-        device: Any,
-        text: str | None = None,
+        self, mod: TensorMask | None, lengths: Pair, block: Pair, batch: tuple[int, ...], device: Any, text: str | None
     ) -> None:
         self._traced = mod  # what mask_mod says; all of the mask unless there are lists of the user's
         self._text = mod.text if text is None and mod is not None else text

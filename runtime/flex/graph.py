@@ -41,6 +41,10 @@ def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     return score
 
 
+Qkv = tuple[Tensor, Tensor, Tensor]
+Mod = TensorMask | None
+
+
 class GraphArgs(NamedTuple):
     """The arguments of an operator of a graph, as Dynamo writes them."""
 
@@ -180,12 +184,7 @@ def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
 
 
 def operator(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    mod: TensorMask | None,
-    visible: TensorMask | None,
-    options: Options,
-    top: bool,
-    rows: bool = True,
+    qkv: Qkv, mod: Mod, visible: Mod, options: Options, top: bool, rows: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out, lse, max) by an operator of frisket; without `rows`, lse and max may be None."""
     if mod is not None:

@@ -32,6 +32,7 @@ from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
 
 SLOPES = "alibi_slopes"
+Part = tuple[Tensor, dict[str, Tensor]]  # pages and tables of some requests
 
 
 @dataclass(eq=False)
@@ -160,13 +161,7 @@ class ServedLayer:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(
-        self,
-        places: positions.PositionMap,
-        q: Tensor,
-        pool: Tensor,
-        batch: PagedBatch,
-        part: tuple[Tensor, dict[str, Tensor]],
-        sinks: Tensor | None,
+        self, places: positions.PositionMap, q: Tensor, pool: Tensor, batch: PagedBatch, part: Part, sinks: Any
     ) -> Tensor:
         pages, tables = part
         paged_att, (n, heads, q_len, _) = positions.placed(self.attention, places), q.shape

@@ -571,13 +571,7 @@ def _kind(x: Any) -> str:
 
 
 def _agree(
-    wire: Wire,
-    att: Attention,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    deal: Deal,
-    options: tuple[Variant, Any],
-    params: Mapping[str, Any],
-    sinks: Any,
+    wire: Wire, att: Attention, qkv: tuple[Tensor, ...], deal: Deal, options: Any, params: Mapping[str, Any], sinks: Any
 ) -> None:
     """Compare the calls of all ranks, the first time that a call is of this kind; `options` are variant and sizes."""
     (q, k, v), (variant, sizes) = qkv, options
