@@ -98,8 +98,8 @@ class PagedKVCache(JaxCache):
         the rows, and so waits for the step before."""
         # a trace has no values to compare; one wait for both
         before = (None, None) if traced(self.rows) else jax.device_get((self.rows, self.lengths))
-        place = PagedRows(*self.k.shape[:2], *self.pages.shape, *before)
-        table, room, lengths, rows = seated(pool, sequences, new, place)
+        paged = PagedRows(*self.k.shape[:2], *self.pages.shape, *before)
+        table, room, lengths, rows = seated(pool, sequences, new, paged)
         cache = self if not (pairs := list(copies)) else _copied(self, *_padded(pairs, self.k.shape[0]))
         fresh = {"pages": table, "room": room, "lengths": lengths, "rows": rows}
         fresh["overflowed"] = np.zeros(self.batch, bool)

@@ -100,8 +100,9 @@ class PagedKVCache(TorchCache):
         Raises `ShapeError` where pool and rows count different numbers of tokens, as after a `keep` without
         `pool.truncate`. To compare, it waits where only a device knows the lengths."""
         stored = self.lengths.tolist() if (known := self.known()) is None else known
-        place = PagedRows(self.k.shape[0], self.page, *self.pages.shape, self._rows, stored)
-        *arrays, rows = seated(pool, sequences, new, place)
+        batch, width = self.pages.shape
+        cache = PagedRows(self.k.shape[0], self.page, batch, width, self._rows, stored)
+        *arrays, rows = seated(pool, sequences, new, cache)
         for source, target in copies:
             for x in (self.k, self.v, self.k_scale, self.v_scale):
                 if x is not None:

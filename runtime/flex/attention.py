@@ -132,7 +132,8 @@ def flex_attention(
     top = return_aux is not None and return_aux.max_scores
     rows = top or return_lse or (return_aux is not None and return_aux.lse)
     args = FlexArgs(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top, rows)
-    out, lse, largest = compiled(args) if torch.compiler.is_dynamo_compiling() else attend(args)
+    results: tuple[Tensor, Any, Any] = compiled(args) if torch.compiler.is_dynamo_compiling() else attend(args)
+    out, lse, largest = results
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, largest if return_aux.max_scores else None)
     return (out, lse) if return_lse else out
