@@ -512,8 +512,9 @@ class Shard:
 
 
 class ShardAxes(NamedTuple):
-    """How a call is split over devices: the deal, its mesh axis, the mesh axes of batch and heads, the split axes of
-    tables; `whole` where every device has all keys."""
+    """How a call is split over devices: the deal, and the axes that split tokens, batch and heads, and tables.
+
+    `whole`: every device has all keys."""
 
     deal: Deal
     axis: str
