@@ -25,7 +25,6 @@ from frisket.runtime.sharding.partition import names_of, split_as
 
 from . import positions
 from .positions import PositionMap, check_beside, check_path, check_queries, placed
-from .positions import check_new as check_new_tokens
 
 finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
 
@@ -124,7 +123,7 @@ def check_new(arrays: Mapping[str, Any], batch: int, k: Any, v: Any) -> int:
         raise ParameterError(
             f"the cache has scales, and its k and v are {', '.join(kinds)}; it was made for 8 bits: leave their dtypes"
         )
-    return check_new_tokens(k, v, "bshd", batch, kv_heads, head_dim, arrays["v"].shape[3])
+    return positions.check_new(k, v, "bshd", batch, kv_heads, head_dim, arrays["v"].shape[3])
 
 
 def counted(counts: Any, batch: int, new: int) -> jax.Array:

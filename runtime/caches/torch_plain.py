@@ -29,7 +29,6 @@ from frisket.runtime.plans.device import results
 
 from . import positions
 from .positions import PositionMap, check_beside, check_path, check_queries, placed
-from .positions import check_new as check_new_tokens
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
 LEAST = torch.finfo(torch.float32).tiny
@@ -170,7 +169,7 @@ def check_on(device: torch.device, **tensors: Any) -> None:
 def check_new(k: Tensor, v: Tensor, batch: int, kv_heads: int, head_dim: int, v_dim: int, device: torch.device) -> int:
     """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim] and v."""
     check_on(device, k=k, v=v)
-    new = check_new_tokens(k, v, "bhsd", batch, kv_heads, head_dim, v_dim)
+    new = positions.check_new(k, v, "bhsd", batch, kv_heads, head_dim, v_dim)
     for name, x in (("k", k), ("v", v)):
         if x.requires_grad and torch.is_grad_enabled():
             raise BackwardError(f"{name} requires a gradient, and none flows through a cache: {name}.detach()")

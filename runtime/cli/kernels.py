@@ -36,8 +36,7 @@ from frisket.runtime.backends.registry import choose as choose_backend
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.tiles import GPUS
 from frisket.runtime.bench.race import choose, cpu_count, cpu_name, cpus, installed
-from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu as native_cpu
+from frisket.runtime.machine import cpp_build, cpp_cpu
 from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.machine.settings import VARIABLES, Settings, cache_folder
 from frisket.runtime.masks.mask import Program, mask
@@ -461,24 +460,24 @@ def usual() -> dict[str, str]:
 def caches() -> dict[str, dict[str, int]]:
     """Folders of generated kernels, how many files and bytes they hold."""
     # the first of them is in the cache folder
-    folders = [*sorted(cache_folder().glob("*/")), *native_build.directories()[1:]]
+    folders = [*sorted(cache_folder().glob("*/")), *cpp_build.directories()[1:]]
     contents = {str(folder): [f.stat().st_size for f in folder.rglob("*") if f.is_file()] for folder in folders}
     return {folder: {"files": len(sizes), "bytes": sum(sizes)} for folder, sizes in contents.items() if sizes}
 
 
 def native() -> dict[str, Any]:
     """The compiler of the C++ kernels and the folder of their libraries; the reason where they are not used."""
-    if why := native_build.reason():
+    if why := cpp_build.reason():
         return {"off": why}
     off = {"off": f"FRISKET_BACKEND is {LIBRARY}"} if Settings.read().backend == LIBRARY else {}
-    command, folder = native_build.compiler(), native_build.writable()
+    command, folder = cpp_build.compiler(), cpp_build.writable()
     assert command is not None  # else there is a reason
-    preferred = native_build.directories()[0]
+    preferred = cpp_build.directories()[0]
     cache = "kernels are kept nowhere" if folder is None else f"{folder}, {len(list(folder.glob('*.so')))} kernels"
     if folder not in (None, preferred):
         cache += f"; {preferred} cannot be written to"
-    compiler = f"{' '.join(command)}: {native_build.compiler_version(command)}"
-    return off | {"compiler": compiler, "cpu": native_cpu.best(), "cache": cache}
+    compiler = f"{' '.join(command)}: {cpp_build.compiler_version(command)}"
+    return off | {"compiler": compiler, "cpu": cpp_cpu.best(), "cache": cache}
 
 
 def version(name: str) -> str | None:

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from dataclasses import replace as _replace
 from enum import StrEnum
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -51,7 +50,7 @@ class Record:
     def replace(self, **changes: Any) -> Self:
         """A copy with other values."""
         self._check(changes)
-        return _replace(self, **changes)  # type: ignore[type-var]
+        return replace(self, **changes)  # type: ignore[type-var]
 
     def to_dict(self) -> dict[str, Any]:
         """The values of all fields, as they are."""

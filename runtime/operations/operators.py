@@ -31,8 +31,7 @@ from frisket.runtime.masks.mask import score as as_score
 from frisket.runtime.parallel.deal import Deal
 from frisket.runtime.parallel.deal import deal as make_deal
 from frisket.runtime.parallel.jax_ring import attend
-from frisket.runtime.sharding.partition import fitting
-from frisket.runtime.sharding.partition import names_of as axes_of
+from frisket.runtime.sharding import partition
 
 from .base import AttentionImpl, AttentionMetadata, AttentionOutput, AttentionRegistry
 
@@ -437,9 +436,9 @@ class _Dealt(FrisketAttention):
         assert mesh is not None  # there are several ranks
         split = self.specs(arrays[0])[0]
         # the axis of the ring splits tokens, and nothing else
-        batch = fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
+        batch = partition.fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
         # nor does the axis of batches split heads
-        heads = fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *axes_of(batch)})
+        heads = partition.fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *partition.names_of(batch)})
         variant: Any = "ring" if self.metadata.scan_ring_attention else "all-gather"
         how: dict[str, Any] = {"axis": self.axis, "batch_axis": batch, "head_axis": heads, "mesh": mesh, "seed": seed}
         q, k, v = arrays
