@@ -23,8 +23,7 @@ import numpy as np
 from store import keep, shown
 from support import browser
 
-from frisket.runtime.explore.analyst import Analyst
-from frisket.runtime.explore.server import Server
+from frisket.runtime.explore.server import Analyst, Server
 from frisket.runtime.explore.server import page as page_of
 
 TOKENS, DOCUMENTS = 131_072, 200

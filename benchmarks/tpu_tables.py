@@ -32,7 +32,7 @@ from frisket.lowering.kernels.pallas_tpu.walk import walk
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.pallas_tpu import jax as pallas_tpu
 from frisket.runtime.bench.race import processor_seconds, raced
-from frisket.runtime.machine import generated as modules
+from frisket.runtime.machine import modules
 
 BLOCK = (512, 512)
 LENGTHS = {2**14: 3, 2**16: 1}  # and how often they are timed: splash attention takes most of a minute
@@ -137,7 +137,7 @@ def ours(mask: Mask) -> dict[str, int]:
         assert source.count(line) == 1
         kernel = next(x for x in ("dkv", "dq", "forward") if f"def attention_{x}(" in source)
         note = f"        jax.debug.callback(seen, {kernel!r})\n"
-        return modules.load(source.replace(line, line + note), seen=lambda kernel: seen.update([kernel]))
+        return modules.load_source(source.replace(line, line + note), seen=lambda kernel: seen.update([kernel]))
 
     plan = fk.compile(mask.text, **params).plan(TOKENS, TOKENS, 1, 1)
     made, block = plan.work((TILE, TILE)), (TILE, TILE)

@@ -18,8 +18,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 
 from support import browser  # noqa: E402
 
-from frisket.runtime.explore.analyst import Analyst  # noqa: E402
-from frisket.runtime.explore.server import Server  # noqa: E402
+from frisket.runtime.explore.server import Analyst, Server  # noqa: E402
 from frisket.runtime.explore.server import page as page_of  # noqa: E402
 
 QUIET = "under === null && !waiting && document.documentElement.dataset.ready === 'yes'"

@@ -32,7 +32,7 @@ from frisket.runtime.calls.request import CallArgs, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.layouts.tiling import check_lengths
-from frisket.runtime.machine.integers import counting
+from frisket.runtime.machine.caller import counting
 from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import CallPlan, CheckedCall, FlatPlan, device_plan, results, split_host_device

@@ -18,7 +18,7 @@ from frisket.dsl.types import INT
 from frisket.lowering.orders.candidates import Candidate, by_graph, candidates, closed, folded, position
 from frisket.runtime.calls.arrays import TokenPermutation, take
 from frisket.runtime.layouts.tiling import Counts
-from frisket.runtime.machine.integers import counting
+from frisket.runtime.machine.caller import counting
 from frisket.runtime.masks.mask import Mask, MaskLike
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.plans.compiled import check_tile

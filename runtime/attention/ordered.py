@@ -26,8 +26,8 @@ from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram, remap_positions
 from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.machine.caller import counting
 from frisket.runtime.machine.cpp_cpu import best
-from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import as_value, digest, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.masks.mask import Mask

@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, TypeVar
 from frisket.dsl.errors import BackwardError
 from frisket.grammar.memo import memo
 from frisket.runtime.machine import settings
-from frisket.runtime.machine.extras import loaded, pip_install
+from frisket.runtime.machine.modules import loaded, pip_install
 
 FRAMEWORKS = ("torch", "jax")
 # device files of drivers of GPUs: NVIDIA's, on its boards for robots too, AMD's, and that of Windows' Linux

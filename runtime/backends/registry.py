@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from frisket.dsl.errors import BackendError, nearest
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.options import AS_CHOSEN
-from frisket.runtime.machine.once import warn_once
+from frisket.runtime.machine.caller import warn_once
 from frisket.runtime.machine.settings import Settings
 
 from .base import LIBRARY, RECORDS, Backend, backends_of, named, names, ranked

@@ -32,8 +32,10 @@ from frisket.dsl.errors import BackendError, Undecided
 from frisket.dsl.ir import uses
 from frisket.lowering.simplify import prepare
 from frisket.runtime.attention.entry import reference
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.masks.mask import Mask, Program, ScoreMod, mask, score
+
+OURS = ("frisket",)  # names of contestants that are not peers
 
 
 def described() -> dict[str, Any]:
@@ -121,14 +123,13 @@ def rounds_of(
 
 
 def raced(
-    calls: Mapping[str, Any], rounds: int, ours: Sequence[str] = ("frisket",), rest: float = 0.0,
-    clock: Callable[[Any], float] = seconds,
-) -> dict[str, Any]:  # fmt: skip
+    calls: Mapping[str, Any], rounds: int, ours: Sequence[str] = OURS, rest: float = 0.0, clock: Any = seconds
+) -> dict[str, Any]:
     """A row of results: median milliseconds of every call, and the ratios "peer / ours" of what is not ours."""
     return row(rounds_of(calls, rounds, rest, clock), ours)
 
 
-def row(times: dict[str, list[float]], ours: Sequence[str] = ("frisket",)) -> dict[str, Any]:
+def row(times: dict[str, list[float]], ours: Sequence[str] = OURS) -> dict[str, Any]:
     """A row of times that were taken, in seconds."""
     peers = [n for n in times if n not in ours]
     return {

@@ -29,7 +29,7 @@ from typing import Any
 
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.draw.pixels import DARK, LIGHT, SUFFIXES, Palette, file_of, save
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 VERSION = 1
 MACHINE = {"date": str, "cpu": str, "cores": int, "python": str}  # and the versions of what is installed
@@ -177,9 +177,13 @@ def ratios(parts: Mapping[str, Any], ours: str | None = None) -> dict[str, dict[
 
 
 def draw(
-    rows: Mapping[str, Mapping[str, Sequence[float]]], path: Path, *, dark: bool = False, title: str = "",
+    rows: Mapping[str, Mapping[str, Sequence[float]]],
+    path: Path,
+    *,
+    dark: bool = False,
+    title: str = "",
     axis: str = "time / frisket's time",
-) -> None:  # fmt: skip
+) -> None:
     """Write the chart to `path`, `.png` or `.svg`. Equal rows give equal bytes."""
     if path.suffix.lower() not in SUFFIXES:
         raise ParameterError(f"cannot draw {path.name!r}: name it .png or .svg")

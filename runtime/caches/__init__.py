@@ -1,1 +1,0 @@
-"""Caches of keys and values for serving: plain, of 8 bits, in pages, a ring, over devices."""

@@ -23,7 +23,7 @@ from frisket.runtime.machine.parameters import traced
 
 from . import positions
 from .jax_plain import JaxCache, call, check_new, counted, empty, grown, numbers, pathed, read, slots, stored, written
-from .pool import LOW, OWN, PEAK, Copy, PagePool, empty_rows, refuse_shared, seated
+from .pool import LOW, OWN, PEAK, Copy, PagedRows, PagePool, empty_rows, refuse_shared, seated
 from .positions import check_beside, check_queries, refuse_tree
 
 
@@ -66,9 +66,16 @@ class PagedKVCache(JaxCache):
 
     @classmethod
     def create(
-        cls, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        cls,
+        pages: int,
+        page: int,
+        batch: int,
+        width: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
         dtype: Any = jnp.float32,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """An empty pool of `pages` pages of `page` tokens, a multiple of 16, for `batch` rows of at most `width` pages
         each; `dtype` as for `KVCache`."""
         if page % 16 or batch < 1 or width < 1:
@@ -91,7 +98,8 @@ class PagedKVCache(JaxCache):
         the rows, and so waits for the step before."""
         # a trace has no values to compare; one wait for both
         before = (None, None) if traced(self.rows) else jax.device_get((self.rows, self.lengths))
-        table, room, lengths, rows = seated(pool, sequences, new, *self.k.shape[:2], *self.pages.shape, *before)
+        paged = PagedRows(*self.k.shape[:2], *self.pages.shape, *before)
+        table, room, lengths, rows = seated(pool, sequences, new, paged)
         cache = self if not (pairs := list(copies)) else _copied(self, *_padded(pairs, self.k.shape[0]))
         fresh = {"pages": table, "room": room, "lengths": lengths, "rows": rows}
         fresh["overflowed"] = np.zeros(self.batch, bool)
@@ -109,8 +117,7 @@ class PagedKVCache(JaxCache):
     @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attend like `KVCache.attend`."""
-        arrays = {**self.arrays, "pages": self.pages}
-        return read(att, q, arrays, self.lengths, self.capacity, counts, tree, params)
+        return read(att, q, self, counts, tree, params, self.pages)
 
     @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
@@ -247,9 +254,16 @@ class RingKVCache(JaxCache):
 
     @usual_promotion()
     def attention(
-        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, *, tree: Any = None,
+        self,
+        att: Attention,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        counts: Any = None,
+        *,
+        tree: Any = None,
         **params: Any,
-    ) -> tuple[Any, Self]:  # fmt: skip
+    ) -> tuple[Any, Self]:
         """(out, cache): the new tokens appended, and attention of their queries. A chunk may overwrite keys that it
         sees. Then the old ring and the chunk are read separately, and the results are merged."""
         self._check(att, q, tree, params)

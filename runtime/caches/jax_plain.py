@@ -25,7 +25,6 @@ from frisket.runtime.sharding.partition import names_of, split_as
 
 from . import positions
 from .positions import PositionMap, check_beside, check_path, check_queries, placed
-from .positions import check_new as check_new_tokens
 
 finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
 
@@ -124,7 +123,7 @@ def check_new(arrays: Mapping[str, Any], batch: int, k: Any, v: Any) -> int:
         raise ParameterError(
             f"the cache has scales, and its k and v are {', '.join(kinds)}; it was made for 8 bits: leave their dtypes"
         )
-    return check_new_tokens(k, v, "bshd", batch, kv_heads, head_dim, arrays["v"].shape[3])
+    return positions.check_new(k, v, "bshd", batch, kv_heads, head_dim, arrays["v"].shape[3])
 
 
 def counted(counts: Any, batch: int, new: int) -> jax.Array:
@@ -192,11 +191,9 @@ def ancestors(parents: Any) -> tuple[jax.Array, jax.Array]:
     return above, above.sum(-1, dtype=jnp.int32) - 1
 
 
-def read(
-    att: Attention, q: jax.Array, arrays: Mapping[str, Any], lengths: jax.Array, capacity: int, counts: Any, tree: Any,
-    params: dict[str, Any],
-) -> Any:  # fmt: skip
-    """Attention of the last tokens' queries to what is stored at places that are positions."""
+def read(att: Attention, q: jax.Array, cache: Any, counts: Any, tree: Any, params: Any, pages: Any = None) -> Any:
+    """Attention of the last tokens' queries to what a cache, with its `pages`, stores at places that are positions."""
+    arrays, lengths, capacity = {**cache.arrays, "pages": pages}, cache.lengths, cache.capacity
     batch = len(lengths)
     check_queries(att, q, arrays["k"], "bshd", batch, params, tree)
     new, heads = q.shape[1:3]
@@ -210,9 +207,13 @@ def read(
 
 
 def call(
-    att: Attention, where: PositionMap, q: jax.Array, arrays: Mapping[str, Any], tables: Mapping[str, Any],
+    att: Attention,
+    where: PositionMap,
+    q: jax.Array,
+    arrays: Mapping[str, Any],
+    tables: Mapping[str, Any],
     params: Mapping[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     """Attention of q to the arrays of a cache, which hold what `where` says by `tables`."""
     placed_att = placed(att, where)
     present = {n: x for n, x in arrays.items() if x is not None}
@@ -255,9 +256,14 @@ class KVCache(JaxCache):
 
     @classmethod
     def create(
-        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
         dtype: Any = jnp.float32,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2 for 8 bits with scales."""
         arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)
         return cls(**arrays, lengths=jnp.zeros(batch, jnp.int32), overflowed=jnp.zeros(batch, bool))
@@ -284,7 +290,7 @@ class KVCache(JaxCache):
         With `tree` the last tokens are a tree of drafts: parents, int [new] or [batch, new], -1 for a root. A draft
         sees the tokens before the tree, its ancestors and itself, as far as the mask allows. Its position is that of
         the first draft plus its depth."""
-        return read(att, q, self.arrays, self.lengths, self.capacity, counts, tree, params)
+        return read(att, q, self, counts, tree, params)
 
     @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
@@ -336,9 +342,19 @@ class ShardedKVCache(JaxCache):
 
     @classmethod
     def create(
-        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: Any = jnp.float32, *, mesh: Mesh, axis: Axes = "sp", batch_axis: Axes = None, head_axis: Axes = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: Any = jnp.float32,
+        *,
+        mesh: Mesh,
+        axis: Axes = "sp",
+        batch_axis: Axes = None,
+        head_axis: Axes = None,
+    ) -> Self:
         """An empty cache on the devices of `mesh`; `dtype` as for `KVCache`. Each of the axes is the name of a mesh
         axis, or several as in a partition spec: `("dp", "fsdp")`."""
         split = {"capacity": (axis, capacity), "batch": (batch_axis, batch), "kv_heads": (head_axis, kv_heads)}

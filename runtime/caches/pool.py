@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -363,17 +363,26 @@ def empty_rows(batch: int) -> Rows:
     return np.repeat(np.array([[0], [0], [0], [NEVER], [0]], np.int32), batch, 1)
 
 
-def seated(
-    pool: PagePool, sequences: Sequence[Any], new: Any, pages: int, page: int, batch: int, width: int,
-    rows: Any = None, stored: Any = None,
-) -> tuple[Rows, Rows, Rows, Rows]:  # fmt: skip
+class PagedRows(NamedTuple):
+    """A paged cache as its pool sees it: `pages` pages of `page` tokens, `batch` rows of `width` pages, and the `rows`
+    before, which hold `stored` tokens each."""
+
+    pages: int
+    page: int
+    batch: int
+    width: int
+    rows: Any = None
+    stored: Any = None
+
+
+def seated(pool: PagePool, sequences: Sequence[Any], new: Any, cache: PagedRows) -> tuple[Rows, Rows, Rows, Rows]:
     """(pages int32 [batch, width], room and lengths int32 [batch], rows int32 [5, batch]) of sequences in a cache.
 
-    `sequences` are names in the pool, one a row, None for an empty row. The cache has `pages` pages of `page` tokens,
-    and `batch` rows of `width` pages. `room` is how many tokens the pages of a row can hold, `lengths` how many are
-    stored without the `new` ones, `rows` the five numbers of every row.
+    `sequences` are names in the pool, one a row, None for an empty row. `room` is how many tokens the pages of a row
+    can hold, `lengths` how many are stored without the `new` ones, `rows` the five numbers of every row.
 
-    Raises `ShapeError` where the pool disagrees with the `rows` before, which hold `stored` tokens each."""
+    Raises `ShapeError` where the pool disagrees with the rows before."""
+    pages, page, batch, width, rows, stored = cache
     if (pool.pages, pool.page) != (pages, page) or len(sequences) != batch:
         text = f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
         raise ShapeError(f"{text}{batch} rows and {pages} pages of {page}")

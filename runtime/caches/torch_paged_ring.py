@@ -18,9 +18,9 @@ from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merge
 
 from . import positions
-from .pool import LOW, OWN, PEAK, Copy, PagePool, empty_rows, refuse_shared, seated
+from .pool import LOW, OWN, PEAK, Copy, PagedRows, PagePool, empty_rows, refuse_shared, seated
 from .positions import PositionMap, check_beside, refuse_tree
-from .torch_plain import TorchCache, WrittenTokens, counts_of, numbers, quantized
+from .torch_plain import CacheShape, TorchCache, WrittenTokens, counts_of, numbers, quantized
 
 
 class PagedKVCache(TorchCache):
@@ -61,14 +61,12 @@ class PagedKVCache(TorchCache):
     first_owned: Tensor  # the first token that is on pages of its row alone
     _larger = "let its pool hand out pages, and `seat` it"
 
-    def __init__(
-        self, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, shape: CacheShape, width: int) -> None:
+        batch, page, device = shape.batch, shape.tokens, shape.device
         if page % 16 or width < 1:
             text = f"pages of {page} tokens for rows of {width} pages; a page is a multiple of 16 tokens, a row has at "
             raise ShapeError(f"{text}least one page")
-        super().__init__(batch, pages, page, kv_heads, head_dim, v_dim, dtype, device)
+        super().__init__(shape)
         del self.room  # register_buffer refuses the name of an attribute
         self.capacity, self.page, self._rooms = width * page, page, [0] * batch
         self.register_buffer("pages", torch.zeros(batch, width, dtype=torch.int32, device=device))
@@ -79,12 +77,20 @@ class PagedKVCache(TorchCache):
 
     @classmethod
     def create(
-        cls, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        pages: int,
+        page: int,
+        batch: int,
+        width: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: Any = None,
+    ) -> Self:
         """An empty pool of `pages` pages of `page` tokens, a multiple of 16, for `batch` rows of at most `width` pages
         each; `dtype` as for `KVCache`."""
-        return cls(pages, page, batch, width, kv_heads, head_dim, v_dim, dtype, device)
+        return cls(CacheShape(batch, pages, page, kv_heads, head_dim, v_dim, dtype, device), width)
 
     def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> Self:
         """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number,
@@ -94,8 +100,9 @@ class PagedKVCache(TorchCache):
         Raises `ShapeError` where pool and rows count different numbers of tokens, as after a `keep` without
         `pool.truncate`. To compare, it waits where only a device knows the lengths."""
         stored = self.lengths.tolist() if (known := self.known()) is None else known
-        pages, (batch, width) = self.k.shape[0], self.pages.shape
-        *arrays, rows = seated(pool, sequences, new, pages, self.page, batch, width, self._rows, stored)
+        batch, width = self.pages.shape
+        cache = PagedRows(self.k.shape[0], self.page, batch, width, self._rows, stored)
+        *arrays, rows = seated(pool, sequences, new, cache)
         for source, target in copies:
             for x in (self.k, self.v, self.k_scale, self.v_scale):
                 if x is not None:
@@ -191,20 +198,23 @@ class RingKVCache(TorchCache):
     a `ShapeError` with a witness. Masks and score mods that read `Q_LEN` or `KV_LEN` are refused.
     """
 
-    def __init__(
-        self, batch: int, window: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> None:  # fmt: skip
-        super().__init__(batch, batch, window, kv_heads, head_dim, v_dim, dtype, device)
-        self.window = self.slots = window
+    def __init__(self, shape: CacheShape) -> None:
+        super().__init__(shape)
+        self.window = self.slots = shape.tokens
 
     @classmethod
     def create(
-        cls, batch: int, window: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        batch: int,
+        window: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: Any = None,
+    ) -> Self:
         """An empty ring of `window` tokens a sequence; `dtype` as for `KVCache`."""
-        return cls(batch, window, kv_heads, head_dim, v_dim, dtype, device)
+        return cls(CacheShape(batch, batch, window, kv_heads, head_dim, v_dim, dtype, device))
 
     def attend(self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attend like `KVCache.attend`, without trees; `ShapeError` where the last tokens may have overwritten keys

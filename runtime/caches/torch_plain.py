@@ -29,7 +29,6 @@ from frisket.runtime.torch.decode import DecodeCall, step_of
 
 from . import positions
 from .positions import PositionMap, check_beside, check_path, check_queries, placed
-from .positions import check_new as check_new_tokens
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
 LEAST = torch.finfo(torch.float32).tiny
@@ -170,7 +169,7 @@ def check_on(device: torch.device, **tensors: Any) -> None:
 def check_new(k: Tensor, v: Tensor, batch: int, kv_heads: int, head_dim: int, v_dim: int, device: torch.device) -> int:
     """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim] and v."""
     check_on(device, k=k, v=v)
-    new = check_new_tokens(k, v, "bhsd", batch, kv_heads, head_dim, v_dim)
+    new = positions.check_new(k, v, "bhsd", batch, kv_heads, head_dim, v_dim)
     for name, x in (("k", k), ("v", v)):
         if x.requires_grad and torch.is_grad_enabled():
             raise BackwardError(f"{name} requires a gradient, and none flows through a cache: {name}.detach()")
@@ -218,13 +217,12 @@ def native_append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | No
     if not whole or any(x.shape[:3] != keys.shape[:3] for x in written):
         return False  # the user has assigned other buffers
     k_scale, v_scale = map(_at, narrow) if narrow else (0, 0)
-    words = CALL.pack(
-        batch, heads, new, keys.shape[0], keys.shape[2], ring, 0 if pages is None else pages.shape[1],
-        lengths.data_ptr(), _at(counts), _at(pages), FROM.get(dtype, 0), TO.get(keys.dtype, 0), dtype.itemsize,
-        k.data_ptr(), *k.stride()[:3], dim, keys.data_ptr(), k_scale,
-        v.data_ptr(), *v.stride()[:3], v.shape[3], values.data_ptr(), v_scale,
-    )  # fmt: skip
-    if not run(words):
+    sizes = batch, heads, new, keys.shape[0], keys.shape[2], ring, 0 if pages is None else pages.shape[1]
+    tables = lengths.data_ptr(), _at(counts), _at(pages)
+    types = FROM.get(dtype, 0), TO.get(keys.dtype, 0), dtype.itemsize
+    key_words = k.data_ptr(), *k.stride()[:3], dim, keys.data_ptr(), k_scale
+    value_words = v.data_ptr(), *v.stride()[:3], v.shape[3], values.data_ptr(), v_scale
+    if not run(CALL.pack(*sizes, *tables, *types, *key_words, *value_words)):
         return False
     increment_version(written)  # who keeps a conversion of them sees it
     return True
@@ -254,6 +252,19 @@ def _loaded() -> Any:
     return run
 
 
+class CacheShape(NamedTuple):
+    """The sizes of a cache: sequences, rows of tokens and heads, with the dtype and the device of its buffers."""
+
+    batch: int
+    rows: int  # of the buffers: one for each sequence, or the pages of a pool
+    tokens: int  # of a row
+    kv_heads: int
+    head_dim: int
+    v_dim: int | None = None  # None: head_dim
+    dtype: torch.dtype | str = torch.float32
+    device: Any = None
+
+
 class TorchCache(nn.Module):
     """Lengths, arrays of tokens, and how they are written and asked. Buffers: `k` [rows, kv_heads, tokens, head_dim],
     `v` likewise with v_dim, with 8 bits `k_scale` and `v_scale` float32 [rows, kv_heads, tokens], and `lengths` int32
@@ -271,22 +282,20 @@ class TorchCache(nn.Module):
     room: Any  # tokens of a sequence that there is a place for, one number or int32 [batch]
     slots: int | None  # of a ring: how many tokens are kept
 
-    def __init__(
-        self, batch: int, rows: int, tokens: int, kv_heads: int, head_dim: int, v_dim: int | None,
-        dtype: torch.dtype | str, device: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, shape: CacheShape) -> None:
         super().__init__()
+        batch, rows, tokens, kv_heads, head_dim, v_dim, dtype, device = shape
         dtype = stored_dtype(dtype)
         v_dim = head_dim if v_dim is None else v_dim
         if min(batch, rows, tokens, kv_heads, head_dim, v_dim) < 1:
             text = f"a cache for {batch} sequences with {tokens} tokens, {kv_heads} heads of {head_dim} and {v_dim} "
             raise ShapeError(f"{text}entries; each of them is at least 1")
         self.batch, self.kv_heads, self.head_dim, self.v_dim = batch, kv_heads, head_dim, v_dim
-        shape = rows, kv_heads, tokens
-        self.register_buffer("k", zeros(*shape, head_dim, dtype=dtype, device=device))
-        self.register_buffer("v", zeros(*shape, v_dim, dtype=dtype, device=device))
+        vectors = rows, kv_heads, tokens
+        self.register_buffer("k", zeros(*vectors, head_dim, dtype=dtype, device=device))
+        self.register_buffer("v", zeros(*vectors, v_dim, dtype=dtype, device=device))
         for name in ("k_scale", "v_scale"):
-            self.register_buffer(name, self.k.new_zeros(shape, dtype=torch.float32) if dtype in NARROW else None)
+            self.register_buffer(name, self.k.new_zeros(vectors, dtype=torch.float32) if dtype in NARROW else None)
         self.register_buffer("pages", None)
         self.register_buffer("lengths", torch.zeros(batch, dtype=torch.int32, device=device))
         self.register_buffer("overflowed", torch.zeros(batch, dtype=torch.bool, device=device))
@@ -578,17 +587,17 @@ class KVCache(TorchCache):
     from 0; `Q_LEN` and `KV_LEN` are the capacity.
     """
 
-    def __init__(
-        self, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> None:  # fmt: skip
-        super().__init__(batch, batch, capacity, kv_heads, head_dim, v_dim, dtype, device)
-
     @classmethod
     def create(
-        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype | str = torch.float32, device: Any = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: Any = None,
+    ) -> Self:
         """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2 for 8 bits with scales, by its name or
         torch's own."""
-        return cls(batch, capacity, kv_heads, head_dim, v_dim, dtype, device)
+        return cls(CacheShape(batch, batch, capacity, kv_heads, head_dim, v_dim, dtype, device))

@@ -29,8 +29,8 @@ from frisket.dsl.program import entries_of
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
-from frisket.runtime.machine.extras import loaded
-from frisket.runtime.machine.integers import as_int
+from frisket.runtime.machine.caller import as_int
+from frisket.runtime.machine.modules import loaded
 from frisket.runtime.machine.parameters import check_plain, learns, traced
 
 Array = TypeVar("Array")  # torch's Tensor or JAX's Array, whichever was brought

@@ -19,7 +19,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.plan import Geometry
 from frisket.runtime.machine import parameters
-from frisket.runtime.machine.once import warn_once
+from frisket.runtime.machine.caller import warn_once
 from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, for_one_call, mask, only, score
 
 from .arrays import LAYOUTS, Arrays, Stored

@@ -16,10 +16,10 @@ from rich.live import Live
 from rich.text import Text
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
-from frisket.runtime.bench import compiles, contestants, race, schema
+from frisket.runtime.bench import contestants, race, schema
 from frisket.runtime.bench.race import Contest, Sizes, Stage, away, described, lines, losses, spoken, standard
 from frisket.runtime.bench.schema import draw, ratios
-from frisket.runtime.machine.extras import extras, pip_install
+from frisket.runtime.machine.modules import extras, pip_install
 
 from .answer import CommandResult, Piece, examples, positive, row, table
 from .show import read_program, require_bound
@@ -204,7 +204,7 @@ def firsts(args: argparse.Namespace, sizes: Sizes, families: set[str] | None) ->
     each = [contests(args, replace(sizes, q_len=x, kv_len=x)) for x in lengths]
     for stage in stages(args.suite, args.framework):
         for at in range(len(each[0]) if args.expr else 2):  # a mask of numbers alone, and a window
-            yield from compiles.run([x[at] for x in each], stage, "cpu", families)
+            yield from contestants.first_calls([x[at] for x in each], stage, "cpu", families)
 
 
 # -- what is shown ----------------------------------------------------------------------------------------

@@ -1,29 +1,35 @@
 """`frisket explain EXPR`: the clause that decides a position or a tile; or the stages from text to kernel.
 
-`frisket plot EXPR -o FILE`: a picture, or a page that answers.
+`frisket plot EXPR -o FILE`: a picture, or a page that answers. `frisket explore EXPR`: the mask in a browser, to edit.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from frisket.dsl.errors import ParameterError, ShapeError, Span
+from frisket.dsl.errors import FrisketError, ParameterError, ShapeError, Span
 from frisket.dsl.ir import Expr, walk
+from frisket.dsl.types import FLOAT
 from frisket.lowering.pipeline import NAMES
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.draw import terminal
 from frisket.runtime.draw.pixels import SUFFIXES
+from frisket.runtime.explore.answer import slider
+from frisket.runtime.explore.server import Analyst, Server, page
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, Program
 
 from . import answer as answers
-from .show import LENGTH, compiled, laid_out, read_program, size, tiles, visible_mask, written
+from . import show
 
 PAGES = (".html", ".htm")
 STYLE = {
@@ -65,9 +71,9 @@ def explain(args: argparse.Namespace, console: Console) -> answers.CommandResult
 
 
 def explain_point(args: argparse.Namespace, console: Console) -> answers.CommandResult:
-    mask = visible_mask(read_program(args), "to explain")
-    args.q_len = args.q_len or max(LENGTH, args.q + 1, args.k + 1)
-    finding = laid_out(args, mask).explain(args.q, args.k, args.b, args.h)
+    mask = show.visible_mask(show.read_program(args), "to explain")
+    args.q_len = args.q_len or max(show.LENGTH, args.q + 1, args.k + 1)
+    finding = show.laid_out(args, mask).explain(args.q, args.k, args.b, args.h)
     at = f"query {args.q:,}, key {args.k:,}{of_slice(args)}"
     answer = "visible" if finding.visible else "hidden"
     spans = places(mask, finding.clauses)
@@ -80,10 +86,10 @@ def explain_point(args: argparse.Namespace, console: Console) -> answers.Command
 
 
 def explain_tile(args: argparse.Namespace, console: Console) -> answers.CommandResult:
-    mask = visible_mask(read_program(args), "to explain")
+    mask = show.visible_mask(show.read_program(args), "to explain")
     (i, j), (bq, bk) = args.tile, args.block
-    args.q_len = args.q_len or max(LENGTH, (i + 1) * bq, (j + 1) * bk)
-    layout = laid_out(args, mask)
+    args.q_len = args.q_len or max(show.LENGTH, (i + 1) * bq, (j + 1) * bk)
+    layout = show.laid_out(args, mask)
     finding = layout.explain(tile=args.tile, b=args.b, h=args.h)
     witnesses = {"visible_at": finding.visible_at, "hidden_at": finding.hidden_at}
     at = {n: None if x is None else dict(zip("bhqk", x, strict=True)) for n, x in witnesses.items()}
@@ -151,9 +157,9 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
 
 
 def explain_stages(args: argparse.Namespace, console: Console) -> answers.CommandResult:
-    q_len = args.q_len or LENGTH
+    q_len = args.q_len or show.LENGTH
     sizes = {"q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads}
-    stages = compiled(read_program(args)).stages(**sizes, head_dim=64, dtype="float32", backend=args.backend)
+    stages = show.compiled(show.read_program(args)).stages(**sizes, head_dim=64, dtype="float32", backend=args.backend)
     texts = {name: stages.text(name) for name in NAMES}
     text: list[answers.Piece] = []
     for name in NAMES:
@@ -201,9 +207,9 @@ def plot(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     path: Path = args.output
     if path.suffix.lower() not in (*PAGES, *SUFFIXES):
         raise ParameterError(f"cannot write {path.name!r}: name it .png, .svg or .html")
-    program = read_program(args)
-    mask = visible_mask(program, "to draw")
-    layout = laid_out(args, mask)
+    program = show.read_program(args)
+    mask = show.visible_mask(program, "to draw")
+    layout = show.laid_out(args, mask)
     if path.suffix.lower() not in PAGES:
         layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or titled(program))
     elif (args.b, args.h, args.title) != (None, None, None) or args.dark:
@@ -215,15 +221,17 @@ def plot(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     data = {"file": str(path), "bytes": bytes_, "counts": vars(layout.counts), "exact": layout.exact}
     if program.score is not None:
         data["score"] = {"text": str(program.score), "hides": program.hidden_by_score is not None}
-    lines = answers.rows([("written", f"{path}, {size(bytes_)}"), ("tiles", tiles(layout)), ("score", scored(program))])
+    lines = answers.rows(
+        [("written", f"{path}, {show.size(bytes_)}"), ("tiles", show.tiles(layout)), ("score", scored(program))]
+    )
     return answers.CommandResult(data, lines)
 
 
 def titled(program: Program) -> str:
     """The text of the mask, and of a score mod that hides positions."""
-    parts = [] if program.mask is None else [written(program.mask)]
+    parts = [] if program.mask is None else [show.written(program.mask)]
     if program.score is not None and program.hidden_by_score is not None:
-        parts.append(f"score = {written(program.score)}")
+        parts.append(f"score = {show.written(program.score)}")
     return "; ".join(parts)
 
 
@@ -232,5 +240,48 @@ def scored(program: Program) -> str:
     if program.score is None:
         return ""
     if (hidden := program.hidden_by_score) is None:
-        return f"{written(program.score)} hides nothing, so it is not in the picture"
-    return f"{written(program.score)} hides positions; the picture shows those where {hidden}"
+        return f"{show.written(program.score)} hides nothing, so it is not in the picture"
+    return f"{show.written(program.score)} hides positions; the picture shows those where {hidden}"
+
+
+def add_explore(p: argparse.ArgumentParser) -> None:
+    answers.add_subject(p, expand=False)
+    answers.add_sizes(p)
+    served = p.add_argument_group("the server")
+    served.add_argument(
+        "--port", type=answers.natural, default=0, metavar="N", help="on 127.0.0.1; default: one that is free"
+    )
+    served.add_argument("--no-browser", action="store_true", help="print the address, and open nothing")
+    answers.examples(
+        p,
+        "frisket explore 'causal & window(w)' --set w=4096 --q-len 131072",
+        "frisket explore 'causal & same(doc)' --no-browser",
+        "frisket explore causal --score 'alibi then softcap(50)' --heads 8 --port 8765",
+    )
+
+
+def explore(args: argparse.Namespace, console: Console) -> answers.CommandResult:
+    """Serve the page until Ctrl-C. A text with mistakes is served too: they are shown where they can be mended."""
+    text, _ = show.source(args.expr, args.score)
+    tables, values = dict(map(show.table, args.table)), dict(map(show.scalar, args.set))
+    for name, x in values.items():
+        slider(name, FLOAT, x, x)  # an error where the page has none
+    q_len = args.q_len or show.LENGTH
+    state = {"text": text.strip(), "values": values, "q_len": q_len, "kv_len": args.kv_len or q_len}
+    state |= {"batch": args.batch, "heads": args.heads, "block": list(args.block), "documents": 8}
+    if args.port > 65535:
+        raise ParameterError(f"--port {args.port}: ports end at 65535")
+    with Analyst(tables) as analyst:
+        try:
+            server = Server(analyst, lambda nonce: page(state, tables, nonce), args.port)
+        except OSError as error:
+            raise FrisketError(f"cannot listen on port {args.port}: {error.strerror}; give another --port") from None
+        with server:
+            # with --json the object comes at the end, when the page is no longer served
+            print(f"{server.url}\nCtrl-C ends it.", file=sys.stderr if args.json else sys.stdout, flush=True)
+            if not args.no_browser:
+                webbrowser.open(server.url)
+            with suppress(KeyboardInterrupt):
+                server.serve_forever()
+            ended = answers.rows([("ended", f"{show.counted(analyst.answered, 'answer')} given")])
+            return answers.CommandResult({"url": server.url, "answers": analyst.answered}, ended)

@@ -36,30 +36,13 @@ from frisket.runtime.backends.registry import choose as choose_backend
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.tiles import GPUS
 from frisket.runtime.bench.race import choose, cpu_count, cpu_name, cpus, installed
-from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu as native_cpu
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine import cpp_build, cpp_cpu
+from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.machine.settings import VARIABLES, Settings, cache_folder
 from frisket.runtime.masks.mask import Program, mask
 
-from .answer import (
-    BAD,
-    GOOD,
-    SOME,
-    WIDTH,
-    AnswerRow,
-    CommandResult,
-    Piece,
-    add_sizes,
-    add_subject,
-    code,
-    examples,
-    positive,
-    progress,
-    row,
-    rows,
-    table,
-)
+from . import answer as answers
+from .answer import code, examples, positive, progress, row, rows, table
 from .show import compiled, counted, described, read_program, require_bound, shapes, size
 
 LENGTHS = ((128, 128), (100, 100), (77, 131), (1, 200))  # whole tiles, ragged, fewer queries than keys, one query
@@ -118,8 +101,8 @@ class Outcome:
 
 
 def add_check(p: argparse.ArgumentParser) -> None:
-    add_subject(p, block=None)
-    add_sizes(p, "several, whole tiles and ragged")
+    answers.add_subject(p, block=None)
+    answers.add_sizes(p, "several, whole tiles and ragged")
     which = p.add_argument_group("which cases")
     level = which.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="one call of each backend, in float32, with gradients")
@@ -138,7 +121,7 @@ def add_check(p: argparse.ArgumentParser) -> None:
     )
 
 
-def check(args: argparse.Namespace, console: Console) -> CommandResult:
+def check(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     """Runs the cases, a table of the largest errors. Status 1 when one is more than twice that of dense attention in
     the same dtype (plus 1e-6), or fails altogether; 2 when every call is refused, so that nothing is known."""
     choose(None)
@@ -159,21 +142,21 @@ def check(args: argparse.Namespace, console: Console) -> CommandResult:
     limit = f"the largest from the float64 reference; allowed: twice dense attention's in the same dtype + {FLOOR:g}"
     text = [*rows([*lines, ("errors", limit)]), "", *table([CHECK_HEAD, *summary(outcomes)], right=(3, 4, 5, 6, 7)), ""]
     for o in wrong:
-        text += [row("MISMATCH", f"{o.case}\n{o.wrong}"), f"{'repeat':{WIDTH}}{repeat(args, o.case)}", ""]
+        text += [row("MISMATCH", f"{o.case}\n{o.wrong}"), f"{'repeat':{answers.WIDTH}}{repeat(args, o.case)}", ""]
     # sorted, as groupby joins neighbours alone
     for why, of in groupby(sorted((o for o in outcomes if o.refused), key=lambda o: o.refused), lambda o: o.refused):
-        text.append(row("refused", Text(f"{', '.join(sorted({o.case.backend for o in of}))}: {why}", SOME)))
+        text.append(row("refused", Text(f"{', '.join(sorted({o.case.backend for o in of}))}: {why}", answers.SOME)))
     if slow := [] if args.case or args.backend else left_out():
         text.append(row("left out", f"{', '.join(slow)}: in an interpreter here, slowly; --backend {slow[0]} runs it"))
     if wrong:
-        status, result = 1, Text(f"{len(wrong)} of {len(outcomes)} cases are wrong", BAD)
+        status, result = 1, Text(f"{len(wrong)} of {len(outcomes)} cases are wrong", answers.BAD)
     elif not checked:
-        status, result = 2, Text("nothing is checked: every call is refused", SOME)
+        status, result = 2, Text("nothing is checked: every call is refused", answers.SOME)
     else:
         rest = ", the rest is refused" if checked < len(outcomes) else ""
         status = 0
-        result = Text(f"{checked} of {len(outcomes)} calls agree with the float64 reference{rest}", GOOD)
-    return CommandResult(data, [*text, row("result", result)], status)
+        result = Text(f"{checked} of {len(outcomes)} calls agree with the float64 reference{rest}", answers.GOOD)
+    return answers.CommandResult(data, [*text, row("result", result)], status)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -261,7 +244,8 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[tuple[str | Text, ...]]:
         backward = [pair for r in reports for pair in r.gradients.values()]
         wrong = sum(bool(o.wrong) for o in of)
         refused = sum(bool(o.refused) for o in of)
-        verdict = (f"{wrong} WRONG", BAD) if wrong else (f"{refused} refused", SOME) if refused else ("good", GOOD)
+        verdict = (f"{refused} refused", answers.SOME) if refused else ("good", answers.GOOD)
+        verdict = (f"{wrong} WRONG", answers.BAD) if wrong else verdict
         yield (*key, str(len(of)), *worst(forward), *worst(backward), Text(*verdict))
 
 
@@ -287,8 +271,8 @@ def repeat(args: argparse.Namespace, case: Case) -> str:
 
 
 def add_emit(p: argparse.ArgumentParser) -> None:
-    add_subject(p, block=None, expand=False)
-    add_sizes(p)
+    answers.add_subject(p, block=None, expand=False)
+    answers.add_sizes(p)
     kernel = p.add_argument_group("the kernel")
     kernel.add_argument("--backend", default="cpp", help=f"{', '.join(printed())}; default: %(default)s")
     kernel.add_argument("--kv-heads", type=positive, metavar="N", help="heads of keys; default: --heads")
@@ -313,7 +297,7 @@ def add_emit(p: argparse.ArgumentParser) -> None:
     )
 
 
-def emit(args: argparse.Namespace, console: Console) -> CommandResult:
+def emit(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     check_name(args.backend)
     args.backend = named(args.backend, "torch").name
     if args.build:
@@ -327,10 +311,10 @@ def emit(args: argparse.Namespace, console: Console) -> CommandResult:
     arch = args.arch[0] if args.arch else None
     source = compiled(read_program(args), args.block).source(args.backend, arch=arch, **shapes(args)).rstrip("\n")
     highlight = RECORDS[args.backend].highlight
-    return CommandResult({"backend": args.backend, "source": source}, [code(source, highlight, console)])
+    return answers.CommandResult({"backend": args.backend, "source": source}, [code(source, highlight, console)])
 
 
-def build(args: argparse.Namespace) -> CommandResult:
+def build(args: argparse.Namespace) -> answers.CommandResult:
     """A line for each kernel; status 1 where one cannot be compiled."""
     if RECORDS[args.backend].ahead is None:
         raise ParameterError(f"--build is about kernels of C++, not {args.backend!r}; write --backend cpp")
@@ -339,7 +323,7 @@ def build(args: argparse.Namespace) -> CommandResult:
     att = compiled(read_program(args), args.block, backend=args.backend)
     warmed = warm(att, shapes(args), framework=args.framework)
     rows = [row._asdict() for row in warmed.rows]
-    return CommandResult({"backend": args.backend, "kernels": rows}, [str(warmed)], 0 if warmed.good else 1)
+    return answers.CommandResult({"backend": args.backend, "kernels": rows}, [str(warmed)], 0 if warmed.good else 1)
 
 
 REPORT_HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spills", "shared memory", "MMA")
@@ -353,7 +337,7 @@ def check_reports(option: str, backend: str) -> None:
         raise ParameterError(f"{option} is about {name.title()} kernels, not {backend!r}; write --backend {name}")
 
 
-def report(args: argparse.Namespace, console: Console) -> CommandResult:
+def report(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     """A line for each kernel and architecture; status 1 where one needs more shared memory than there is."""
     check_reports("--report", args.backend)
     reports = RECORDS[args.backend].compile_reports
@@ -376,14 +360,16 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
     data = {"head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in kernels]}
     data["engines"] = engines
     text = [*table([REPORT_HEAD, *map(line, kernels)], right=(3, 4, 5, 6, 7, 8)), "", *map(Text, engines.splitlines())]
-    return CommandResult(data, text, 0 if all(r.fits for r in kernels) else 1)
+    return answers.CommandResult(data, text, 0 if all(r.fits for r in kernels) else 1)
 
 
 def line(r: Any) -> tuple[str | Text, ...]:
     name = r.kernel.removeprefix("attention_")
     tile = str(r.block_q) if name == "delta" else f"{r.block_q} x {r.block_k}"
     tile = "" if name == "combine" or name.endswith("_sums") else tile  # they add up rows
-    shared = Text(f"{r.shared:,} of {r.shared_limit:,}" + ("" if r.fits else " TOO MUCH"), GOOD if r.fits else BAD)
+    shared = Text(f"{r.shared:,} of {r.shared_limit:,}", answers.GOOD)
+    if not r.fits:
+        shared = Text(f"{shared} TOO MUCH", answers.BAD)
     return name, r.arch, tile, *map(str, (r.warps, r.stages, r.registers, r.spills)), shared, str(r.mma)
 
 
@@ -408,7 +394,7 @@ def add_doctor(p: argparse.ArgumentParser) -> None:
     examples(p, "frisket doctor", "frisket doctor --json", "frisket doctor --caches")
 
 
-def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
+def doctor(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     """Versions, the machine, the backends, what native kernels are built with, caches, settings."""
     if args.caches:
         return remembered()
@@ -421,7 +407,7 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
     data = {**where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready, "engines": engines()}
     data |= {"calls": calls, "caches": folders, "settings": settings}
     files = {folder: f"{counted(usage['files'], 'file')}, {size(usage['bytes'])}" for folder, usage in folders.items()}
-    text: list[Piece] = [
+    text: list[answers.Piece] = [
         row("frisket", f"{versions['frisket']}, Python {where['python']}"),
         row("machine", f"{where['system']}, {cpu_count()}, {cpu_name()}"),
         marks("packages", ((name, package(name, versions[name]), bool(versions[name])) for name in PACKAGES)),
@@ -433,14 +419,14 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
         row("settings", "\n".join(f"{v.name:{NAMES}} {settings.get(v.name, 'not set')}" for v in VARIABLES), NAMES + 1),
     ]
     if not installed():
-        text.append(Text(f"neither torch nor JAX is installed: {pip_install('torch')}, or with [jax]", SOME))
-    return CommandResult(data, text)
+        text.append(Text(f"neither torch nor JAX is installed: {pip_install('torch')}, or with [jax]", answers.SOME))
+    return answers.CommandResult(data, text)
 
 
-def marks(name: str, entries: Iterable[tuple[str, str, bool]]) -> AnswerRow:
+def marks(name: str, entries: Iterable[tuple[str, str, bool]]) -> answers.AnswerRow:
     """A mark, a name and what is to say of it, a line each."""
     lines = (
-        Text.assemble(("✓" if good else "✗", GOOD if good else SOME), f" {one:{NAMES - 2}} {text}")
+        Text.assemble(("✓" if good else "✗", answers.GOOD if good else answers.SOME), f" {one:{NAMES - 2}} {text}")
         for one, text, good in entries
     )
     return row(name, Text("\n").join(lines), NAMES + 1)
@@ -474,24 +460,24 @@ def usual() -> dict[str, str]:
 def caches() -> dict[str, dict[str, int]]:
     """Folders of generated kernels, how many files and bytes they hold."""
     # the first of them is in the cache folder
-    folders = [*sorted(cache_folder().glob("*/")), *native_build.directories()[1:]]
+    folders = [*sorted(cache_folder().glob("*/")), *cpp_build.directories()[1:]]
     contents = {str(folder): [f.stat().st_size for f in folder.rglob("*") if f.is_file()] for folder in folders}
     return {folder: {"files": len(sizes), "bytes": sum(sizes)} for folder, sizes in contents.items() if sizes}
 
 
 def native() -> dict[str, Any]:
     """The compiler of the C++ kernels and the folder of their libraries; the reason where they are not used."""
-    if why := native_build.reason():
+    if why := cpp_build.reason():
         return {"off": why}
     off = {"off": f"FRISKET_BACKEND is {LIBRARY}"} if Settings.read().backend == LIBRARY else {}
-    command, folder = native_build.compiler(), native_build.writable()
+    command, folder = cpp_build.compiler(), cpp_build.writable()
     assert command is not None  # else there is a reason
-    preferred = native_build.directories()[0]
+    preferred = cpp_build.directories()[0]
     cache = "kernels are kept nowhere" if folder is None else f"{folder}, {len(list(folder.glob('*.so')))} kernels"
     if folder not in (None, preferred):
         cache += f"; {preferred} cannot be written to"
-    compiler = f"{' '.join(command)}: {native_build.compiler_version(command)}"
-    return off | {"compiler": compiler, "cpu": native_cpu.best(), "cache": cache}
+    compiler = f"{' '.join(command)}: {cpp_build.compiler_version(command)}"
+    return off | {"compiler": compiler, "cpu": cpp_cpu.best(), "cache": cache}
 
 
 def version(name: str) -> str | None:
@@ -505,7 +491,7 @@ def version(name: str) -> str | None:
 EXAMPLE = "causal & window(256)"
 
 
-def remembered() -> CommandResult:
+def remembered() -> answers.CommandResult:
     """The contents of this process's tables after a mask was laid out; tables of one name count as one."""
     _ = mask(EXAMPLE).layout(1024, 1024).facts
     totals: dict[str, Info] = {}
@@ -518,4 +504,4 @@ def remembered() -> CommandResult:
     ]
     header = [tuple(name if name != "bound" else "at most" for name in Info._fields)]
     data = {"after": EXAMPLE, "tables": [t._asdict() for t in totals.values()]}
-    return CommandResult(data, table([*header, *lines], right=range(1, 6)))
+    return answers.CommandResult(data, table([*header, *lines], right=range(1, 6)))

@@ -47,7 +47,7 @@ COMMANDS = {
         Command("show", "EXPR", "how much it shows, what is read, and the picture of its tiles", LOOK, "show"),
         Command("explain", "EXPR", "why a query sees a key or not; or every stage up to a kernel", LOOK, "explain"),
         Command("plot", "EXPR -o FILE", "a picture, or a page to zoom into and ask", LOOK, "explain"),
-        Command("explore", "EXPR", "the mask in a browser: edit it, see tiles and cost change", LOOK, "explore"),
+        Command("explore", "EXPR", "the mask in a browser: edit it, see tiles and cost change", LOOK, "explain"),
         Command("library", "[WORD ...]", "the masks and score mods there are; one in full", LOOK, "show"),
         Command("check", "EXPR", "compare every kernel with a float64 reference", RUN, "kernels"),
         Command("run", "EXPR --tokens FILE ...", "attention over files packed into one sequence", RUN, "run"),

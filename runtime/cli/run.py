@@ -33,6 +33,7 @@ from .show import compiled, described, laid, picture, read_program, require_boun
 
 SLAB = 512  # queries the float64 interpreter looks at together: bounds its memory
 Array = NDArray[Any]
+Rounding = Callable[[Any], Array]
 
 
 def add_run(p: argparse.ArgumentParser) -> None:
@@ -310,9 +311,8 @@ def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> Iterator[lis
 
 
 def oracle(
-    arrays: tuple[Array, Array, Array], mask: Expr | None, score: Expr | None, params: Any, tables: Any,
-    rounded: Callable[[Any], Array] = dense.exactly,
-) -> Iterator[tuple[tuple[slice, slice], Array]]:  # fmt: skip
+    arrays: Any, mask: Expr | None, score: Expr | None, params: Any, tables: Any, rounded: Rounding = dense.exactly
+) -> Iterator[tuple[tuple[slice, slice], Array]]:
     """The float64 interpreter's attention, piece by piece: ((heads, queries), out [1, 1, queries, dim]); with
     `rounded` the same formula in another dtype."""
     q, k, v = arrays

@@ -15,8 +15,7 @@ from matplotlib.patches import Rectangle
 
 from frisket.runtime.layouts.tiling import Tiling
 
-from .terminal import start_of
-from .terminal import tokens as position
+from . import terminal
 
 if TYPE_CHECKING:
     from .pixels import Panel, Style
@@ -113,8 +112,8 @@ def _draw(axes: Axes, layout: Tiling, style: Style, panel: Panel, label: str, pi
         every = block
         while length / every > TICKS:
             every *= 2
-        first, places = start_of(at, b), np.arange(0, length, every)
-        names = [position(first + int(x), first + int(places[-1])) for x in places]
+        first, places = terminal.start_of(at, b), np.arange(0, length, every)
+        names = [terminal.tokens(first + int(x), first + int(places[-1])) for x in places]
         axis.set_ticks([] if style.compact else places, labels=None if style.compact else names)
     axes.tick_params(which="minor", length=0)
     if not style.compact:

@@ -40,6 +40,7 @@ from .pixels import DARK, LIGHT, Palette, of_tiles, png, save
 from .terminal import start_of
 
 Array = NDArray[Any]
+Tables = Mapping[str, Array]
 Pack = Callable[[Array], dict[str, str]]
 TABLES = 8 << 20  # bytes of packed tables in one page
 SAFE = 2**53 - 1  # the Ints a JavaScript number holds
@@ -69,9 +70,8 @@ def mask(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
 
 
 def program(
-    root: Expr, scalars: Mapping[str, Any], tables: Mapping[str, Array], pack: Pack | None = None,
-    shown: Expr | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    root: Expr, scalars: Mapping[str, Any], tables: Tables, pack: Pack | None = None, shown: Expr | None = None
+) -> dict[str, Any]:
     """`nodes`; the `tables` they read; and in `clauses` how each part that can decide a mask is worded."""
     index = {node: i for i, node in enumerate(walk(root))}
     read = sorted({n.name for n in index if n.op in ("lookup", "segment")})

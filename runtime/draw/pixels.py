@@ -39,7 +39,7 @@ from frisket.dsl.ir import uses
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.dense import coordinates, visible
 from frisket.runtime.layouts.tiling import Tiling
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 from .terminal import of_layout, start_of
 
@@ -185,10 +185,18 @@ def save(path: Path, content: bytes) -> None:
 
 
 def plot(
-    layout: Tiling, path: str | Path | None = None, *, b: int | None = None, h: int | None = None,
-    tokens: bool | None = None, compact: bool = False, dark: bool = False, size: float | None = None, dpi: int = 150,
+    layout: Tiling,
+    path: str | Path | None = None,
+    *,
+    b: int | None = None,
+    h: int | None = None,
+    tokens: bool | None = None,
+    compact: bool = False,
+    dark: bool = False,
+    size: float | None = None,
+    dpi: int = 150,
     title: str | None = None,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """The matplotlib figure of a layout, written to `path` (`.png` or `.svg`) if there is one.
 
     `b` and `h` choose a batch entry and head, counted in the layout; else every different picture is drawn, up to six.

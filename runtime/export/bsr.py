@@ -17,7 +17,7 @@ from frisket.dsl.errors import ExportError
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL
 from frisket.lowering.aten.expr import distance_only
 from frisket.runtime.layouts.tiling import Tiling
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 from .tile_lists import BUDGET, distinct, elements, scene, why
 

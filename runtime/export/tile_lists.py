@@ -29,8 +29,7 @@ from frisket.lowering.kernels.torch_mask_mod import mask_mod
 from frisket.lowering.plan import Runs, Sizes, from_records, make_plan, merge
 from frisket.lowering.simplify import simplify
 from frisket.runtime.layouts.tiling import RunTable, Tiling
-from frisket.runtime.machine.extras import extras
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import extras, load_source
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 T = TypeVar("T")
+Values = Mapping[str, Any]
 BUDGET = 1 << 28  # elements, or entries of an array, an export may look at or hold
 _STEP = 1 << 21  # elements looked at in one go
 _FINE = 8  # tokens of a tile whose elements are looked at one by one
@@ -268,7 +268,8 @@ def both_ways(
     """
     kinds = ((PARTIAL,), (FULL,)) if separate else ((PARTIAL, FULL),)
     slices = _slices(layout)
-    sides = [(layout.runs, layout.rows, layout.columns), (layout.transposed.runs, layout.columns, layout.rows)]
+    forward, transposed = layout.runs, layout.transposed.runs
+    sides = [TileSide(forward, layout.rows, layout.columns), TileSide(transposed, layout.columns, layout.rows)]
     _check(sides, name)
     widest = [_longest(table, kind) if compact else columns for table, _, columns in sides for kind in kinds]
     lines = [rows for _, rows, _ in sides for _ in kinds]
@@ -278,15 +279,23 @@ def both_ways(
         text += f"{slices.shape[1]} masks of {layout.rows} x {layout.columns} tiles\n  the most is "
         raise ExportError(f"{text}{MEMORY >> 30} GiB: use larger tiles, or to_bsr(), with only the tiles that are read")
     out = []
-    for table, rows, columns in sides:
-        of = np.asarray(table.slice_of)[: slices.shape[0], : slices.shape[1]]
+    for side in sides:
+        of = np.asarray(side.table.slice_of)[: slices.shape[0], : slices.shape[1]]
         for kind in kinds:
-            width = _longest(table, kind) if compact else columns
-            out.append(_lists(table, kind, rows, columns, width, of, device, tail))
+            width = _longest(side.table, kind) if compact else side.columns
+            out.append(_lists(side, kind, width, of, device, tail))
     return out
 
 
 Kind = tuple[int, ...]  # tiles of these kinds
+
+
+class TileSide(NamedTuple):
+    """The tiles of a layout read one way: their runs, and how many rows and columns of tiles there are."""
+
+    table: RunTable
+    rows: int
+    columns: int
 
 
 def _slices(layout: Tiling) -> Array:
@@ -297,7 +306,7 @@ def _slices(layout: Tiling) -> Array:
     return np.asarray(slice_of[:nb, :nh])
 
 
-def _check(sides: list[tuple[RunTable, int, int]], name: str) -> None:
+def _check(sides: list[TileSide], name: str) -> None:
     """Forward and transposed hold the same tiles: both prove FULL and EMPTY, so equal totals mean equal sets."""
     totals = []
     for t, rows, _ in sides:
@@ -323,9 +332,10 @@ def _longest(t: RunTable, kind: Kind) -> int:
     return max(1, int(_counts(t, kind).max(initial=0)))
 
 
-def _lists(t: RunTable, kind: Kind, rows: int, columns: int, width: int, of: Array, device: Any, tail: Tail) -> Lists:
+def _lists(side: TileSide, kind: Kind, width: int, of: Array, device: Any, tail: Tail) -> Lists:
     import torch
 
+    t, rows, columns = side
     count = _counts(t, kind)
     n = len(count)
     mine = np.isin(t.kind, kind)
@@ -456,9 +466,8 @@ def mask_mod_of(layout: Tiling, device: Any = "cpu") -> Callable[..., Any]:
 
 
 def written(
-    e: Expr, tables: Mapping[str, Any], reach: Mapping[str, int], sizes: Sizes, title: str, device: Any,
-    tensors: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:  # fmt: skip
+    e: Expr, tables: Values, reach: Values, sizes: Sizes, title: str, device: Any, tensors: Values | None = None
+) -> Callable[..., Any]:
     """The `mask_mod` of an Expr whose parameters and sizes are literals. `reach` are what its positions stay below,
     `sizes` the same of the whole problem; `tensors` are those to look into, where torch can, in place of copies."""
     import torch
@@ -479,7 +488,7 @@ def written(
     read = {n: read[n] for n in kinds}  # the simplifier may have dropped some
     source = mask_mod(mask, {n: t.shape for n, t in read.items()}, reach=reach, int64=plan.int64, title=title)
     arguments = (_tensor(torch, t, kinds[n][1], device, as_they_are.get(n)) for n, t in read.items())
-    function = load(source, importable=True, torch=torch, math=math)["make"](*arguments)
+    function = load_source(source, importable=True, torch=torch, math=math)["make"](*arguments)
     function.source = source
     return function  # type: ignore[no-any-return]
 

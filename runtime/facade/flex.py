@@ -5,7 +5,7 @@
 67.1875
 """
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
     # torch does not document the names with an underscore; programs import them with the public ones

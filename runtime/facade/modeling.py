@@ -10,35 +10,14 @@
 from importlib import import_module
 from typing import Any
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
-    from frisket.runtime.modeling.layers import (
-        EasyMethod,
-        apply_rotary_pos_emb,
-        concatenate_to_cache,
-        get_dot_general_by_bits,
-        init_cache,
-        repeat_kv_bnsh,
-        repeat_kv_bsnh,
-        rotary_tables,
-        rotate_half,
-    )
+    from frisket.runtime.modeling import layers
 
-from frisket.runtime.modeling.meshes import (
-    add_start_docstrings,
-    canonicalize_dtype,
-    create_mesh,
-    get_gradient_checkpoint_policy,
-    get_names_from_partition_spec,
-    get_ranks_and_size,
-    names_in_mesh,
-)
+from frisket.runtime.modeling.layers import *  # noqa: F403
 
-__all__ = ["EasyMethod", "add_start_docstrings", "apply_rotary_pos_emb", "canonicalize_dtype", "concatenate_to_cache"]
-__all__ += ["create_mesh", "get_dot_general_by_bits", "get_gradient_checkpoint_policy", "get_names_from_partition_spec"]
-__all__ += ["get_ranks_and_size", "init_cache", "names_in_mesh", "repeat_kv_bnsh", "repeat_kv_bsnh", "rotary_tables"]
-__all__ += ["rotate_half"]
+__all__ = layers.__all__
 
 
 def __getattr__(name: str) -> Any:

@@ -8,13 +8,12 @@
 (1, 256, 8, 64)
 """
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
+    from frisket.runtime.operations import base
     from frisket.runtime.operations import operators as operators  # registered by being imported
 
-from frisket.runtime.operations.base import AttentionImpl, AttentionRegistry, BaseOperation, OperationRegistry
-from frisket.runtime.operations.metadata import AttentionMetadata, AttentionOutput, Backend, OperationMetadata, Platform
+from frisket.runtime.operations.base import *  # noqa: F403
 
-__all__ = ["AttentionImpl", "AttentionMetadata", "AttentionOutput", "AttentionRegistry", "Backend", "BaseOperation"]
-__all__ += ["OperationMetadata", "OperationRegistry", "Platform"]
+__all__ = base.__all__

@@ -5,14 +5,11 @@
 P(('fsdp', 'dp'), 'sp', 'tp', None)
 """
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
-    from frisket.runtime.sharding.partition import current_mesh
+    from frisket.runtime.sharding import partition
 
-from frisket.runtime.sharding import names
-from frisket.runtime.sharding.names import *  # noqa: F403
-from frisket.runtime.sharding.partition import PartitionAxis, PartitionManager, current_partition_manager
+from frisket.runtime.sharding.partition import *  # noqa: F403
 
-__all__ = ["PartitionAxis", "PartitionManager", "current_mesh", "current_partition_manager"]
-__all__ += names.__all__
+__all__ = partition.__all__

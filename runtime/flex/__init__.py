@@ -1,1 +1,0 @@
-"""PyTorch's flex_attention API on frisket; `import frisket.flex` has the public names."""

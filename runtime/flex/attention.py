@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType, FunctionType, ModuleType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -45,27 +45,59 @@ from .tensor_mask import LISTS, columns_of, kinds_of
 
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
-    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: Literal[False] = ..., kernel_options: FlexKernelOptions | None = None, *, return_aux: None = None,
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = ...,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: None = None,
+) -> Tensor: ...
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
-    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: Literal[False] = ..., kernel_options: FlexKernelOptions | None = None, *, return_aux: AuxRequest,
-) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = ...,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
-    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    *, return_lse: Literal[True], kernel_options: FlexKernelOptions | None = None, return_aux: None = None,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: FlexKernelOptions | None = None,
+    return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
-    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: bool = False, kernel_options: FlexKernelOptions | None = None, *, return_aux: AuxRequest | None = None,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """`flex_attention(query, key, value, score_mod, block_mask)`: torch's flex_attention, run by frisket.
 
     >>> import torch
@@ -98,13 +130,9 @@ def flex_attention(
     if isinstance(scale, Tensor) and (learns(scale) or in_graph(scale)) and not scale.ndim:
         score_mod, scale = _scaled(scale, score_mod), 1.0
     top = return_aux is not None and return_aux.max_scores
-    if torch.compiler.is_dynamo_compiling():
-        rows = top or return_lse or (return_aux is not None and return_aux.lse)
-        results: tuple[Tensor, Any, Any] = compiled(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top, rows
-        )
-    else:
-        results = attend(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top)
+    rows = top or return_lse or (return_aux is not None and return_aux.lse)
+    args = FlexArgs(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top, rows)
+    results: tuple[Tensor, Any, Any] = compiled(args) if torch.compiler.is_dynamo_compiling() else attend(args)
     out, lse, largest = results
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, largest if return_aux.max_scores else None)
@@ -120,13 +148,27 @@ def _scaled(scale: Tensor, score_mod: Callable[..., Any] | None) -> Callable[...
     return scaled
 
 
-def compiled(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, gqa: bool,
-    kernel_options: Any, top: bool, rows: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(out, lse, max) in a graph; without `rows`, lse and max may be None. Traced by Dynamo, so plain Python."""
+class FlexArgs(NamedTuple):
+    """The arguments of a call of flex_attention: with `top` the max is returned, without `rows` lse and max may be None
+    in a graph."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Any
+    block_mask: Any
+    scale: float | None
+    gqa: bool
+    kernel_options: Any
+    top: bool
+    rows: bool
+
+
+def compiled(args: FlexArgs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(out, lse, max) in a graph. Traced by Dynamo, so plain Python."""
     from .graph import call, unchanged  # imports torch._dynamo, which few programs need
 
+    query, key, value, score_mod, block_mask, scale, gqa, kernel_options, top, rows = args
     nested, ragged = query, None
     if query.is_nested:
         (query, key, value), ragged = opened(query, key, value, score_mods.NAMES, ArrayError)
@@ -162,11 +204,9 @@ def compiled(
     return results if ragged is None else closed_all(results, nested)
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, gqa: bool,
-    kernel_options: Any, top: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+def attend(args: FlexArgs) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out, lse, max) of a call in eager mode."""
+    query, key, value, score_mod, block_mask, scale, gqa, kernel_options, top, _ = args
     ragged = nested = words = None
     if isinstance(query, Tensor) and query.is_nested:
         nested = query
@@ -195,7 +235,8 @@ def attend(
 
         score = None if score_mod is None else score_mods.traced(score_mod, valueless=True)[0]
         score = score if score is None or ragged is None else score_mods.local_in_graph(score, ragged)
-        results: tuple[Tensor, Tensor | None, Tensor | None] = operator(query, key, value, score, visible, options, top)
+        results: tuple[Tensor, Tensor | None, Tensor | None]
+        results = operator((query, key, value), score, visible, options, top)
     else:
         if mod is not None and ragged is not None:
             mod, names = score_mods.local(mod, ragged)

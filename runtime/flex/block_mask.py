@@ -21,29 +21,17 @@ from frisket.lowering.analysis.tiles import PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.export.tile_lists import exact_lists
-from frisket.runtime.machine.integers import outside
+from frisket.runtime.machine.caller import outside
 from frisket.runtime.masks.answers import score_lookups
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, MaskLike
 
-from . import derived
+from . import derived, tensor_mask
 from .checks import ListError, check_lookups, pair
-from .tensor_mask import (
-    LEGEND,
-    LISTS,
-    TENSORS,
-    Lists,
-    TensorMask,
-    check_lists,
-    columns_of,
-    kinds_of,
-    tensor_mask_of,
-    tile_string,
-    with_columns,
-    with_orders,
-)
+from .tensor_mask import LISTS, TENSORS, Lists, TensorMask
 
 Block = int | tuple[int, int]
+Pair = tuple[int, int]
 
 
 class BlockMask(theirs.BlockMask):
@@ -85,13 +73,24 @@ class BlockMask(theirs.BlockMask):
     _user_lists: Lists | None  # the user's own lists
 
     def __init__(
-        self, seq_lengths: tuple[int, int], kv_num_blocks: Tensor, kv_indices: Tensor,
-        full_kv_num_blocks: Tensor | None, full_kv_indices: Tensor | None, q_num_blocks: Tensor | None,
-        q_indices: Tensor | None, full_q_num_blocks: Tensor | None, full_q_indices: Tensor | None,
-        BLOCK_SIZE: Block = (128, 128), mask_mod: MaskLike = theirs.noop_mask, *, dq_write_order: Tensor | None = None,
-        dq_write_order_full: Tensor | None = None, dq_kv_order: Tensor | None = None,
+        self,
+        seq_lengths: tuple[int, int],
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None,
+        full_kv_indices: Tensor | None,
+        q_num_blocks: Tensor | None,
+        q_indices: Tensor | None,
+        full_q_num_blocks: Tensor | None,
+        full_q_indices: Tensor | None,
+        BLOCK_SIZE: Block = (128, 128),
+        mask_mod: MaskLike = theirs.noop_mask,
+        *,
+        dq_write_order: Tensor | None = None,
+        dq_write_order_full: Tensor | None = None,
+        dq_kv_order: Tensor | None = None,
         dq_kv_order_spt: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make a mask from lists of tiles, like torch's: a position is visible in a full tile, and in a partial one
         where `mask_mod` shows it. `from_kv_blocks` makes the lists of columns."""
         by_rows = kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
@@ -99,7 +98,7 @@ class BlockMask(theirs.BlockMask):
         orders = dq_write_order, dq_write_order_full, dq_kv_order
         lists: Lists = dict(zip(TENSORS, (*by_rows, *by_columns, *orders), strict=True))
         lengths, block = pair(seq_lengths, "seq_lengths", 0), pair(BLOCK_SIZE, "BLOCK_SIZE")
-        check_lists(lists, lengths[1], block[1])
+        tensor_mask.check_lists(lists, lengths[1], block[1])
         if dq_write_order_full is not None and dq_write_order is None:
             raise ListError("dq_write_order_full requires dq_write_order")
         mod, fn, text = forms_of(mask_mod)
@@ -110,9 +109,8 @@ class BlockMask(theirs.BlockMask):
         self._check_cover(lengths)
 
     def _begin(
-        self, mod: TensorMask | None, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...],
-        device: Any, text: str | None = None,
-    ) -> None:  # fmt: skip
+        self, mod: TensorMask | None, lengths: Pair, block: Pair, batch: tuple[int, ...], device: Any, text: str | None
+    ) -> None:
         self._traced = mod  # what mask_mod says; all of the mask unless there are lists of the user's
         self._text = mod.text if text is None and mod is not None else text
         self._fn = self._user_lists = None
@@ -124,9 +122,15 @@ class BlockMask(theirs.BlockMask):
 
     @classmethod
     def of(
-        cls, mod: TensorMask | None, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...],
-        device: Any, like: BlockMask | None = None, text: str | None = None,
-    ) -> BlockMask:  # fmt: skip
+        cls,
+        mod: TensorMask | None,
+        lengths: tuple[int, int],
+        block: tuple[int, int],
+        batch: tuple[int, ...],
+        device: Any,
+        like: BlockMask | None = None,
+        text: str | None = None,
+    ) -> BlockMask:
         """A mask by its expression alone, with the options of another."""
         mask = cls.__new__(cls)  # `__init__` needs lists, and checks them
         mask._begin(mod, lengths, block, batch, device, text)
@@ -137,12 +141,20 @@ class BlockMask(theirs.BlockMask):
 
     @classmethod
     def from_kv_blocks(
-        cls, kv_num_blocks: Tensor, kv_indices: Tensor, full_kv_num_blocks: Tensor | None = None,
-        full_kv_indices: Tensor | None = None, BLOCK_SIZE: Block = 128, mask_mod: MaskLike | None = None,
-        seq_lengths: tuple[int, int] | None = None, compute_q_blocks: bool = True, *,
-        dq_write_order: Tensor | None = None, dq_write_order_full: Tensor | None = None,
+        cls,
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        BLOCK_SIZE: Block = 128,
+        mask_mod: MaskLike | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+        compute_q_blocks: bool = True,
+        *,
+        dq_write_order: Tensor | None = None,
+        dq_write_order_full: Tensor | None = None,
         dq_kv_order: Tensor | bool | None = None,
-    ) -> BlockMask:  # fmt: skip
+    ) -> BlockMask:
         """A mask from lists of tiles: `kv_num_blocks` int32 [B, H, rows] says how many tiles of keys a row of query
         tiles reads, `kv_indices` int32 [B, H, rows, columns] which, in its first entries; `full_*` are the same for
         tiles in which every position is visible. B or H is 1, or left out, where all entries or heads are alike.
@@ -158,15 +170,15 @@ class BlockMask(theirs.BlockMask):
         lists |= {"dq_write_order": dq_write_order, "dq_write_order_full": dq_write_order_full}
         block = pair(BLOCK_SIZE, "BLOCK_SIZE")
         kv_len = None if seq_lengths is None else pair(seq_lengths, "seq_lengths", 0)[1]
-        check_lists(lists, kv_len, block[1])
+        tensor_mask.check_lists(lists, kv_len, block[1])
         if dq_kv_order is not None and not isinstance(dq_kv_order, bool | Tensor):
             raise ListError(f"dq_kv_order must be a bool, Tensor, or None, not {type(dq_kv_order).__name__}")
         order = dq_kv_order if isinstance(dq_kv_order, Tensor) else None
         lists |= {"dq_kv_order": order}
-        columns = columns_of(lists, kv_len, block[1])
+        columns = tensor_mask.columns_of(lists, kv_len, block[1])
         if seq_lengths is None:
             seq_lengths = kv_indices.shape[-2] * block[0], columns * block[1]
-        lists = with_columns(lists, columns, kv_len, block[1]) if compute_q_blocks else lists
+        lists = tensor_mask.with_columns(lists, columns, kv_len, block[1]) if compute_q_blocks else lists
         spt = dq_kv_order if isinstance(dq_kv_order, bool) else None
         mod = theirs.noop_mask if mask_mod is None else mask_mod
         return cls(seq_lengths, **lists, BLOCK_SIZE=block, mask_mod=mod, dq_kv_order_spt=spt)  # type: ignore[arg-type]
@@ -179,7 +191,7 @@ class BlockMask(theirs.BlockMask):
         if self._traced is None:
             what = self._fn if self._text is None else self._text
             assert what is not None
-            self._traced = tensor_mask_of(what)
+            self._traced = tensor_mask.tensor_mask_of(what)
             self._text = self._traced.text
         return self._traced
 
@@ -249,7 +261,7 @@ class BlockMask(theirs.BlockMask):
         versions = (self._mod.versions, () if self._user_lists is None else _versions(self._user_lists))
         if self._versions != versions:
             if self._user_lists is not None:
-                check_lists(self._user_lists, self._lengths[1], self._block[1])
+                tensor_mask.check_lists(self._user_lists, self._lengths[1], self._block[1])
             if self._versions is not None:  # None at first: lists of `unflatten` and `to` are not stale
                 self._results.clear()
             self._versions = versions
@@ -330,7 +342,7 @@ class BlockMask(theirs.BlockMask):
             lists: Lists = {**dict.fromkeys(TENSORS), **wide}
             if not self._columns:
                 lists |= dict.fromkeys(LISTS[4:])
-            results["lists"] = with_orders(lists, self.dq_kv_order_spt) if self._orders else lists
+            results["lists"] = tensor_mask.with_orders(lists, self.dq_kv_order_spt) if self._orders else lists
         results.setdefault("written", _versions(results["lists"]))
         return cast(Lists, results["lists"])
 
@@ -406,7 +418,7 @@ class BlockMask(theirs.BlockMask):
         """uint8 [B, H, rows, columns] of tiles: 0 empty, 1 partial, 2 full."""
         if self._user_lists is not None or torch.compiler.is_dynamo_compiling():
             lists = self._tensors()
-            return kinds_of(lists, columns_of(lists, self._lengths[1], self._block[1]))
+            return tensor_mask.kinds_of(lists, tensor_mask.columns_of(lists, self._lengths[1], self._block[1]))
         kinds = torch.from_numpy(self.layout.kinds())
         # a full tile is a partial one where there are no lists of full ones
         return (kinds if self._separate_full else kinds.clamp(max=PARTIAL)).to(self.device)
@@ -421,12 +433,12 @@ class BlockMask(theirs.BlockMask):
         (rows, columns) cells; None or -1 draws every tile. A cell is `██` where every tile in it is full, `▒▒` where
         every one is read and some are partial, `░░` where some are read, blank where none is. (torch draws full and
         partial tiles alike.)"""
-        return tile_string(self._kinds(), grid_size, limit)
+        return tensor_mask.tile_string(self._kinds(), grid_size, limit)
 
     @outside
     def __str__(self) -> str:
         head = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%,"
-        return f"{head}\n{self.to_string().rstrip()}\n{LEGEND}\n)"
+        return f"{head}\n{self.to_string().rstrip()}\n{tensor_mask.LEGEND}\n)"
 
     @outside
     def __repr__(self) -> str:
@@ -494,7 +506,7 @@ def forms_of(mask_mod: Any) -> tuple[TensorMask | None, Callable[..., Any] | Non
     """A mask_mod as an expression, a function and a text, as far as there is one. In a graph nothing is traced."""
     if torch.compiler.is_dynamo_compiling():
         return None, *derived.function_or_text(mask_mod)
-    mod = tensor_mask_of(mask_mod)
+    mod = tensor_mask.tensor_mask_of(mask_mod)
     return mod, mask_mod if callable(mask_mod) else None, mod.text
 
 

@@ -24,7 +24,7 @@ from frisket.lowering.analysis.decide import Lookup
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import scale_of, symbolic
 from frisket.runtime.calls.options import AS_CHOSEN, KERNELS, LaunchOptions, Options, Tuning
-from frisket.runtime.machine.integers import as_int
+from frisket.runtime.machine.caller import as_int
 
 
 class MaskModError(TraceError, AssertionError, RuntimeError, ValueError):

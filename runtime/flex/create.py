@@ -18,7 +18,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL
 from frisket.lowering.plan import Sizes
-from frisket.runtime.machine.integers import leave
+from frisket.runtime.machine.caller import leave
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod, program
 
 from .block_mask import Block, BlockMask, forms_of
@@ -29,10 +29,18 @@ from .tensor_mask import TensorMask, of_bound, of_function, only_read, ordered, 
 
 
 def create_block_mask(
-    mask_mod: MaskLike | TensorMask, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
-    BLOCK_SIZE: Block = 128, _compile: bool = False, separate_full_blocks: bool = True,
-    compute_dq_write_order: bool = False, dq_kv_order: bool = True,
-) -> BlockMask:  # fmt: skip
+    mask_mod: MaskLike | TensorMask,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: Block = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
     """`create_block_mask(lambda b, h, q, k: q >= k, None, None, 4096, 4096)`: a mask, to be laid out in tiles.
 
     >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu").sparsity()
@@ -168,9 +176,14 @@ class Joined:
 
 
 def create_nested_block_mask(
-    mask_mod: MaskLike, B: int | None, H: int | None, q_nt: Tensor, kv_nt: Tensor | None = None,
-    BLOCK_SIZE: Block = 128, _compile: bool = False,
-) -> BlockMask:  # fmt: skip
+    mask_mod: MaskLike,
+    B: int | None,
+    H: int | None,
+    q_nt: Tensor,
+    kv_nt: Tensor | None = None,
+    BLOCK_SIZE: Block = 128,
+    _compile: bool = False,
+) -> BlockMask:
     """`create_nested_block_mask(causal, 1, 1, query)`: a mask over the packed sequences of a jagged nested tensor.
 
     >>> q = torch.nested.nested_tensor([torch.ones(n, 2, 16) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
@@ -207,9 +220,12 @@ def create_nested_block_mask(
 
 
 def _create_sparse_block_from_block_mask(
-    block_mask: tuple[Tensor, Tensor | None], mask_mod: MaskLike | None, seq_lengths: tuple[int, int],
-    Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128,
-) -> BlockMask:  # fmt: skip
+    block_mask: tuple[Tensor, Tensor | None],
+    mask_mod: MaskLike | None,
+    seq_lengths: tuple[int, int],
+    Q_BLOCK_SIZE: int = 128,
+    KV_BLOCK_SIZE: int = 128,
+) -> BlockMask:
     """torch's private function: a mask from [B, H, rows, columns] of tiles, 1 where a tile is partial, or full."""
     count, index = ordered(block_mask[0])
     full: tuple[Tensor | None, Tensor | None] = (None, None) if block_mask[1] is None else ordered(block_mask[1])

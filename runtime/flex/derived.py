@@ -25,21 +25,9 @@ from frisket.dsl.ir import Expr, lit, var
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.runtime.masks.mask import Mask, program
 
+from . import tensor_mask
 from .checks import ListError, MaskModError, OrderError, PickError
-from .tensor_mask import (
-    LISTS,
-    PACKED,
-    TENSORS,
-    Lists,
-    TensorMask,
-    Value,
-    columns_of,
-    fresh,
-    ordered,
-    tensor_mask_of,
-    with_columns,
-    with_orders,
-)
+from .tensor_mask import LISTS, TENSORS, Lists, TensorMask, Value
 
 if TYPE_CHECKING:
     from .block_mask import BlockMask
@@ -120,7 +108,7 @@ def _entries(at: Tensor, n: int, name: str) -> Pick:
     # values on a device are not waited for
     if not torch.compiler.is_dynamo_compiling() and at.is_cpu and bool(((at < -n) | (at >= n)).any()):
         raise PickError(f"{name} {at.tolist()}\n  there are {n}: {-n}..{n - 1}")
-    return Pick(0, len(at), n, torch.where(at < 0, at + n, at).long(), PACKED)
+    return Pick(0, len(at), n, torch.where(at < 0, at + n, at).long(), tensor_mask.PACKED)
 
 
 def _text(index: slice) -> str:
@@ -133,7 +121,7 @@ def picked_mask(mod: TensorMask, picks: Sequence[Pick], q_len: int, block: int) 
     values: dict[str, Value] = {}
 
     def table(name: str, at: Tensor, index: Expr) -> Expr:
-        name = fresh(name, {*mod.values, *values})
+        name = tensor_mask.fresh(name, {*mod.values, *values})
         values[name] = at
         return ir.lookup(name, (index,))
 
@@ -188,8 +176,9 @@ def part(mask: BlockMask, index: Any) -> BlockMask:
                 x = pick.select(x, axis)
             lists[name] = x
     if user_lists["q_indices"] is not None:
-        lists = with_columns(lists, columns_of(lists, kv_len, mask._block[1]), kv_len, mask._block[1])
-    picked._hold(with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists)
+        columns = tensor_mask.columns_of(lists, kv_len, mask._block[1])
+        lists = tensor_mask.with_columns(lists, columns, kv_len, mask._block[1])
+    picked._hold(tensor_mask.with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists)
     return picked
 
 
@@ -228,7 +217,7 @@ def joined(op: str, mask: BlockMask, other: Any) -> BlockMask:
     """Two of one shape in one, or one with a mask_mod."""
     if torch.compiler.is_dynamo_compiling():
         return _joined_in_graph(op, mask, other)
-    mod, batch = tensor_mask_of(other), mask._batch
+    mod, batch = tensor_mask.tensor_mask_of(other), mask._batch
     if isinstance(other, type(mask)):
         if (mask._lengths, mask._block) != (other._lengths, other._block):
             text = f"masks of {mask._lengths} in tiles of {mask._block} and of {other._lengths} in tiles of "
@@ -293,8 +282,8 @@ def lists_of(kinds: Tensor, separate_full: bool, columns: bool) -> Lists:
     if separate_full:
         sides["full_kv"] = kinds == FULL
     for name, grid in sides.items():
-        lists[f"{name}_num_blocks"], lists[f"{name}_indices"] = ordered(grid)
-    return with_columns(lists, kinds.shape[-1]) if columns else lists
+        lists[f"{name}_num_blocks"], lists[f"{name}_indices"] = tensor_mask.ordered(grid)
+    return tensor_mask.with_columns(lists, kinds.shape[-1]) if columns else lists
 
 
 def laid_out(mask: BlockMask) -> Lists:
@@ -302,7 +291,7 @@ def laid_out(mask: BlockMask) -> Lists:
     from .graph import tiles  # imports torch._dynamo, which few programs need
 
     lists = lists_of(tiles(mask), mask._separate_full, mask._columns)
-    return with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists
+    return tensor_mask.with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists
 
 
 def visible(mask: BlockMask) -> MaskMod:
@@ -394,8 +383,8 @@ def _part_in_graph(mask: BlockMask, index: Any) -> BlockMask:
                 x = pick.select(x, axis)
         chosen[name] = x
     if lists["q_indices"] is not None:
-        chosen = with_columns(chosen, -(-kv_len // mask._block[1]))
-    picked._hold(with_orders(chosen, mask.dq_kv_order_spt) if mask._orders else chosen)
+        chosen = tensor_mask.with_columns(chosen, -(-kv_len // mask._block[1]))
+    picked._hold(tensor_mask.with_orders(chosen, mask.dq_kv_order_spt) if mask._orders else chosen)
     return picked
 
 

@@ -8,7 +8,7 @@ in its place, which holds the expression of that graph as a text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,14 +41,30 @@ def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     return score
 
 
+Qkv = tuple[Tensor, Tensor, Tensor]
+Mod = TensorMask | None
+
+
+class GraphArgs(NamedTuple):
+    """The arguments of an operator of a graph, as Dynamo writes them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Any
+    masks: tuple[Any, ...]
+    unused: None
+    request: Any
+    score_values: tuple[Any, ...] = ()
+    mask_values: tuple[Any, ...] = ()
+
+
 class FlexAttentionOp(HigherOrderOperator):
     """A call of flex_attention, as Dynamo writes it: score_mod and mask_mod are graphs, what they captured is last."""
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, request: Any,
-        score_values: tuple[Any, ...] = (), mask_values: tuple[Any, ...] = (),
-    ) -> Any:  # fmt: skip
+    def __call__(self, *arguments: Any) -> Any:
         """Whatever mode is on sees the operator that this is in the end, and nothing of this one."""
+        query, key, value, score_mod, masks, _, request, score_values, mask_values = GraphArgs(*arguments)
         mod = over_graph(score_mod, score_values, "score")
         if request["text"] is not None:
             visible = TensorMask(program(request["text"]).mask.expr, request["values"])  # type: ignore[union-attr]
@@ -63,16 +79,14 @@ class FlexAttentionOp(HigherOrderOperator):
             visible, mod = confined(visible, ragged), local_in_graph(mod, ragged)
         kernel = {n: _fixed(x) for n, x in request["kernel"].items()}
         options = options_of(_fixed(request["scale"]), request["gqa"], read(kernel), query.device.type)
-        return operator(query, key, value, mod, visible, options, request["top"], request["rows"])
+        return operator((query, key, value), mod, visible, options, request["top"], request["rows"])
 
 
 class BlockMaskOp(HigherOrderOperator):
     """The tiles of a mask that a graph made, as Dynamo writes it: arguments as those of `FlexAttentionOp`."""
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, request: Any,
-        score_values: tuple[Any, ...] = (), mask_values: tuple[Any, ...] = (),
-    ) -> Any:  # fmt: skip
+    def __call__(self, *arguments: Any) -> Any:
+        query, _, _, _, masks, _, request, _, mask_values = GraphArgs(*arguments)
         visible = over_graph(masks[-1], mask_values, "mask")
         if request["text"] is not None:
             visible = TensorMask(program(request["text"]).mask.expr, {})  # type: ignore[union-attr]
@@ -170,9 +184,8 @@ def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
 
 
 def operator(
-    query: Tensor, key: Tensor, value: Tensor, mod: TensorMask | None, visible: TensorMask | None, options: Options,
-    top: bool, rows: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    qkv: Qkv, mod: Mod, visible: Mod, options: Options, top: bool, rows: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out, lse, max) by an operator of frisket; without `rows`, lse and max may be None."""
     if mod is not None:
         mod = without_clashes(mod, visible)[0]
@@ -184,4 +197,4 @@ def operator(
     )
     free = {n: x for n, x in values.items() if n not in numbers}
     spec = spec_of(program, options, free)
-    return torch_library.written(spec, 0.0, CallArgs(query, key, value, top=top), None, free, rows)
+    return torch_library.written(spec, 0.0, CallArgs(*qkv, top=top), None, free, rows)

@@ -374,22 +374,25 @@ class FlexPair:
         return all(x.is_still(x.ref() if n is None else tensors[n]) for n, x in self.watched)
 
     def check(
-        self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], requests: KernelRequests, block_mask: Any,
+        self,
+        q: Tensor,
+        k: Tensor,
+        tensors: Mapping[str, Tensor],
+        requests: KernelRequests,
+        mask: Any,
         words: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Check once for these lengths, where nothing is on a device. `words` are those of `check_lookups`."""
-        place = query.shape[:3], key.shape[2], requests.promises
-        if place in self.checked or 0 in query.shape or 0 in key.shape:  # without queries or keys no table is read
+        place = q.shape[:3], k.shape[2], requests.promises
+        if place in self.checked or 0 in q.shape or 0 in k.shape:  # without queries or keys no table is read
             return
         if not self.placed:
             if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):
                 shapes = {n: _shape(n, tensors[source], self.att.score.expr) for n, source in self.floats.items()}
                 score = self.att.score.bind(**shapes)
-                lookups = score.lookups(
-                    query.shape[2], key.shape[2], self.att.mask, batch=query.shape[0], heads=query.shape[1]
-                )
+                lookups = score.lookups(q.shape[2], k.shape[2], self.att.mask, batch=q.shape[0], heads=q.shape[1])
                 check_lookups(lookups, self.renamed, words)
-            check_promises(requests.promises, self.att, block_mask, query, key)
+            check_promises(requests.promises, self.att, mask, q, k)
         self.checked.add(place)
 
     def __call__(

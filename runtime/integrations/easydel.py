@@ -68,25 +68,23 @@ def register(name: str = "frisket", operator: str = "frisket") -> type[Any]:
             return replace(super().get_requirements(*mode, **cache), name=name)
 
         def forward_native(self, query: Any, key: Any, value: Any, **call: Any) -> Any:
-            outputs = _attend(self.metadata, operator, query, key, value, **call)
+            outputs = _attend(self.metadata, operator, query, key, value, call)
             return AttentionOutput(attention_weights=None, attention_outputs=outputs)
 
     registered: type[Any] = OperationRegistry.register(FrisketAttn)
     return registered
 
 
-def _attend(
-    theirs: Any, operator: str, query: Any, key: Any, value: Any, *, mask_info: Any = None, bias: Any = None,
-    init_bias: Any = None, softmax_aux: Any = None, dropout_rng: Any = None, **call: Any,
-) -> Any:  # fmt: skip
+def _attend(theirs: Any, operator: str, query: Any, key: Any, value: Any, call: dict[str, Any]) -> Any:
     """A call of EasyDeL's on every device of its mesh: batches and heads are split as its partition axes say."""
+    mask_info, bias, init_bias = (call.get(n) for n in ("mask_info", "bias", "init_bias"))
     lengths = CallSizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
     if bias is None and mask_info is None and init_bias is not None:
         bias = init_bias()
-    arrays = {**_mask(lengths, mask_info), "bias": bias, "softmax_aux": sinks_of_heads(softmax_aux, lengths)}
-    arrays["dropout_rng"] = dropout_rng
+    arrays = {**_mask(lengths, mask_info), "bias": bias, "dropout_rng": call.get("dropout_rng")}
+    arrays["softmax_aux"] = sinks_of_heads(call.get("softmax_aux"), lengths)
     arrays = {n: x for n, x in arrays.items() if x is not None}  # specs are for arrays alone
-    settings = {"align": "start", **_flags(lengths, mask_info, **call)}
+    settings = {"align": "start", **_flags(lengths, call)}
 
     metadata = AttentionMetadata(theirs.runtime_dtype, mesh=theirs.mesh, partition_manager=theirs.partition_manager)
     # without a mesh: inside shard_map arrays are those of one device
@@ -123,25 +121,21 @@ def _mask(lengths: CallSizes, mask_info: Any) -> dict[str, Any]:
     return {"mask": mask_info.get_or_compute_attention_mask()[..., : lengths.q_len, : lengths.kv_len]}
 
 
-def _flags(
-    lengths: CallSizes, mask_info: Any, causal: bool = False, sliding_window: Any = None, cum_seqlens_q: Any = None,
-    cum_seqlens_k: Any = None, softmax_scale: Any = None, logits_soft_cap: Any = None, deterministic: bool = True,
-    dropout_prob: float = 0.0, **rest: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """The settings of a call of EasyDeL's that say something to frisket; `rest` speaks of EasyDeL's kernels."""
-    if cum_seqlens_q is not None or cum_seqlens_k is not None:
+# keywords of a call of EasyDeL's that say something to frisket; others speak of EasyDeL's kernels
+DEFAULTS: dict[str, Any] = {"causal": False, "sliding_window": None, "softmax_scale": None, "logits_soft_cap": None}
+DEFAULTS |= {"deterministic": True, "dropout_prob": 0.0}
+
+
+def _flags(lengths: CallSizes, call: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a call of EasyDeL's that say something to frisket."""
+    if call.get("cum_seqlens_q") is not None or call.get("cum_seqlens_k") is not None:
         raise ParameterError(
             "cum_seqlens_q and cum_seqlens_k are not read here; give segment ids: mask_info=MaskInfo.from_segments(ids)"
         )
-    if mask_info is not None:
+    settings = {n: call.get(n, default) for n, default in DEFAULTS.items()}
+    if (mask_info := call.get("mask_info")) is not None:
         # a cache writes the window into the mask, and then keys may begin in the middle of the sequence
-        causal = causal and not mask_info.causal_mask_baked_in
-        sliding_window = None if mask_info.sliding_window_baked_in else sliding_window
-    return {
-        "causal": causal and lengths.q_len > 1,  # of a step of decoding the mask hides what follows
-        "sliding_window": sliding_window,
-        "softmax_scale": softmax_scale,
-        "logits_soft_cap": logits_soft_cap,
-        "deterministic": deterministic,
-        "dropout_prob": dropout_prob,
-    }
+        settings["causal"] = settings["causal"] and not mask_info.causal_mask_baked_in
+        settings["sliding_window"] = None if mask_info.sliding_window_baked_in else settings["sliding_window"]
+    # of a step of decoding the mask hides what follows
+    return settings | {"causal": settings["causal"] and lengths.q_len > 1}

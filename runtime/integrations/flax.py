@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
     import jax
@@ -60,11 +60,21 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, features: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None, *,
-        mask: MaskLike | None = "causal", score: ScoreLike | None = None, operator: str = "frisket",
-        metadata: operations.AttentionMetadata | None = None, rotary_base: float | None = 10000.0,
-        use_bias: bool = False, rngs: nnx.Rngs, **linear: Any,
-    ) -> None:  # fmt: skip
+        self,
+        features: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        mask: MaskLike | None = "causal",
+        score: ScoreLike | None = None,
+        operator: str = "frisket",
+        metadata: operations.AttentionMetadata | None = None,
+        rotary_base: float | None = 10000.0,
+        use_bias: bool = False,
+        rngs: nnx.Rngs,
+        **linear: Any,
+    ) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
         if min(heads, kv_heads) < 1 or heads % kv_heads or (head_dim is None and features % heads):
             text = f"{features} features in {heads} heads over {kv_heads} key heads; heads are a multiple of key "
@@ -121,9 +131,14 @@ class Attention(nnx.Module):
 
 
 def attention_fn(
-    mask: MaskLike | None = None, score: ScoreLike | None = None, *, scale: Any = None,
-    backend: str | None = None, decode: bool = True, **params: Any,
-) -> AttentionFn:  # fmt: skip
+    mask: MaskLike | None = None,
+    score: ScoreLike | None = None,
+    *,
+    scale: Any = None,
+    backend: str | None = None,
+    decode: bool = True,
+    **params: Any,
+) -> AttentionFn:
     """`attention_fn("causal & window(w)", w=256)`: for `attention_fn=` of `nnx.MultiHeadAttention` and of linen's
     `MultiHeadDotProductAttention`.
 
@@ -156,11 +171,25 @@ class AttentionFn:
     decode: bool
 
     def __call__(
-        self, query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, broadcast_dropout: bool = True,
-        dropout_rng: Any = None, dropout_rate: float = 0.0, deterministic: bool = False, dtype: Any = None,
-        precision: Any = None, module: Any = None, is_causal: bool = False, force_fp32_for_softmax: bool = False,
-        einsum_dot_general: Any = None, qk_attn_weights_einsum: Any = None, attn_weights_value_einsum: Any = None,
-    ) -> jax.Array:  # fmt: skip
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        mask: Any = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> jax.Array:
         """Attention of query [batch..., q_len, heads, dim] over key and value [batch..., kv_len, kv_heads, dim], with
         any number of batch axes; to masks and score mods they are one, b.
 

@@ -31,7 +31,7 @@ from frisket.grammar.memo import Memo, cached_on, remember
 from frisket.runtime.attention.entry import attention, scaled_attention
 from frisket.runtime.calls.arrays import COPIED, in_graph, version_of
 from frisket.runtime.calls.options import Options, flag, rate_of
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
     import torch
@@ -49,9 +49,15 @@ PROBED = 16  # rows that show most masks to be no ranges
 
 
 def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """Attention with the arguments and results of torch's `scaled_dot_product_attention`.
 
     >>> import frisket, torch
@@ -103,7 +109,7 @@ def sdpa(
     if attn_mask is None or 0 in (*q.shape, *k.shape):
         out = attend(q, k, v, text, None, scale, gqa, dropout=rate, **values)
     else:
-        out = _masked(q, k, v, attn_mask, mask, text, rate, scale, gqa)
+        out = _masked((q, k, v), attn_mask, mask, text, rate, scale, gqa)
     if len(lead) == 1:
         return out
     # an axis of heads was added to arrays of 2 axes
@@ -175,9 +181,10 @@ _latest = Memo("integrations.sdpa.masks", 256, weigh=lambda key, known, _: 2 * s
 
 
 def _masked(
-    q: Tensor, k: Tensor, v: Tensor, owner: Tensor, mask: Tensor, causal: str | None, rate: float, scale: Any, gqa: bool
+    qkv: tuple[Tensor, ...], owner: Tensor, mask: Tensor, causal: str | None, rate: float, scale: Any, gqa: bool
 ) -> Tensor:
     """Attention under a mask of four axes, which is a view of the user's tensor, `owner`."""
+    q, k, v = qkv
     graph = in_graph(q, k, v, mask)
     if graph or isinstance(scale, Tensor) or (mask.requires_grad and torch.is_grad_enabled()):
         text: str | None

@@ -32,10 +32,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 from frisket.grammar.memo import cached_on
-from frisket.runtime.machine.extras import extras, pip_install
+from frisket.runtime.machine.modules import extras, pip_install
 
 with extras():
     import torch
@@ -76,12 +76,23 @@ def register() -> None:
 
 
 def attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
-    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None, sinks: Tensor | None = None, is_causal: bool | None = None,
-    indices: Tensor | None = None, block_indices: Tensor | None = None,
-    frisket_params: Mapping[str, Any] | None = None, **rest: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    is_causal: bool | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    frisket_params: Mapping[str, Any] | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
     """The attention of one layer, which models call: query [batch, heads, q_len, head_dim], key and value [batch,
     kv_heads, kv_len, head_dim] to (out [batch, q_len, heads, head_dim], None).
 
@@ -100,10 +111,8 @@ def attention(
             mask = replace(mask, structure=f"q >= k & q - k < {window}" if window else "q >= k")
         refuse_tables(mask, position_bias, indices, block_indices)
         options = Options(scaling, dropout=rate_of(dropout))
-        result = paged(
-            module, query, key, value, mask, rest, options, softcap, s_aux, frisket_params, sinks is not None
-        )
-        return _finished(result, sinks)
+        layer = PagedLayer(mask, options, softcap, s_aux, frisket_params, sinks is not None)
+        return _finished(paged(module, query, key, value, layer, rest), sinks)
     refuse_without_cache()
     _refuse(rest, mask)
     if indices is not None:
@@ -245,18 +254,28 @@ def refuse_without_cache() -> None:
         raise ParameterError(text)
 
 
+class PagedLayer(NamedTuple):
+    """Attention of a layer in continuous batching: its mask, options, soft cap, sinks and values of names; whether the
+    lse is returned."""
+
+    mask: SymbolicMask
+    options: Options
+    softcap: float | None
+    sinks: Tensor | None
+    params: Mapping[str, Any] | None
+    lse: bool
+
+
 # transformers' cache is written in place, through views that a graph would copy
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def paged(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: SymbolicMask, rest: dict[str, Any],
-    options: Options, softcap: float | None, sinks: Tensor | None, params: Mapping[str, Any] | None, lse: bool,
-) -> Any:  # fmt: skip
+def paged(module: Any, query: Tensor, key: Tensor, value: Tensor, layer: PagedLayer, rest: dict[str, Any]) -> Any:
     """Attention of one layer: query [1, heads, tokens, head_dim] of all requests, key and value [1, kv_heads, tokens,
     head_dim], which are written to the pages of the cache unless the layer has done so. The result is that of a call of
-    attention, in the order of the queries; with `lse` that of the scores, too.
+    attention, in the order of the queries; with `layer.lse` that of the scores, too.
 
     `rest` has what transformers prepares at every step: where keys are written and read, and where requests end among
     queries and keys, `cu_seq_lens_q` and `cu_seq_lens_k`."""
+    mask, options, softcap, sinks, params, lse = layer
     tokens, kind = query.shape[2], kind_of(module, rest)
     if (cache := rest.pop("cache", None)) is not None:
         key, value = cache.update(key, value, module.layer_idx, rest)

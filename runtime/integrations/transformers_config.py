@@ -23,7 +23,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from frisket.dsl.errors import FrisketError, ParameterError, nearest
 from frisket.lowering.plan import whole
@@ -47,9 +46,8 @@ def canonical(text: str, kind: str) -> tuple[str, tuple[str, ...], tuple[tuple[s
 
 
 def program(
-    module: torch.nn.Module, mask: SymbolicMask, heads: int, softcap: float | None, bias: Tensor | None,
-    params: Mapping[str, Any] | None,
-) -> tuple[str | None, str | None, dict[str, Any]]:  # fmt: skip
+    module: Any, mask: SymbolicMask, heads: int, softcap: float | None, bias: Any, params: Mapping[str, Any] | None
+) -> tuple[str | None, str | None, dict[str, Any]]:
     """The texts of a layer's mask and score mod, and values for the names in them."""
     config = getattr(module, "config", None)  # layers of some models have none
     steps = [f"softcap({float(softcap)!r})"] if softcap is not None else []

@@ -223,10 +223,19 @@ EXTENDED = {"deepseek_v4"}  # models that append keys and, where the mask is a T
 
 
 def symbolic(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None, attention_mask: Any = None, use_vmap: bool = False,
-    dtype: Any = torch.float32, config: Any = None, device: Any = "cpu", **_: Any,
-) -> SymbolicMask | Tensor:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Any = None,
+    use_vmap: bool = False,
+    dtype: Any = torch.float32,
+    config: Any = None,
+    device: Any = "cpu",
+    **_: Any,
+) -> SymbolicMask | Tensor:
     """The mask function that `register` gives transformers: takes what its own take. It is never None, where all is
     seen neither: some models call causal what is not, and their attention would take None for that."""
     if isinstance(attention_mask, SymbolicMask):  # made before, by `generate`

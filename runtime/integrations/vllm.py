@@ -149,11 +149,20 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
     """Attention of one layer of a model in vLLM, under the model's mask or the config's."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None, attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **more: Any,
+    ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
@@ -180,10 +189,17 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
         log.info_once("frisket serves layers by %s", str(self.served.attention))
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
-        attn_metadata: PagedBatch | None, output: Tensor, output_scale: Tensor | None = None,
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: PagedBatch | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Write key and value [tokens, kv_heads, head_dim] to `kv_cache`, and attention of query [tokens, heads,
         head_dim] to `output`; tokens behind those of the batch are padding. Without a batch vLLM measures memory."""
         if output_scale is not None or output_block_scale is not None:

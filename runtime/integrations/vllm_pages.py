@@ -32,6 +32,7 @@ from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
 
 SLOPES = "alibi_slopes"
+Part = tuple[Tensor, dict[str, Tensor]]  # pages and tables of some requests
 
 
 @dataclass(eq=False)
@@ -99,6 +100,7 @@ def _row(
     return row[None], {name: x.to(torch.int32) for name, x in bounds.items()}
 
 
+@dataclass(eq=False, repr=False)
 class ServedLayer:
     """Attention of one layer: causal, and under a sliding `window` of so many tokens, or under `mask`. To scores a soft
     cap is applied, then ALiBi's `slopes` of heads, then `score`. `params` are values of names in the texts; lists are
@@ -107,33 +109,37 @@ class ServedLayer:
     `ParameterError` for a mask that no serving engine can run: one that is not causal, reads the batch or its lengths,
     or looks behind a sliding window, whose blocks are given to others."""
 
-    def __init__(
-        self, mask: str | None = None, score: str | None = None, params: Mapping[str, Any] | None = None, *,
-        scale: float | None = None, window: int | None = None, softcap: float | None = None,
-        slopes: Sequence[float] | None = None, spare: bool = False,
-    ) -> None:  # fmt: skip
+    mask: str | None = None
+    score: str | None = None
+    params: Mapping[str, Any] | None = None
+    scale: float | None = field(default=None, kw_only=True)
+    window: int | None = field(default=None, kw_only=True)
+    softcap: float | None = field(default=None, kw_only=True)
+    slopes: Sequence[float] | None = field(default=None, kw_only=True)
+    spare: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        mask, score, window, slopes, softcap = self.mask, self.score, self.window, self.slopes, self.softcap
         steps = [f"softcap({float(softcap)!r})"] if softcap else []  # 0 is none, too, in vLLM
         if slopes is not None:
             steps.append(f"score + {SLOPES}[h] * (k - q)")
         if score is not None:
             steps.append(f"({score})")
         default_mask = "q >= k" if window is None else f"q >= k & q - k < {window}"
-        bindings = {**(params or {}), **({} if slopes is None else {SLOPES: slopes})}
+        bindings = {**(self.params or {}), **({} if slopes is None else {SLOPES: slopes})}
         text, mod = default_mask if mask is None else mask, " then ".join(steps) or None
         names = {*as_mask(text).unbound, *(as_score(mod).unbound if mod else ())}
         if missing := sorted(names - bindings.keys()):
             message = f"`{missing[0]}` of frisket_mask or frisket_score has no value; give "
             raise ParameterError(f'{message}frisket_params = {{"{missing[0]}": ...}}')
         values = {n: torch.tensor(x) if isinstance(x, list | tuple) else x for n, x in bindings.items()}
-        self.values = {n: x for n, x in values.items() if n in names or not spare}
-        self.attention = attention_for(text, mod, Options(scale), self.values)
+        self.values = {n: x for n, x in values.items() if n in names or not self.spare}
+        self.attention = attention_for(text, mod, Options(self.scale), self.values)
         if why := positions.not_served(self.attention, self.values):
             raise ParameterError(why)
-        if (
-            mask is not None
-            and window is not None
-            and (why := positions.no_room(self.attention, window, 1, self.values))
-        ):
+        if mask is None or window is None:
+            return
+        if why := positions.no_room(self.attention, window, 1, self.values):
             message = f"the mask looks behind the sliding window of this layer: {why.splitlines()[0]}\n  add "
             raise ParameterError(f"{message}`& window({window})`")
 
@@ -155,9 +161,8 @@ class ServedLayer:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(
-        self, places: positions.PositionMap, q: Tensor, pool: Tensor, batch: PagedBatch,
-        part: tuple[Tensor, dict[str, Tensor]], sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self, places: positions.PositionMap, q: Tensor, pool: Tensor, batch: PagedBatch, part: Part, sinks: Any
+    ) -> Tensor:
         pages, tables = part
         paged_att, (n, heads, q_len, _) = positions.placed(self.attention, places), q.shape
         k, v = pool[..., : q.shape[-1]], pool[..., q.shape[-1] :]

@@ -19,7 +19,7 @@ from frisket.runtime.backends.registry import library, lowerable, warn_slow
 from frisket.runtime.calls.arrays import named
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.request import CallArgs
-from frisket.runtime.machine.once import warn_once
+from frisket.runtime.machine.caller import warn_once
 from frisket.runtime.machine.parameters import stacked, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.host import Plan

@@ -29,8 +29,8 @@ from frisket.dsl.errors import BackendError, FrisketError, LoweringError
 from frisket.grammar.memo import Memo, memo
 from frisket.lowering.kernels.cpp import call as cpp_call
 
+from .caller import warn_once
 from .cpp_cpu import flags_of, identity, lacking
-from .once import warn_once
 from .settings import Settings, cache_folder
 
 # Not -ffast-math: it deletes the rounding trick of exp2 and every check for NaN. Loops are not unswitched: g++ 12.2
@@ -149,12 +149,13 @@ def deferring(when: bool = True) -> Iterator[None]:
 
 def fall_back(error: BuildError) -> None:
     """Warn once why library calls run in place of a kernel that no call named."""
-    warn_once(
-        "native kernels are being compiled in the background, as FRISKET_COMPILE says; library calls run until they "
-        "are there, slower and with other roundings" if isinstance(error, PendingError) else
-        "a native kernel could not be built, so library calls run in its place, slower and right; "
-        f"backend='native' makes this an error:\n{error}"
-    )  # fmt: skip
+    if isinstance(error, PendingError):
+        text = "native kernels are being compiled in the background, as FRISKET_COMPILE says; library calls run until "
+        text += "they are there, slower and with other roundings"
+    else:
+        text = "a native kernel could not be built, so library calls run in its place, slower and right; "
+        text += f"backend='native' makes this an error:\n{error}"
+    warn_once(text)
 
 
 def reason() -> str:
@@ -314,11 +315,10 @@ def _sought(source: str, variant: str) -> tuple[str, list[str]]:
         raise BackendError(f"variant {variant!r} does not run here: {why}")
     command = compiler()
     if command is None:
-        named = os.environ.get("CXX")
-        raise BuildError(  # it may have been there a moment ago, and library calls go on
-            f"no C++ compiler: CXX is {named!r}, which is not there" if named
-            else f"no C++ compiler: none of {', '.join(COMPILERS)} is on PATH\n  install one, or set CXX"
-        )  # fmt: skip
+        text = f"no C++ compiler: none of {', '.join(COMPILERS)} is on PATH\n  install one, or set CXX"
+        if named := os.environ.get("CXX"):
+            text = f"no C++ compiler: CXX is {named!r}, which is not there"
+        raise BuildError(text)  # it may have been there a moment ago, and library calls go on
     flags = (*FLAGS, *flags_of(variant))
     machine = identity() if variant == "native" else ""
     words = (source, " ".join(flags), " ".join(command), compiler_version(command), machine)

@@ -38,7 +38,7 @@ from frisket.dsl.types import FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
 from frisket.lowering.analysis.count import literal
 
-from .integers import outside
+from .caller import outside
 
 Array = NDArray[Any]
 Number = bool | int | float
@@ -202,12 +202,13 @@ def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
 
 def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int]) -> list[tuple[str, Expr, int, int]]:
     """(coordinate, lookup, axis, its length) wherever a bare coordinate runs past the end of a table."""
+    lookups = [node for node in ir.walk(e) if node.op == "lookup"]
     return [
         (index.name, node, axis, have)
-        for node in ir.walk(e) if node.op == "lookup"
+        for node in lookups
         for axis, (index, have) in enumerate(zip(node.args, tables[node.name].shape, strict=True))
         if index.op == "var" and sizes.get(index.name, 0) > have
-    ]  # fmt: skip
+    ]
 
 
 def digest(value: Any) -> Any:
@@ -354,10 +355,11 @@ class Origin:
         ways = {n: tuple(path.from_object() for path in paths) for n, paths in self.paths.items()}
         of_module, at_hand = {n for n, x in self.captured.items() if learns(x)}, {id(None), *memo}
         ways = {n: tuple(p if id(p.root) in memo else p.in_copy() for p in paths) for n, paths in ways.items()}
-        return {
-            n: paths for n, paths in ways.items()
-            if all(id(path.root) in at_hand or (n in of_module and hasattr(path.root, "_parameters")) for path in paths)
-        }  # fmt: skip
+
+        def copied(name: str, root: Any) -> bool:
+            return id(root) in at_hand or (name in of_module and hasattr(root, "_parameters"))
+
+        return {n: paths for n, paths in ways.items() if all(copied(n, path.root) for path in paths)}
 
     @property
     def reads_module(self) -> bool:
@@ -375,10 +377,12 @@ class Origin:
         for name, ways in (*self.paths.items(), *other.paths.items()):  # equal paths once: each call reads them all
             paths.setdefault(name, {}).update({(id(path.root), path.steps): path for path in ways})
         return Origin(
-            declared={**self.declared, **other.declared}, captured={**self.captured, **other.captured},
-            paths={n: tuple(ways.values()) for n, ways in paths.items()}, inside=self.inside + other.inside,
+            declared={**self.declared, **other.declared},
+            captured={**self.captured, **other.captured},
+            paths={n: tuple(ways.values()) for n, ways in paths.items()},
+            inside=self.inside + other.inside,
             needs={**self.needs, **other.needs},
-        )  # fmt: skip
+        )
 
 
 class BoundExpr:

@@ -17,7 +17,7 @@ from frisket.lowering.plan import Origin, Sizes
 from frisket.lowering.simplify import prepare
 from frisket.runtime.draw.terminal import draw
 from frisket.runtime.layouts.tiling import Tiling, check_lengths, check_reach
-from frisket.runtime.machine.integers import outside
+from frisket.runtime.machine.caller import outside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

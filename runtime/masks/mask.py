@@ -27,8 +27,7 @@ from frisket.lowering.dense import check_room, coordinates, visible
 from frisket.lowering.simplify import prepare
 from frisket.runtime.layouts.tiling import check_lengths, check_reach
 from frisket.runtime.machine import parameters
-from frisket.runtime.machine.integers import counting
-from frisket.runtime.machine.once import warn_once
+from frisket.runtime.machine.caller import counting, warn_once
 
 from . import answers
 from .answers import Answer

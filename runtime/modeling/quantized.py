@@ -29,9 +29,14 @@ class DotGeneral(nnx.Module):
         self.rhs: Any = nnx.data(None)
 
     def __call__(
-        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None,
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
         out_sharding: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """`precision` has no meaning for integers, which are summed exactly."""
         if out_sharding is not None:
             raise ParameterError("products of few bits take no out_sharding; constrain their result")

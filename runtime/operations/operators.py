@@ -31,11 +31,9 @@ from frisket.runtime.masks.mask import score as as_score
 from frisket.runtime.parallel.deal import Deal
 from frisket.runtime.parallel.deal import deal as make_deal
 from frisket.runtime.parallel.jax_ring import attend
-from frisket.runtime.sharding.partition import fitting
-from frisket.runtime.sharding.partition import names_of as axes_of
+from frisket.runtime.sharding import partition
 
-from .base import AttentionImpl, AttentionRegistry
-from .metadata import AttentionMetadata, AttentionOutput
+from .base import AttentionImpl, AttentionMetadata, AttentionOutput, AttentionRegistry
 
 # names of what comes as arrays
 TABLES = """attention_mask attention_bias query_segment_ids key_segment_ids query_positions key_positions""".split()
@@ -65,13 +63,29 @@ class OpCall:
         return attention_for(self.mask, self.score, options, self.params)
 
 
-def problem(
-    lengths: CallSizes, mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any, causal: bool, window: Any,
-    align: str | None, scale: Any, soft_cap: Any, softmax_aux: Any, has_origin: bool, params: Mapping[str, Any],
-    called: Sequence[str],
-) -> OpCall:  # fmt: skip
-    """The problem of a call. `has_origin`: `origin` places the queries. `called` are the operator's keywords."""
-    values = {n: call_value(n, x) for n, x in params.items()}
+class OperatorArgs(NamedTuple):
+    """The keywords of a call of an operator that say what is seen and what scores are; `has_origin`: `origin` places
+    the queries."""
+
+    mask: Any
+    score: Any
+    bias: Any
+    segment_ids: Any
+    positions: Any
+    causal: bool
+    window: Any
+    align: str | None
+    scale: Any
+    soft_cap: Any
+    softmax_aux: Any
+    has_origin: bool
+    params: Mapping[str, Any]
+
+
+def problem(lengths: CallSizes, args: OperatorArgs, called: Sequence[str]) -> OpCall:
+    """The problem of a call. `called` are the operator's keywords."""
+    mask, bias, positions, align, has_origin = args.mask, args.bias, args.positions, args.align, args.has_origin
+    values = {n: call_value(n, x) for n, x in args.params.items()}
     if name := next((n for n in values if n in TABLES), None):
         raise ParameterError(f"`{name}` is the name of what an operator is given as an array; call the table otherwise")
     tables: dict[str, Any] = {}
@@ -80,9 +94,11 @@ def problem(
     array = mask if isinstance(mask, np.ndarray) or traced(mask) or framework_of(mask) == "jax" else None
     refuse_additive(array, bias)
     # texts are checked with stand-ins: traced arrays have no values
-    parts = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()}, called)
+    parts = program_of(
+        None if array is not None else mask, args.score, {n: stand_in(x) for n, x in values.items()}, called
+    )
     parts = parts.without(values)  # values come with a call, and are no part of what is compiled
-    masks, flags = [m for m in (parts.mask,) if m is not None], _flags(causal, window)
+    masks, flags = [m for m in (parts.mask,) if m is not None], _flags(args.causal, args.window)
     scores = [s for s in (parts.score,) if s is not None]
     if align not in (None, "end", "start") or (align and (positions is not None or has_origin)):
         text = f"align is {align!r}; it is 'end', the last query at the last key, or 'start', query 0 at key 0, "
@@ -93,7 +109,7 @@ def problem(
         scores = [s.at(**at) for s in scores]
         flags = [m.at(**at) for m in flags]
     elif not has_origin and align != "start" and (ahead := lengths.kv_len - lengths.q_len):
-        reach = [n for n in (*([0] if causal else []), *_sides(window)[1:]) if n >= 0]  # keys after a query
+        reach = [n for n in (*([0] if args.causal else []), *_sides(args.window)[1:]) if n >= 0]  # keys after a query
         if align is None and reach and ahead + min(reach) < 0:
             raise ParameterError(
                 f"{lengths.q_len} queries and {lengths.kv_len} keys: causal and sliding_window place the last query at "
@@ -102,8 +118,8 @@ def problem(
             )
         flags = [m.at(q=f"q + {ahead}") for m in flags]
     masks += flags
-    if segment_ids is not None:
-        at = _by_place(tables, "segment_ids", segment_ids, lengths, has_origin)
+    if args.segment_ids is not None:
+        at = _by_place(tables, "segment_ids", args.segment_ids, lengths, has_origin)
         masks.append(as_mask(f"{at['q']} == {at['k']} & {at['q']} >= 0"))
     if array is not None:
         if jnp.issubdtype(array.dtype, jnp.integer):
@@ -112,18 +128,18 @@ def problem(
             text = f"the mask is an array of {array.dtype}; True is what is seen: mask != 0; or bias=mask\n"
             raise ParameterError(f"{text}  integers are taken: those other than 0 are what is seen")
         masks.append(as_mask(_table(tables, "attention_mask", array, lengths, has_origin)))
-    if not isinstance(scale, float | None):
+    if not isinstance(args.scale, float | None):
         # before the score mods, as a kernel scales
-        scores, values["softmax_scale"] = [as_score("score * softmax_scale"), *scores], scale
-    if soft_cap is not None:
+        scores, values["softmax_scale"] = [as_score("score * softmax_scale"), *scores], args.scale
+    if args.soft_cap is not None:
         scores.append(as_score("softcap(logits_soft_cap)"))
-        values["logits_soft_cap"] = scale_of(soft_cap, "logits_soft_cap")
+        values["logits_soft_cap"] = scale_of(args.soft_cap, "logits_soft_cap")
     if bias is not None:
         scores.append(as_score(f"score + {_table(tables, 'attention_bias', bias, lengths, has_origin)}"))
     whole, chain = reduce(and_, masks) if masks else None, reduce(ScoreMod.then, scores) if scores else None
     read = {n for x in (whole, chain) if x is not None for n in names_of(x.expr)}
     tables = {n: x for n, x in tables.items() if n in read}  # a mask of keys reads no positions of queries
-    return OpCall(whole, chain, {**values, **tables}, sinks_of_heads(softmax_aux, lengths))
+    return OpCall(whole, chain, {**values, **tables}, sinks_of_heads(args.softmax_aux, lengths))
 
 
 def _flags(causal: bool, window: Any) -> list[Mask]:
@@ -217,12 +233,30 @@ class FrisketAttention(AttentionImpl):
         return "frisket", "blocksparse", "sdpa", "flash_attn2"
 
     def forward_native(
-        self, query: Any, key: Any, value: Any, mask: Any = None, *, bias: Any = None, init_bias: Any = None,
-        score: Any = None, causal: bool = False, sliding_window: int | tuple[int, int] | None = None,
-        align: str | None = None, segment_ids: Any = None, positions: Any = None, softmax_aux: Any = None,
-        softmax_scale: Any = None, logits_soft_cap: Any = None, dropout_prob: float | None = None,
-        deterministic: bool = True, dropout_rng: Any = None, origin: Any = None, sizes: Any = None, **params: Any,
-    ) -> AttentionOutput:  # fmt: skip
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        *,
+        bias: Any = None,
+        init_bias: Any = None,
+        score: Any = None,
+        causal: bool = False,
+        sliding_window: int | tuple[int, int] | None = None,
+        align: str | None = None,
+        segment_ids: Any = None,
+        positions: Any = None,
+        softmax_aux: Any = None,
+        softmax_scale: Any = None,
+        logits_soft_cap: Any = None,
+        dropout_prob: float | None = None,
+        deterministic: bool = True,
+        dropout_rng: Any = None,
+        origin: Any = None,
+        sizes: Any = None,
+        **params: Any,
+    ) -> AttentionOutput:
         """Attention of query [batch, q_len, heads, dim] over key and value [batch, kv_len, kv_heads, dim].
 
         `mask` is a text, a function, an `fk.Mask`, or an array [batch, heads, q_len, kv_len] (an axis may have length
@@ -253,10 +287,9 @@ class FrisketAttention(AttentionImpl):
         if init_bias is not None and mask is None and bias is None:
             bias = init_bias()
         query, key, value = self.arranged(query, key, value)
-        op_call = problem(
-            self.lengths(query, key), mask, score, bias, segment_ids, positions, causal, sliding_window, align,
-            scale, logits_soft_cap, softmax_aux, origin is not None, params, KEYWORDS,
-        )  # fmt: skip
+        seen = mask, score, bias, segment_ids, positions, causal, sliding_window, align
+        args = OperatorArgs(*seen, scale, logits_soft_cap, softmax_aux, origin is not None, params)
+        op_call = problem(self.lengths(query, key), args, KEYWORDS)
         scale = scale if isinstance(scale, float | None) else 1.0  # another one is part of the score mod
         options = Options(scale, True, self.chosen(), self.metadata.tile, rate)
         out = self.attend(op_call, options, query, key, value, {"seed": seed, "origin": origin, "sizes": sizes})
@@ -403,9 +436,9 @@ class _Dealt(FrisketAttention):
         assert mesh is not None  # there are several ranks
         split = self.specs(arrays[0])[0]
         # the axis of the ring splits tokens, and nothing else
-        batch = fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
+        batch = partition.fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
         # nor does the axis of batches split heads
-        heads = fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *axes_of(batch)})
+        heads = partition.fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *partition.names_of(batch)})
         variant: Any = "ring" if self.metadata.scan_ring_attention else "all-gather"
         how: dict[str, Any] = {"axis": self.axis, "batch_axis": batch, "head_axis": heads, "mesh": mesh, "seed": seed}
         q, k, v = arrays

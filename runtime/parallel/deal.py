@@ -377,9 +377,15 @@ class Deal:
         return np.asarray(np.minimum(places, self.held[None, :, None]))
 
     def bytes(
-        self, kv_heads: int, head_dim: int, v_dim: int, itemsize: int, variant: Variant = "ring",
-        backward: bool = False, padded: bool = False,
-    ) -> NDArray[np.int64]:  # fmt: skip
+        self,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int,
+        itemsize: int,
+        variant: Variant = "ring",
+        backward: bool = False,
+        padded: bool = False,
+    ) -> NDArray[np.int64]:
         """int64 [ranks, ranks]: at [s, r], the bytes that rank s sends to rank r, for `batch` entries.
 
         The forward sends the keys and values that are needed. The `backward` sends them again, and their gradients

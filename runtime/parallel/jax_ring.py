@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +54,23 @@ _spec: Any = PartitionSpec
 
 @usual_promotion()
 def attend(
-    att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, *, deal: Deal, axis: str = "sp",
-    variant: Variant = "ring", batch_axis: Axes = None, head_axis: Axes = None, split: Split = None,
-    seed: Any = None, sinks: Any = None, return_lse: bool = False, mesh: Any = None, **params: Any,
-) -> Any:  # fmt: skip
+    att: Attention,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    deal: Deal,
+    axis: str = "sp",
+    variant: Variant = "ring",
+    batch_axis: Axes = None,
+    head_axis: Axes = None,
+    split: Split = None,
+    seed: Any = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+    mesh: Any = None,
+    **params: Any,
+) -> Any:
     """Attention of a sequence whose tokens are distributed over the devices of a mesh axis:
 
         att, d = fk.compile("causal & same(doc)"), fk.parallel.deal("causal & same(doc)", 65536, ranks=8, doc=doc)
@@ -96,7 +109,7 @@ def attend(
         values = {"seed": seed, "sinks": sinks, **params}
         return _over(mesh, local, (spec, tables), (q, k, v), values, (spec, rows) if return_lse else spec)
     _check(q, k, deal, axis, variant)
-    shard = shard_of(att, q, deal, axis, variant == "all-gather", axes, parts, params)
+    shard = shard_of(att, q, ShardAxes(deal, axis, variant == "all-gather", axes, parts), params)
     check_covered(shard.att.program, deal, shard.values, *shard.whole_sizes)
     agree(_agreed_values(shard, q, k, v, variant))
     arrays = {"q": q, "k": k, "v": v, **shard.values}
@@ -498,17 +511,27 @@ class Shard:
         return grads["q"], dfloats, dmoving | {"k": grads["k"], "v": grads["v"]}
 
 
-def shard_of(
-    att: Attention, q: Any, deal: Deal, axis: str, whole: bool, axes: tuple[Axes, Axes],
-    split: dict[str, tuple[int, ...]], params: dict[str, Any],
-) -> Shard:  # fmt: skip
+class ShardAxes(NamedTuple):
+    """How a call is split over devices: the deal, and the axes that split tokens, batch and heads, and tables.
+
+    `whole`: every device has all keys."""
+
+    deal: Deal
+    axis: str
+    whole: bool
+    axes: tuple[Axes, Axes]
+    split: dict[str, tuple[int, ...]]
+
+
+def shard_of(att: Attention, q: Any, axes: ShardAxes, params: dict[str, Any]) -> Shard:
     """The shard of a call: values of the host are bound, the others stay what they are."""
+    split = axes.split
     host, device_values = split_host_device({**att.traced, **params}, None, att.program.learnable, "jax")
     device_values |= {n: host.pop(n) for n in split if n in host}
     check_names(att.program, {**host, **device_values}, split)
     program = att.program.without(device_values).bind(host).fixed()
     arrays = {n: jnp.asarray(x) for n, x in device_values.items()}
-    return Shard(Attention(program, att.options), deal, axis, whole, axes, split, arrays, (q.shape[0], q.shape[2]))
+    return Shard(Attention(program, att.options), *axes, arrays, (q.shape[0], q.shape[2]))
 
 
 PATIENCE = 300  # seconds, as jax.distributed waits for processes to come

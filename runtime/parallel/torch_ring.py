@@ -203,10 +203,22 @@ KEPT = 256
 
 
 def attend(
-    att: Attention, q: Tensor, k: Tensor, v: Tensor, *, deal: Deal, variant: Variant = "ring", group: Any = None,
-    seed: Any = None, sinks: Any = None, return_lse: bool = False, origin: Sizes = (0, 0), sizes: Sizes | None = None,
-    split: Mapping[str, int] | None = None, **params: Any,
-) -> Any:  # fmt: skip
+    att: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    deal: Deal,
+    variant: Variant = "ring",
+    group: Any = None,
+    seed: Any = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+    origin: Sizes = (0, 0),
+    sizes: Sizes | None = None,
+    split: Mapping[str, int] | None = None,
+    **params: Any,
+) -> Any:
     """`fk.parallel.attend(att, q, k, v, deal=deal)` in every rank of `group`: the rank's shard of `att` of all tokens.
 
     q [batch, heads, deal.shard, head_dim], k and v with key heads, are what `deal.permute(x, 2)` has for this rank;
@@ -235,7 +247,7 @@ def attend(
     if sinks is not None:
         dtype = "float64" if q.dtype == torch.float64 else "float32"
         sinks = sinks_of(sinks, q.shape[1], "torch", dtype, q.device)
-    _agree(wire, att, q, k, v, deal, variant, sizes, params, sinks)
+    _agree(wire, att, (q, k, v), deal, (variant, sizes), params, sinks)
     for name, axis in (split or {}).items():
         if name not in params:
             raise ParameterError(f"`{name}` is in `split` and is not given")
@@ -559,11 +571,11 @@ def _kind(x: Any) -> str:
 
 
 def _agree(
-    wire: Wire, att: Attention, q: Tensor, k: Tensor, v: Tensor, deal: Deal, variant: Variant, sizes: Any,
-    params: Mapping[str, Any], sinks: Any,
-) -> None:  # fmt: skip
-    """Compare the calls of all ranks, the first time that a call is of this kind."""
-    flows = [x.requires_grad for x in (q, k, v)], sinks is not None, torch.is_grad_enabled()
+    wire: Wire, att: Attention, qkv: tuple[Tensor, ...], deal: Deal, options: Any, params: Mapping[str, Any], sinks: Any
+) -> None:
+    """Compare the calls of all ranks, the first time that a call is of this kind; `options` are variant and sizes."""
+    (q, k, v), (variant, sizes) = qkv, options
+    flows = [x.requires_grad for x in qkv], sinks is not None, torch.is_grad_enabled()
     kinds = {n: _kind(x) for n, x in sorted(params.items())}
     shards = att.shards
     agreed = shards.setdefault("agreed", WeakKeyDictionary()).setdefault(wire.group, set())

@@ -27,7 +27,7 @@ from frisket.lowering.simplify.curves import Fact, facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.layouts.tiling import check_lengths, check_reach, place_of
-from frisket.runtime.machine.integers import as_int
+from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.parameters import locating, names_of, segments_of_coordinates, short_tables
 from frisket.runtime.masks.layout import Layout
 

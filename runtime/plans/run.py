@@ -34,7 +34,7 @@ from frisket.runtime.backends.triton.source import load as load_module
 from frisket.runtime.calls.arrays import uploaded
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 from frisket.runtime.machine.parameters import is_tensor, traced, unsorted
 from frisket.runtime.machine.settings import Settings
 
@@ -461,7 +461,7 @@ def source(plan: Planner, framework: str, device: Any = None) -> str:
 
 @memo(group="kernels")
 def _function(plan: Planner, framework: str) -> Callable[..., Any]:
-    run: Callable[..., Any] = load(source(plan, framework))["plan_spans"]
+    run: Callable[..., Any] = load_source(source(plan, framework))["plan_spans"]
     if framework == "torch":
         return run
     import jax

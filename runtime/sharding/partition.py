@@ -1,23 +1,222 @@
-"""Semantic axes, a runtime mode and a shape become a `jax.sharding.PartitionSpec` of a mesh.
+"""Words for the axes of arrays and the ways a model runs; on a mesh, they become a `jax.sharding.PartitionSpec`.
 
-The current mesh, and axes of a mesh that can split a dimension.
+Semantic axes, runtime modes and names of types for model code are known before any mesh is. Then: the current mesh,
+axes of a mesh that can split a dimension, and the spec of semantic axes, a runtime mode and a shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 from jax._src.mesh import thread_resources  # JAX has no public word for the mesh of `with mesh:`
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from frisket.dsl.errors import ParameterError, ShapeError
 
-from . import names as n
-from .names import EMPTY, EMPTY_VAL, GENERATION_MODES, MODE_DECODE, MODE_TRAIN, MODES, DynamicShardingAxes
+# Runtime modes: what a model is doing. The last two make tokens one after another.
+MODE_TRAIN = "__train__"
+MODE_PREFILL = "__prefill__"
+MODE_DECODE = "__autoregressive__"
+MODE_INSERT = "__insert__"
+MODES = (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT)
+GENERATION_MODES = {MODE_DECODE, MODE_INSERT}
+
+# Semantic axes: what a dimension of an array is.
+BATCH = "__BATCH__"
+LENGTH = "__LENGTH__"
+QUERY_LENGTH = "__QUERY_LENGTH__"
+KV_LENGTH = "__KV_LENGTH__"
+HEAD = "__HEAD__"
+KV_HEAD = "__KV_HEAD__"
+HEAD_DIM = "__HEAD_DIM__"
+KV_HEAD_DIM = "__KV_HEAD_DIM__"
+EMBED = "__EMBED__"
+MLP_INTERMEDIATE = "__MLP_INTERMEDIATE__"
+VOCAB = "__VOCAB__"
+EXPERT = "__EXPERT__"
+EXPERT_GATE = "__EXPERT_GATE__"
+BIAS_HEAD_SEQ = "__BIAS_HEAD_SEQ__"
+BIAS_KV_SEQ = "__BIAS_KV_SEQ__"
+
+# Parallel axes: what a mesh is split for, whatever its axes are called.
+DATA_PARALLEL = DP = "__DATA_PARALLEL__"
+FULLY_SHARDED_DATA_PARALLEL = FSDP = "__FULLY_SHARDED_DATA_PARALLEL__"
+TENSOR_PARALLEL = TP = "__TENSOR_PARALLEL__"
+SEQUENCE_PARALLEL = SP = "__SEQUENCE_PARALLEL__"
+EXPERT_PARALLEL = EP = "__EXPERT_PARALLEL__"
+
+EMPTY = "_"  # a dimension that is on every device
+
+# A large finite number for masked scores of models that add biases: -0.7 of the largest float32.
+DEFAULT_MASK_VALUE = -0.7 * float.fromhex("0x1.fffffep+127")
+
+
+class _NotGiven:
+    """ "Not given", where None is a value; `isinstance(x, EMPTY_VAL)` asks whether `x` is it."""
+
+    def __instancecheck__(self, x: object) -> bool:
+        return x is self
+
+    def __repr__(self) -> str:
+        return "EMPTY_VAL"
+
+    def __reduce__(self) -> str:
+        return "EMPTY_VAL"  # pickled by name, so that there is one object
+
+
+EMPTY_VAL: Any = _NotGiven()
+NOT_GIVEN = EMPTY_VAL
+
+Axis = str | list[str] | None  # of one dimension; a list: over several axes of a mesh
+
+
+class _Said(NamedTuple):
+    axes: list[Axis]
+    mode: str | int
+
+
+class _Forms(type):
+    """A named form is a class that says its axes and its mode by itself, as an instance of it does."""
+
+    form: tuple[list[Axis], str | int]
+    axes = property(lambda cls: cls.form[0])
+    mode = property(lambda cls: cls.form[1])
+
+    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+        if {"axes", "mode"} & {*body}:  # as they are written in eformer
+            before: Any = next((b.form for b in bases if hasattr(b, "form")), ([], MODE_TRAIN))
+            body["form"] = body.pop("axes", before[0]), body.pop("mode", before[1])
+        return super().__new__(cls, name, bases, body)
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(cls.form)
+
+    def __getitem__(cls, i: Any) -> Any:
+        return cls.form[i]
+
+    def __len__(cls) -> int:
+        return 2
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (isinstance(other, tuple) and getattr(cls, "form", None) == other)
+
+    __hash__ = type.__hash__
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return type.__instancecheck__(cls, x) or (type(x) is _Forms and hasattr(x, "form") and issubclass(x, cls))
+
+
+class DynamicShardingAxes(_Said, metaclass=_Forms):
+    """`DynamicShardingAxes([BATCH, QUERY_LENGTH, EMBED], 1)`: an axis for every dimension, and the mode.
+
+    `mode` is a runtime mode, or the number of the dimension that decides it: decode where that has length 1, train
+    otherwise. A class below it is a form with a name, which stands for itself, as do its instances:
+
+    >>> class Logits(DynamicShardingAxes):
+    ...     axes = [BATCH, LENGTH, VOCAB]
+    ...     mode = MODE_TRAIN
+    >>> Logits.mode, Logits(mode=MODE_DECODE).mode, Logits().axes == Logits.axes
+    ('__train__', '__autoregressive__', True)
+    """
+
+    def __init_subclass__(cls) -> None:
+        if cls.__doc__ is None and (form := getattr(cls, "form", None)):
+            text = f"{cls.__name__}.axes, {cls.__name__}.mode"
+            cls.__doc__ = f"A named form of `DynamicShardingAxes`.\n\n>>> {text}\n{form!r}\n"
+
+    def __new__(cls, axes: list[Axis] | None = None, mode: str | int | None = None) -> Self:
+        form: Any = getattr(cls, "form", (None, None))
+        axes, mode = form[0] if axes is None else axes, form[1] if mode is None else mode
+        if axes is None or mode is None:
+            raise ParameterError("give axes and mode: DynamicShardingAxes([BATCH, EMBED], MODE_TRAIN)")
+        return super().__new__(cls, axes, mode)
+
+
+class HiddenStateSharding(DynamicShardingAxes):
+    form = [BATCH, QUERY_LENGTH, EMBED], 1
+
+
+class AttnQSharding(DynamicShardingAxes):
+    form = [BATCH, QUERY_LENGTH, HEAD, HEAD_DIM], 1
+
+
+class AttnKVSharding(DynamicShardingAxes):
+    form = [BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM], 1
+
+
+class RowWise(DynamicShardingAxes):
+    form = [TP, [FSDP, SP]], MODE_TRAIN
+
+
+class ColumnWise(DynamicShardingAxes):
+    form = [[FSDP, SP], TP], MODE_TRAIN
+
+
+class SRowWise(DynamicShardingAxes):
+    form = [TP], MODE_TRAIN
+
+
+class SColumnWise(DynamicShardingAxes):
+    form = [[FSDP, SP]], MODE_TRAIN
+
+
+class Replicated(DynamicShardingAxes):
+    form = [EMPTY], MODE_TRAIN
+
+
+# Weights of experts: [experts, in, out], columns being the first product of a layer and rows the second.
+class ExpertColumnWise(DynamicShardingAxes):
+    form = [EP, FSDP, TP], MODE_TRAIN
+
+
+class ExpertRowWise(DynamicShardingAxes):
+    form = [EP, TP, FSDP], MODE_TRAIN
+
+
+class ExpertColumnWiseAlt(DynamicShardingAxes):
+    form = [EP, [FSDP, SP], TP], MODE_TRAIN
+
+
+class ExpertRowWiseAlt(DynamicShardingAxes):
+    form = [EP, TP, [FSDP, SP]], MODE_TRAIN
+
+
+class UnifiedExpertColumnWise(DynamicShardingAxes):
+    form = [[FSDP, SP, EP], EMPTY, TP], MODE_TRAIN
+
+
+class UnifiedExpertRowWise(DynamicShardingAxes):
+    form = [[FSDP, SP, EP], TP, EMPTY], MODE_TRAIN
+
+
+class ExpertTensorParallel(DynamicShardingAxes):
+    form = [TP, EMPTY, EMPTY], MODE_TRAIN
+
+
+# Activations of experts: [batch, length, experts, size], and [batch, length, size] of those that were chosen.
+class ExpertActivations(DynamicShardingAxes):
+    form = [DP, SP, EP, TP], MODE_TRAIN
+
+
+class ExpertActivationsAlt(DynamicShardingAxes):
+    form = [DP, SP, [TP, FSDP]], MODE_TRAIN
+
+
+# Names of types that eformer's `common_types` has, for annotations of model code.
+Array = jax.Array
+PRNGKey = jax.Array
+DType = jnp.dtype
+Shape = Sequence[int]
+AxisIdxes = tuple[int, ...]
+AxisNames = tuple[str, ...]
+AxisType = tuple[str, ...] | str | Any | None  # the mesh axes of one dimension
+RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
+
 
 _spec: Any = PartitionSpec  # JAX leaves some of its functions untyped
 _reshard: Any = jax.sharding.reshard
@@ -49,7 +248,8 @@ def split_as(x: Any, mesh: Any, spec: Any, explicit: bool = False) -> Any:
     """`x` split over the axes of a mesh: explicit ones are set and, unless these alone are meant, automatic ones asked
     for, each kind by a function of JAX that takes no other."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    for kind, put in ((AxisType.Explicit, _reshard), (AxisType.Auto, _constrain))[: 1 if explicit else 2]:
+    explicit_kind, automatic = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+    for kind, put in ((explicit_kind, _reshard), (automatic, _constrain))[: 1 if explicit else 2]:
         if kind in kinds.values():
             entries = (tuple(n for n in names_of(axes) if kinds[n] == kind) or None for axes in spec)
             x = put(x, NamedSharding(mesh, _spec(*entries)))
@@ -82,14 +282,14 @@ def fitting(mesh: Mapping[str, int], axes: Any, size: int | None, used: set[str]
 MeshAxes = str | tuple[str, ...] | None
 
 # semantic axis -> field of a PartitionAxis
-FIELDS = {n.BATCH: "batch_axis", n.LENGTH: "sequence_axis", n.QUERY_LENGTH: "query_sequence_axis"}
-FIELDS |= {n.KV_LENGTH: "key_sequence_axis", n.HEAD: "head_axis", n.KV_HEAD: "kv_head_axis"}
-FIELDS |= {n.HEAD_DIM: "attention_dim_axis", n.KV_HEAD_DIM: "attention_kv_dim_axis", n.EMBED: "hidden_state_axis"}
-FIELDS |= {n.MLP_INTERMEDIATE: "mlp_intermediate_axis", n.VOCAB: "vocab_axis", n.EXPERT: "expert_axis"}
-FIELDS |= {n.EXPERT_GATE: "expert_gate_axis", n.BIAS_HEAD_SEQ: "bias_head_sequence_axis"}
-FIELDS |= {n.BIAS_KV_SEQ: "bias_key_sequence_axis", n.DATA_PARALLEL: "data_parallel_axis"}
-FIELDS |= {n.FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis", n.TENSOR_PARALLEL: "tensor_parallel_axis"}
-FIELDS |= {n.SEQUENCE_PARALLEL: "sequence_parallel_axis", n.EXPERT_PARALLEL: "expert_parallel_axis"}
+FIELDS = {BATCH: "batch_axis", LENGTH: "sequence_axis", QUERY_LENGTH: "query_sequence_axis"}
+FIELDS |= {KV_LENGTH: "key_sequence_axis", HEAD: "head_axis", KV_HEAD: "kv_head_axis"}
+FIELDS |= {HEAD_DIM: "attention_dim_axis", KV_HEAD_DIM: "attention_kv_dim_axis", EMBED: "hidden_state_axis"}
+FIELDS |= {MLP_INTERMEDIATE: "mlp_intermediate_axis", VOCAB: "vocab_axis", EXPERT: "expert_axis"}
+FIELDS |= {EXPERT_GATE: "expert_gate_axis", BIAS_HEAD_SEQ: "bias_head_sequence_axis"}
+FIELDS |= {BIAS_KV_SEQ: "bias_key_sequence_axis", DATA_PARALLEL: "data_parallel_axis"}
+FIELDS |= {FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis", TENSOR_PARALLEL: "tensor_parallel_axis"}
+FIELDS |= {SEQUENCE_PARALLEL: "sequence_parallel_axis", EXPERT_PARALLEL: "expert_parallel_axis"}
 # field -> the fields it is read from where nobody sets it
 DEFAULTS: dict[str, tuple[str, ...]] = {"batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
 DEFAULTS |= {"sequence_axis": ("sequence_parallel_axis",), "query_sequence_axis": ("sequence_parallel_axis",)}
@@ -162,17 +362,17 @@ class PartitionAxis:
                 raise ParameterError(f"{f.name} is {value!r}; it is the name of a mesh axis, a tuple of names, or None")
             object.__setattr__(self, f.name, value)
 
-    def resolve_axis(self, axes: Sequence[n.Axis], mode: str) -> list[MeshAxes]:
+    def resolve_axis(self, axes: Sequence[Axis], mode: str) -> list[MeshAxes]:
         """The mesh axes of every semantic axis in a mode. A list stands for all of its axes in turn."""
         if mode not in MODES:
             raise ParameterError(f"there is no runtime mode {mode!r}; modes are {', '.join(map(repr, MODES))}")
         return [self._one(axis, mode) for axis in axes]
 
-    def resolve_spec(self, axes: Sequence[n.Axis], mode: str) -> PartitionSpec:
+    def resolve_spec(self, axes: Sequence[Axis], mode: str) -> PartitionSpec:
         """The PartitionSpec of semantic axes, for any mesh; `PartitionManager.resolve` fits it to one."""
         return _spec(*self.resolve_axis(axes, mode))  # type: ignore[no-any-return]
 
-    def _one(self, axis: n.Axis, mode: str) -> MeshAxes:
+    def _one(self, axis: Axis, mode: str) -> MeshAxes:
         if axis is None or axis == EMPTY:
             return None
         if isinstance(axis, list | tuple):
@@ -219,9 +419,12 @@ class PartitionManager:
         object.__setattr__(self, "paxis", as_partition_axis(self.paxis))
 
     def resolve(
-        self, axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL, mode: str | int = EMPTY_VAL,
-        dynamic_axes: DynamicShardingAxes = EMPTY_VAL, shape: Sequence[int] | None = None,
-    ) -> PartitionSpec:  # fmt: skip
+        self,
+        axes: Sequence[Axis] | DynamicShardingAxes = EMPTY_VAL,
+        mode: str | int = EMPTY_VAL,
+        dynamic_axes: DynamicShardingAxes = EMPTY_VAL,
+        shape: Sequence[int] | None = None,
+    ) -> PartitionSpec:
         """The spec of an array: an entry for every one of `axes`, in `mode`.
 
         `dynamic_axes`, or `axes` of that kind, says both. Where `mode` is the number of a dimension, `shape` has it.
@@ -259,9 +462,12 @@ class PartitionManager:
         return _spec(*entries)  # type: ignore[no-any-return]
 
     def shard(
-        self, x: Any, axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL, mode: str | int = EMPTY_VAL,
+        self,
+        x: Any,
+        axes: Sequence[Axis] | DynamicShardingAxes = EMPTY_VAL,
+        mode: str | int = EMPTY_VAL,
         dynamic_axes: DynamicShardingAxes = EMPTY_VAL,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """`x` split as `resolve` says: a constraint while JAX traces, and a copy to devices outside.
 
         Where no axis splits it, `x` stays as it is, on whichever devices: as in eformer, that asks for nothing.
@@ -312,3 +518,16 @@ def _told(dimension: int, shape: Sequence[int] | None) -> str:
     if not -len(shape) <= dimension < len(shape):
         raise ShapeError(f"mode {dimension} is no dimension of shape {list(shape)}")
     return MODE_DECODE if shape[dimension] == 1 else MODE_TRAIN
+
+
+__all__ = ["PartitionAxis", "PartitionManager", "current_mesh", "current_partition_manager"]
+__all__ += ["BATCH", "BIAS_HEAD_SEQ", "BIAS_KV_SEQ", "DATA_PARALLEL", "DEFAULT_MASK_VALUE", "DP", "EMBED", "EMPTY"]
+__all__ += ["EMPTY_VAL", "EP", "EXPERT", "EXPERT_GATE", "EXPERT_PARALLEL", "FSDP", "FULLY_SHARDED_DATA_PARALLEL"]
+__all__ += ["GENERATION_MODES", "HEAD", "HEAD_DIM", "KV_HEAD", "KV_HEAD_DIM", "KV_LENGTH", "LENGTH", "MLP_INTERMEDIATE"]
+__all__ += ["MODES", "MODE_DECODE", "MODE_INSERT", "MODE_PREFILL", "MODE_TRAIN", "NOT_GIVEN", "QUERY_LENGTH"]
+__all__ += ["RUNTIME_MODE_TYPES", "SEQUENCE_PARALLEL", "SP", "TENSOR_PARALLEL", "TP", "VOCAB", "Array"]
+__all__ += ["AttnKVSharding", "AttnQSharding", "AxisIdxes", "AxisNames", "AxisType", "ColumnWise", "DType"]
+__all__ += ["DynamicShardingAxes", "ExpertActivations", "ExpertActivationsAlt", "ExpertColumnWise"]
+__all__ += ["ExpertColumnWiseAlt", "ExpertRowWise", "ExpertRowWiseAlt", "ExpertTensorParallel", "HiddenStateSharding"]
+__all__ += ["Mesh", "PRNGKey", "Replicated", "RowWise", "SColumnWise", "SRowWise", "Shape", "UnifiedExpertColumnWise"]
+__all__ += ["UnifiedExpertRowWise"]

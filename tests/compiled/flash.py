@@ -207,10 +207,10 @@ def built_for_cpu(plan: Any, env: Any, tables: Any, places: Any, score: Any, gra
     from flash_attn.cute.utils import AuxData, scalar_to_ssa
 
     from frisket.lowering.kernels.cute.mods import emit
-    from frisket.runtime.machine.generated import load
+    from frisket.runtime.machine.modules import load_source
 
     mods, found = emit(plan), {}
-    made = load(mods.text)
+    made = load_source(mods.text)
     narrow = [t.astype(np.float32 if t.dtype.kind == "f" else np.int32) for t in (tables[n] for n in mods.tables)]
     kept = [torch.from_numpy(np.ascontiguousarray(x)) for x in (*narrow, places, score, grad)]
     *read, at, before, cotangent = (from_dlpack(x) for x in kept)

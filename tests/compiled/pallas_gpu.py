@@ -40,7 +40,7 @@ from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu_forward
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime.backends.pallas_gpu import jax as runtime
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 
 DUMP = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
 KEEP = next((Path(a.removeprefix("--keep=")) for a in sys.argv if a.startswith("--keep=")), None)
@@ -128,7 +128,7 @@ def backward(
     target = Target(runtime.BACKEND, *pallas_gpu_backward.tiles(geometry)[not of_q], tanh="approximate")
     captured = {g.source for g in backward_of(plan).gradients} if "t" in wanted else set()
     source = pallas_gpu_backward.emit(plan, target, geometry, {*wanted} - {"t"} | captured)
-    run = jax.jit(load(source)["attention_dq" if of_q else "attention_dkv"])
+    run = jax.jit(load_source(source)["attention_dq" if of_q else "attention_dkv"])
     slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if dropout else {}).values())
     numbers = geometry.origin, geometry.full, slots, [plan.table_values(case.tables)[t.name] for t in plan.tables]
     own, walked = (target.block_q, target.block_k) if of_q else (target.block_k, target.block_q)

@@ -27,13 +27,13 @@ import json, os, re, sys, warnings
 warnings.simplefilter("always")
 import torch, frisket as fk
 from frisket.grammar import memo
-from frisket.runtime.machine import cpp_build, once
+from frisket.runtime.machine import caller, cpp_build
 cpp_build.RETRY = cpp_build.LaterError.wait = 0
 q, k, v = torch.randn(3, 1, 2, 150, 16, generator=torch.Generator().manual_seed(1), requires_grad=False)
 want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 for kind, compiler, words, mends in json.loads(sys.argv[1]):
     os.environ.update(CXX=compiler, FRISKET_CACHE_DIR=os.path.join(os.path.dirname(compiler), "cache"))
-    once.SAID.clear(), memo.clear()
+    caller.SAID.clear(), memo.clear()
     att = fk.compile("causal", engines=False)
     with warnings.catch_warnings(record=True) as told:
         first = att(q, k, v)

@@ -34,7 +34,7 @@ def _own_registries(monkeypatch):
 
 
 # compiled by JAX for seconds; what they show is what tests beside those modules hold
-LONG = {"frisket.runtime.caches.jax_paged_ring", "frisket.runtime.parallel"}
+LONG = {"frisket.runtime.caches.jax_paged_ring", "frisket.parallel"}
 
 
 MARKS = {**dict.fromkeys(LONG, pytest.mark.exhaustive), "frisket.runtime.attention.warm": needs_compiler}

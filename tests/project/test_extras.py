@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from frisket.dsl.errors import BackendError, MissingPackageError
-from frisket.runtime.machine import extras as module
-from frisket.runtime.machine.extras import DISTRIBUTION, EXTRAS, extras, pip_install
+from frisket.runtime.machine import modules as module
+from frisket.runtime.machine.modules import DISTRIBUTION, EXTRAS, extras, pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -23,7 +23,7 @@ REGISTRIES = {
     ("runtime/machine/cpp_build.py", "_building"),  # locks of builds that are under way
     ("runtime/machine/cpp_build.py", "_kept"),  # memory that compiled functions point to
     ("runtime/machine/settings.py", "choices"),  # names that records of backends say
-    ("runtime/machine/once.py", "SAID"),  # warnings that were given
+    ("runtime/machine/caller.py", "SAID"),  # warnings that were given
     ("runtime/parallel/jax_ring.py", "_met"),  # what all processes agreed on
     ("runtime/parallel/torch_ring.py", "_agreed"),
 }

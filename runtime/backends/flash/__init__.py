@@ -4,7 +4,7 @@ the engine's flags where it is one, and as code and tiles elsewhere."""
 from __future__ import annotations
 
 from frisket.runtime.backends.base import Backend, Executors, absent, nvidia
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 
 COMPILED = {(9, 0), (10, 0)}
 

@@ -10,7 +10,7 @@ from typing import Any
 from frisket.dsl.errors import BackendError, BackwardError
 from frisket.grammar.memo import cached_on, memo
 from frisket.lowering.plan import Geometry, LoopPlan, Target
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 from frisket.runtime.plans.device import Values
 
 from .call import INSTEAD, FlashCall, call_of, check
@@ -177,7 +177,7 @@ def _functions(call: FlashCall) -> dict[str, Callable[..., Any]]:
 @memo(group="kernels", weigh=5000)
 def _loaded(text: str, body: str) -> dict[str, Callable[..., Any]]:
     """The functions of a text. `__cute_hash__` names kernels: else the engine hashes a source without what it calls."""
-    namespace = load(text)
+    namespace = load_source(text)
     functions = {n: f for n, f in namespace.items() if n in ("mask_mod", "score_mod", "score_mod_bwd")}
     for name, function in functions.items():
         function.__cute_hash__ = sha256(f"{name} {body}".encode()).hexdigest()

@@ -18,7 +18,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.backends.base import Block, Shapes
 from frisket.runtime.backends.pallas_tpu.jax import kernel
 from frisket.runtime.backends.triton.jax import folded  # in fixed point: XLA's scatter on a GPU adds in any order
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 from frisket.runtime.plans.device import Values
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def backward(
 
 @memo(group="kernels")
 def _loaded(plan: LoopPlan, target: Target, g: Geometry, names: frozenset[str], interpretable: bool) -> dict[str, Any]:
-    return load(kernels.emit(plan, target, g, names, interpretable=interpretable))
+    return load_source(kernels.emit(plan, target, g, names, interpretable=interpretable))
 
 
 def _operands(walk: pallas_gpu.GpuWalk) -> list[Array]:

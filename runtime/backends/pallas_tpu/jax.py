@@ -25,7 +25,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded
 from frisket.runtime.backends.base import Block, Shapes
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 from frisket.runtime.plans.device import Values
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def kernel(emit: Function, plan: LoopPlan, target: Target, geometry: Geometry, d
 def _kernel(emit: Function, plan: LoopPlan, target: Target, g: Geometry, dtype: str, *flags: Any) -> Function:
     import jax
 
-    module = load(emit(plan, target, g, dtype, *flags))
+    module = load_source(emit(plan, target, g, dtype, *flags))
     return jax.jit(module["attention_forward"], static_argnames=("interpret",))
 
 
@@ -309,7 +309,7 @@ def _loaded_gradient(
     if source is None:
         return None
     static = ("interpret",) if which == "dq" else ("fold", "interpret")
-    return jax.jit(load(source.text)[source.entry], static_argnames=static), source.results
+    return jax.jit(load_source(source.text)[source.entry], static_argnames=static), source.results
 
 
 # -- gradients by position --------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def _by_position(
 
     alone = replace(geometry, batch=1, heads=1, kv_heads=1)
     source = emitted.terms(plan, target, alone, dtype, number, strided, search)
-    entry, gradient = load(source.text)[source.entry], backward_of(plan).gradients[number]
+    entry, gradient = load_source(source.text)[source.entry], backward_of(plan).gradients[number]
     group = geometry.heads // geometry.kv_heads
     sides = (geometry.q_len, target.block_q), (geometry.kv_len, target.block_k)
     padded = tuple(-(-n // block) * block for n, block in sides)

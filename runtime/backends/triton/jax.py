@@ -40,7 +40,7 @@ from frisket.lowering.xla.captured import folded as xla_folded
 from frisket.runtime.backends.base import RECORDS, Block, Shapes
 from frisket.runtime.backends.cpp.jax import _halves as halves
 from frisket.runtime.backends.cpp.jax import too_wide
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.plans.device import Values
 
 from . import grids as triton_grids

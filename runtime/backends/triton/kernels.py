@@ -20,7 +20,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels.triton import decode, module
 from frisket.lowering.kernels.triton.writer import Dims, arguments
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 
 from . import jax, tiles
 from .grids import PACK, listed_kernels, shares

@@ -1,4 +1,6 @@
-"""Caches of keys and values for serving: `frisket.caches.torch`, `frisket.caches.jax`, and what both share.
+"""Caches of keys and values for serving: plain, of 8 bits, in pages, a ring, over devices.
+
+`frisket.caches.torch` and `frisket.caches.jax` have them for a framework; here is what both share.
 
 >>> import frisket as fk
 >>> pool = fk.caches.PagePool(pages=8, page=16)

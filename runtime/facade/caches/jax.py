@@ -16,7 +16,7 @@
 ((2, 1, 4, 16), [10, 10])
 """
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
     from frisket.runtime.caches.jax_plain import KVCache

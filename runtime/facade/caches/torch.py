@@ -12,7 +12,7 @@ torch.Size([2, 4, 9, 16])
 (torch.Size([2, 4, 1, 16]), [10, 10])
 """
 
-from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.modules import extras
 
 with extras():
     from frisket.runtime.caches.torch_plain import KVCache

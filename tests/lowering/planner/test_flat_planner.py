@@ -23,7 +23,7 @@ from frisket.lowering.plan import Spans, from_records
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 from lowering.planner import golden_planners
 
 DOC = frozenset({"doc"})
@@ -49,7 +49,7 @@ class Found:
             convert(np.asarray(x, ints).reshape(-1, 1, 1)) for x in (self.grid.b, self.grid.h, self.grid.q, self.grid.k)
         ]
         self.columns = -(-case.kv_len // case.block[1])
-        run = load(text.emit(self.plan, words, wide))["plan_spans"]
+        run = load_source(text.emit(self.plan, words, wide))["plan_spans"]
         if backend == "jnp":
             run = jax.jit(run, static_argnames=("q_len", "kv_len", "block", "room", "records"))
         found = run(
@@ -259,7 +259,7 @@ def test_boxes_of_a_table(backend):
     table, words = rng.integers(-99, 99, (2, 3, 9, 21)), WORDS[backend]
     at = masks.b, masks.h
     made = lookup("t", (*at, q, k)) >= lookup("t", (*at, k, q))
-    names = load(text.emit(flat.planner(made), words[0], True))
+    names = load_source(text.emit(flat.planner(made), words[0], True))
     n = 300
     b, h = rng.integers(-1, 3, n), rng.integers(-1, 4, n)
     lo = np.stack([rng.integers(-2, 10, n), rng.integers(-2, 22, n)])
@@ -304,7 +304,7 @@ def test_ranges_of_a_table(backend, n):
     mask = lookup("t", (masks.b, q)) >= lookup("t", (masks.b, k))
     words, convert = WORDS[backend]
     with jax.enable_x64(True):
-        names = load(text.emit(flat.planner(mask), words, True))
+        names = load_source(text.emit(flat.planner(mask), words, True))
         joins = names["minimum"], names["maximum"]
 
         def both(*args):
@@ -352,7 +352,7 @@ def test_golden_flat_planner_in_jnp_and_torch(name, backend, golden):
 def test_meta_tensors_suffice():
     """Shapes alone make the text run: nothing in it depends on a value."""
     made = flat.planner(masks.written()["documents"])
-    run = load(text.emit(made, text.TORCH))["plan_spans"]
+    run = load_source(text.emit(made, text.TORCH))["plan_spans"]
     at = [torch.zeros(1, 1, 1, dtype=torch.int64, device="meta")] * 4
     doc = torch.zeros(100_000, dtype=torch.int32, device="meta")
     bounds, count, overflow = run(*at, (1, 1, 1, 1), {}, {"doc": doc}, q_len=100_000, kv_len=100_000, block=(128, 128),

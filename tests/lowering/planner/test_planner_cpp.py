@@ -34,7 +34,7 @@ from frisket.lowering.planner import cpp as text
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 from frisket.runtime.plans import run as flat_native
 from lowering.planner import golden_planners
 
@@ -82,7 +82,7 @@ def agree(run, plan, mask, case, room=64, records=None):
     at = grid.b, grid.h, grid.q, grid.k
     n = records or plan.records(-(-case.kv_len // case.block[1]))
     try:
-        want = load(arrays.emit(plan, NUMPY, True))["plan_spans"](
+        want = load_source(arrays.emit(plan, NUMPY, True))["plan_spans"](
             *(np.asarray(x, np.int64).reshape(-1, 1, 1) for x in at), case.sizes, case.params, case.tables,
             q_len=case.q_len, kv_len=case.kv_len, block=case.block, room=room, records=n,
         )  # fmt: skip

@@ -8,7 +8,7 @@ import frisket as fk
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import warn_slow
-from frisket.runtime.machine.once import SAID
+from frisket.runtime.machine.caller import SAID
 
 jnp = pytest.importorskip("jax.numpy")
 

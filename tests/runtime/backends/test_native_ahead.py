@@ -19,8 +19,8 @@ import frisket as fk
 from frisket.dsl.errors import ParameterError
 from frisket.grammar.memo import clear as forget
 from frisket.runtime.cli.main import main
+from frisket.runtime.machine import caller
 from frisket.runtime.machine import cpp_build as background
-from frisket.runtime.machine import once
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.torch.ready import CHANGES, ChangingTables
@@ -74,7 +74,7 @@ def machine(tmp_path, monkeypatch, known_compiler):
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(made.cache))
     monkeypatch.setenv("CXX", str(made.path))
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
-    monkeypatch.setattr(once, "SAID", set())
+    monkeypatch.setattr(caller, "SAID", set())
     forget()
     yield made
     (tmp_path / "wait").unlink(missing_ok=True)

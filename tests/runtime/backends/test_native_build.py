@@ -19,9 +19,9 @@ import pytest
 
 import frisket as fk
 from frisket.grammar.memo import Memo, clear
+from frisket.runtime.machine import caller
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
-from frisket.runtime.machine import once
 from frisket.runtime.machine.cpp_build import library, reason, writable
 
 pytestmark = pytest.mark.skipif(bool(reason()), reason=reason())
@@ -340,7 +340,7 @@ def test_a_compiler_that_is_gone_or_cannot_be_started(cache, monkeypatch):
 
 def test_a_passing_reason_is_asked_again(monkeypatch):
     """One bad moment does not take the native kernels from a process."""
-    monkeypatch.setattr(once, "SAID", set())
+    monkeypatch.setattr(caller, "SAID", set())
     said = [native_build.LaterError("was killed"), "works"]
     monkeypatch.setenv("CXX", "one that nobody asked about")
 
@@ -432,7 +432,7 @@ def test_missing_compiler_is_the_reason(cache, monkeypatch, tmp_path):
 
 
 def test_a_compiler_that_does_not_work(cache, monkeypatch, tmp_path):
-    monkeypatch.setattr(once, "SAID", set())
+    monkeypatch.setattr(caller, "SAID", set())
     broken, dead = tmp_path / "broken", tmp_path / "dead"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\necho out of order >&2\nexit 1\n')
     dead.write_text("#!/bin/sh\nexit 1\n")
@@ -448,7 +448,7 @@ def test_a_compiler_that_does_not_work(cache, monkeypatch, tmp_path):
 def test_unwritable_cache_is_the_reason(cache, monkeypatch, tmp_path):
     file, place = tmp_path / "file", tmp_path / "elsewhere" / f"frisket-{os.getuid()}"
     file.write_text("in the way")
-    monkeypatch.setattr(once, "SAID", set())
+    monkeypatch.setattr(caller, "SAID", set())
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(file))
     assert (reason(), writable()) == ("", place)
     # A temporary directory that anybody may write to is no place for code.
@@ -613,7 +613,7 @@ def test_library_calls_serve_where_a_kernel_cannot_be_built(framework, broken, c
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", str(failing))
     monkeypatch.delenv("FRISKET_BACKEND", raising=False)
-    monkeypatch.setattr(once, "SAID", set())
+    monkeypatch.setattr(caller, "SAID", set())
     clear()
     q, doc = np.random.default_rng(0).random((1, 2, 40, 16), "f"), np.repeat([0, 1], 20).astype("i")
     run = partial({"torch": by_torch, "jax": by_jax}[framework], q, doc, score)

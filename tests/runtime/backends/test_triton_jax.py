@@ -25,7 +25,7 @@ from frisket.lowering.kernels.triton.writer import Dims, Form
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton.tiles import TABLE, shared
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 
 CHILDREN = Path(__file__).parent / "children"
 G = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)

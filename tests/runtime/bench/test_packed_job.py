@@ -11,7 +11,7 @@ from frisket.dsl.sugar import eq, function, k, q, score
 from frisket.lowering import dense
 from frisket.runtime.bench import race
 from frisket.runtime.cli import run as packed
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 
 MASK = (q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))) & (q - k < 9)
 SCORE = function("tanh", score / 5) * 5

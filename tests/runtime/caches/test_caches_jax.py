@@ -11,7 +11,7 @@ import pytest
 import frisket as fk
 from frisket.caches import PagePool
 from frisket.caches.jax import KVCache, PagedKVCache, RingKVCache, quantized
-from frisket.runtime.caches.pool import seated
+from frisket.runtime.caches.pool import PagedRows, seated
 from frisket.runtime.caches.positions import APPENDED, PADDED, SHARD, placed, ring
 from frisket.runtime.modeling.layers import concatenate_to_cache, init_cache
 from runtime.caches import llama_jax
@@ -251,7 +251,7 @@ def test_pages_that_are_not_there():
     with pytest.raises(fk.ShapeError, match="17 new tokens of the sequence 'a', which has 16; append them"):
         cache.seat(pool, ["a"], 17)
     with pytest.raises(fk.CapacityError, match="'a' has 1 pages, a row of this cache 0"):
-        seated(pool, ["a"], 0, 2, 16, 1, 0)
+        seated(pool, ["a"], 0, PagedRows(2, 16, 1, 0))
     with pytest.raises(fk.ShapeError, match="a multiple of 16"):
         PagedKVCache.create(2, 24, 1, 2, G, D)
 

@@ -752,12 +752,12 @@ def test_large_arrays_ask_for_huge_pages(monkeypatch):
 
     asked = []
     monkeypatch.setattr(torch_plain, "huge", lambda x: asked.append(x.shape))
-    KVCache(1, 64, KV_HEADS, DIM)
-    KVCache(1, 1 << 16, KV_HEADS, DIM, device="meta")
+    KVCache.create(1, 64, KV_HEADS, DIM)
+    KVCache.create(1, 1 << 16, KV_HEADS, DIM, device="meta")
     with torch._subclasses.FakeTensorMode():
-        KVCache(1, 1 << 16, KV_HEADS, DIM)
+        KVCache.create(1, 1 << 16, KV_HEADS, DIM)
     assert not asked
-    plain = KVCache(1, 1 << 16, KV_HEADS, DIM)
+    plain = KVCache.create(1, 1 << 16, KV_HEADS, DIM)
     paged = PagedKVCache.create(1 << 12, 16, 1, 1 << 12, KV_HEADS, DIM)
     assert asked == [plain.k.shape, plain.v.shape, paged.k.shape, paged.v.shape]
     assert not any(x.count_nonzero() for x in (plain.k, plain.v, paged.k, paged.v))

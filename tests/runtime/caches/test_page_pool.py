@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
-from frisket.runtime.caches.pool import PagePool, seated
+from frisket.runtime.caches.pool import PagedRows, PagePool, seated
 
 
 class Stored:
@@ -218,7 +218,7 @@ def test_page_pool_refuses_bad_calls():
         (lambda: pool.truncate("a", 1.0), "tokens are 1.0"),
         (lambda: pool.append("a"), "tokens are 'a'; they are a whole number for each sequence"),
         (lambda: pool.own({"a": -1}), "from -1 on; the first one is 0"),
-        (lambda: seated(pool, ["a"], [1, 2], 3, 4, 1, 2), r"new tokens are \[1, 2\]; they are an integer"),
+        (lambda: seated(pool, ["a"], [1, 2], PagedRows(3, 4, 1, 2)), r"new tokens are \[1, 2\]; they are an integer"),
     ):
         with pytest.raises(ShapeError, match=what):
             wrong()

@@ -16,7 +16,7 @@ from frisket.runtime.cli.main import main
 from frisket.runtime.layouts.tiling import Facts
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 
 
 @pytest.fixture

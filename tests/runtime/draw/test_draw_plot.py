@@ -18,7 +18,7 @@ import frisket as fk
 from frisket.dsl.errors import BackendError, ParameterError
 from frisket.runtime.cli.main import main
 from frisket.runtime.draw.pixels import DARK, LIGHT, PANELS, of_tiles, panels, png, rgb
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 
 WINDOW = fk.mask("causal & window(w)", w=256)
 

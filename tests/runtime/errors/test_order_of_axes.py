@@ -8,7 +8,7 @@ import pytest
 import frisket as fk
 from frisket.runtime.calls.arrays import arrays
 from frisket.runtime.calls.program import check_order
-from frisket.runtime.machine.once import SAID
+from frisket.runtime.machine.caller import SAID
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")

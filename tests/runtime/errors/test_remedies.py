@@ -136,7 +136,7 @@ def test_commands_say_how_to_write_numbers(name, capsys):
     ("causal & window(64)", "make the ring larger, the chunk shorter, or add `& window(w)` to the mask"),
 ])  # fmt: skip
 def test_advice_of_rings_keeps_sinks(text, advice):
-    cache = RingKVCache(2, 16, 1, 8)
+    cache = RingKVCache.create(2, 16, 1, 8)
     with pytest.raises(fk.FrisketError, match=re.escape(advice)):
         cache.attention(fk.compile(text), Q[:, :, :1], Q[:, :, :1], Q[:, :, :1])
 

@@ -14,8 +14,7 @@ from support import browser
 
 import frisket as fk
 from frisket.runtime.draw.pixels import DARK, LIGHT
-from frisket.runtime.explore.analyst import Analyst
-from frisket.runtime.explore.server import Server, token_classes
+from frisket.runtime.explore.server import Analyst, Server, token_classes
 from frisket.runtime.explore.server import page as page_of
 
 DOC = np.sort(np.random.default_rng(0).integers(0, 5, 1024)).astype(np.int32)

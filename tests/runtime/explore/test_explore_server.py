@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from frisket.runtime.cli import explore as cli_explore
+from frisket.runtime.cli import explain as cli_explain
 from frisket.runtime.cli.main import main
-from frisket.runtime.explore import analyst as analyst_module
 from frisket.runtime.explore import server as server_module
-from frisket.runtime.explore.analyst import ABANDONED, Analyst
-from frisket.runtime.explore.server import BODY, Server
+from frisket.runtime.explore.server import ABANDONED, BODY, Analyst, Server
 
 
 class Echo:
@@ -422,12 +420,12 @@ def test_an_answer_takes_only_so_much_memory():
 
 
 def test_only_so_many_pages_are_remembered(monkeypatch):
-    monkeypatch.setattr(analyst_module, "Worker", lambda *given: None)
+    monkeypatch.setattr(server_module, "Worker", lambda *given: None)
     many = Analyst({})
     monkeypatch.setattr(many, "_answer", lambda *asked: {})
     for i in range(200):
         many.ask(f"page {i}", 1, {})
-    assert len(many.turns) == analyst_module.PAGES
+    assert len(many.turns) == server_module.PAGES
 
 
 # -- the command ------------------------------------------------------------------------------------------------
@@ -441,7 +439,7 @@ def test_explore_command_serves_until_interrupted(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Server, "serve_forever", lambda self: run(self, served))
-    monkeypatch.setattr(cli_explore.webbrowser, "open", opened.append)
+    monkeypatch.setattr(cli_explain.webbrowser, "open", opened.append)
     assert main(["explore", "causal & windw(3)", "--q-len", "4096", "--set", "w=3"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[:2] == [opened[0], "Ctrl-C ends it."]

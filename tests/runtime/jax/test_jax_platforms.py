@@ -15,7 +15,7 @@ from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.jax import attend as jax_attend
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine.once import SAID
+from frisket.runtime.machine.caller import SAID
 from frisket.runtime.plans.device import FlatPlan
 
 draw = np.random.default_rng(0)

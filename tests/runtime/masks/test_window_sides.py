@@ -11,7 +11,7 @@ import torch
 
 import frisket as fk
 from frisket.operations import AttentionRegistry
-from frisket.runtime.machine import once
+from frisket.runtime.machine import caller
 
 Q, K, V = (jnp.asarray(x) for x in np.random.default_rng(0).standard_normal((3, 1, 24, 2, 8)).astype(np.float32))
 
@@ -102,7 +102,7 @@ def test_operators_refuse_other_negative_sides():
 
 
 def test_sliding_window_warns_of_its_new_meaning_once(monkeypatch):
-    monkeypatch.setattr(once, "SAID", set())
+    monkeypatch.setattr(caller, "SAID", set())
 
     def largest():
         masks = fk.mask("sliding_window(3)"), fk.mask("gym_sliding_window(3)")

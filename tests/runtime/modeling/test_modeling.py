@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import frisket as fk
 from frisket import modeling as m
-from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.modules import pip_install
 
 rng = np.random.default_rng(0)
 NAMES = (

@@ -168,7 +168,7 @@ def called(q, k, v):
 @pytest.mark.parametrize("way", ["real", "symbolic", "jit"])
 def test_a_step_of_a_cache(way):
     """What C++ writes into a cache nobody would see."""
-    cache = KVCache(1, 8, 2, 16)
+    cache = KVCache.create(1, 8, 2, 16)
     q, k, v = (x.detach()[:, :, :3] for x in inputs())
 
     class Step(torch.nn.Module):

@@ -69,9 +69,9 @@ def test_stored_keys_and_their_scales(backend):
 def test_cache_steps_of_views_equal_those_of_copies(make, dtype):
     """A step on the CPU writes the tokens, plans and runs in C++."""
     if make is KVCache:
-        new, att = lambda: KVCache(2, 32, 2, 16, dtype=dtype), fk.compile("causal", backend="cpp")
+        new, att = lambda: KVCache.create(2, 32, 2, 16, dtype=dtype), fk.compile("causal", backend="cpp")
     else:
-        new, att = lambda: RingKVCache(2, 8, 2, 16, dtype=dtype), fk.compile("causal & window(8)", backend="cpp")
+        new, att = lambda: RingKVCache.create(2, 8, 2, 16, dtype=dtype), fk.compile("causal & window(8)", backend="cpp")
 
     def steps(q, k, v):
         cache = new()
@@ -111,7 +111,7 @@ def test_a_default_device_is_not_that_of_calls(backend):
         out = att(*given[:3], slope=given[3], sinks=0.5)
         return out, *torch.autograd.grad(out.square().sum(), given), dropped(q, k, v, seed=3)
 
-    want, step = call(), KVCache(1, 8, 2, 16)
+    want, step = call(), KVCache.create(1, 8, 2, 16)
     with torch.device("meta"):
         found = call()
         seeded = dropped(q, k, v)

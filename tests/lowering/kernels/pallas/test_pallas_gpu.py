@@ -31,7 +31,7 @@ from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.pallas_gpu import jax as runtime
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 
 REFUSED = {"relation", "switch"} & {name for name, c in CASES.items() if "sees" in c.tables}
 BLOCK = (128, 64)
@@ -64,7 +64,9 @@ def tiles_of(case, root, made, s, down="q"):
     e = Expressions([root], down)
     g = cases.geometry(case)
     source = pallas_gpu.emit(made, Target("", *BLOCK), g, "bfloat16", interpreted=True)
-    names = load(source.replace("TILE = HALF, BLOCK_K", f"TILE = {'HALF, BLOCK_K' if down == 'q' else '64, BLOCK_Q'}"))
+    names = load_source(
+        source.replace("TILE = HALF, BLOCK_K", f"TILE = {'HALF, BLOCK_K' if down == 'q' else '64, BLOCK_Q'}")
+    )
     names |= {
         "load": lambda ref, axis: ref.get(),
         "pl": SimpleNamespace(ds=lambda at, n: slice(at, at + n), cdiv=lambda a, b: -(-a // b)),
@@ -78,7 +80,9 @@ def tiles_of(case, root, made, s, down="q"):
     inside = [*e.definitions(made), f"def values(batch, head, start, line, tile, order, s, {operands}):"]
     inside += [f"    {line}" for line in (*e.once(made), *e.each(made, root), *found, f"return {value}")]
     head = "def operands(origin, sizes, slots, tables, batch, heads, q_len, kv_len):\n"
-    names |= load(head + "\n".join(f"    {line}" for line in before), **{n: names[n] for n in names if n[0] != "_"})
+    names |= load_source(
+        head + "\n".join(f"    {line}" for line in before), **{n: names[n] for n in names if n[0] != "_"}
+    )
     exec("\n".join(inside), names)
     slots, arrays = list(cases.slots(case, made).values()), list(cases.tables(case, made).values())
     own, other, rows, columns = (g.q_len, g.kv_len, *BLOCK) if down == "q" else (g.kv_len, g.q_len, BLOCK[1], BLOCK[0])

@@ -22,7 +22,7 @@ from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.pallas_gpu import jax as runtime
-from frisket.runtime.machine import generated as modules
+from frisket.runtime.machine import modules
 
 OLD = tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 11)
 SMALL = Case(heads=1, kv_heads=1, dim=64, v_dim=64, dtype="bfloat16", q_len=150, kv_len=150)
@@ -91,7 +91,7 @@ def test_pallas_gpu_gradients_multiply_visible_tiles_alone(name, monkeypatch, ra
     def counted(source):
         head = "def with_products(use, *pairs):\n"
         assert head in source
-        return modules.load(
+        return modules.load_source(
             source.replace(head, f"{head}    jax.debug.callback(seen)\n"), seen=lambda: multiplied.append(1)
         )
 

@@ -28,7 +28,7 @@ from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
 from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.pallas_tpu import jax as runtime
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 
 TARGET = Target("pallas-tpu", 128, 128)
 rng = np.random.default_rng(11)
@@ -151,7 +151,7 @@ def test_pallas_tpu_forward_has_no_races_or_reads_outside(name, traced):
     if traced == "traced":
         spans = DeviceSpans(*map(jax.device_put, (spans.bounds, spans.count)), None, spans.slice_of)
     heads = g.heads // g.kv_heads if name == "gqa" else 1  # of a program
-    module = load(pallas_tpu.emit(made, TARGET, g, "float32", together=heads))
+    module = load_source(pallas_tpu.emit(made, TARGET, g, "float32", together=heads))
     careful = pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan", dma_execution_mode="on_wait"
     )
@@ -183,7 +183,7 @@ def counting(source, seen):
     line = "    def visit(partial):\n"
     note = "        jax.debug.callback(seen, batch, head, q_tile, k_tile, partial)\n"
     assert source.count(line) == 1
-    return load(source.replace(line, line + note), seen=seen)["attention_forward"]
+    return load_source(source.replace(line, line + note), seen=seen)["attention_forward"]
 
 
 @pytest.mark.sampled(2)
@@ -251,7 +251,7 @@ def test_pallas_tpu_takes_traced_tables_in_one_program():
 def lowered(case, length, dim, dtype, block=(512, 512)):
     """(jaxpr, exported module) of a causal-shaped walk over `length` tokens."""
     geometry, made = Geometry(1, 8, 4, length, length, dim, dim, dim**-0.5), long_plan(case)
-    module = load(pallas_tpu.emit(made, Target("pallas-tpu", *block), geometry, dtype))
+    module = load_source(pallas_tpu.emit(made, Target("pallas-tpu", *block), geometry, dtype))
 
     def call(walk, *qkv):
         return module["attention_forward"](

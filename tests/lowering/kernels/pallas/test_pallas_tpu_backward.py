@@ -26,7 +26,7 @@ from frisket.lowering.kernels.pallas_tpu import backward as emitted
 from frisket.lowering.plan import Geometry, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.pallas_tpu import jax as runtime
-from frisket.runtime.machine import generated as modules
+from frisket.runtime.machine import modules
 
 MORE = {
     "other-heads": Case(
@@ -217,7 +217,7 @@ def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
         def seen(batch, head, q_tile, k_tile, partial):
             visits[entry][batch, head, q_tile, k_tile] += 1 if partial else 2
 
-        return modules.load(source.replace(line, line + note), seen=seen)
+        return modules.load_source(source.replace(line, line + note), seen=seen)
 
     monkeypatch.setattr(runtime, "load", load)
     runtime._loaded_gradient.memo.clear()

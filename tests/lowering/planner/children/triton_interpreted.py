@@ -18,7 +18,7 @@ from frisket.lowering.analysis.layout import bind, grid_of, swap
 from frisket.lowering.planner import arrays
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
-from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.modules import load_source
 from frisket.runtime.plans import run as flat_triton
 from frisket.runtime.plans.run import SpanRequest
 
@@ -39,7 +39,7 @@ def agree(case, sorted_=frozenset(), room=64, records=0, turned=False):
     limits |= {m: abs(x) for m, x in case.params.items()} | dict.fromkeys("qk", 400)
     plan = flat.planner(mask, sorted_, limits)
     tables = {m: torch.from_numpy(np.array(t)) for m, t in case.tables.items()}
-    bounds, count, more = load(arrays.emit(plan, arrays.TORCH, True))["plan_spans"](
+    bounds, count, more = load_source(arrays.emit(plan, arrays.TORCH, True))["plan_spans"](
         *(torch.from_numpy(x.astype(np.int64).reshape(-1, 1, 1)) for x in place.at), case.sizes, case.params, tables,
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, room=room, records=place.most(plan),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ShapeError
 from frisket.runtime.backends.triton import launch as triton_launch
-from frisket.runtime.machine.once import SAID
+from frisket.runtime.machine.caller import SAID
 
 G = torch.Generator().manual_seed(0)
 ALIBI = "param slope: float[_]\nscore = score + slope[h] * (k - q)"

@@ -1,4 +1,6 @@
-"""Conversion to int of all that stands for one: ints of Python, numpy and torch, and arrays without axes.
+"""The caller's side of a call: values that stand for an int, functions outside graphs, warnings at the caller's line.
+
+`as_int` converts all that stands for an int: ints of Python, numpy and torch, and arrays without axes.
 
 >>> import numpy as np
 >>> as_int(np.int64(4)), as_int(np.array(4)), as_int(4.0), as_int(True)
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -81,3 +84,20 @@ def outside(fn: Callable[P, R]) -> Callable[P, R]:
         return fn(*args, **kwargs)
 
     return run
+
+
+INSIDE = frozenset({"frisket", "jax", "jaxlib", "torch", "contextlib"})
+SAID: set[Hashable] = set()
+
+
+def warn_once(text: str, about: Hashable = None) -> None:
+    """Warn at the caller outside of frisket and what calls it back, the first time for each text, or each `about`."""
+    key = text if about is None else about
+    if key in SAID:
+        return
+    SAID.add(key)  # before the warning, which may be an error
+    # `skip_file_prefixes` is of Python 3.12
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

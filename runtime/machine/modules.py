@@ -1,13 +1,19 @@
-"""Imports when they are needed, and of packages that extras bring: one that fails says which extra is wanting."""
+"""Modules of Python: imported when they are needed, brought by extras, or generated as a text.
+
+An import that fails for want of an extra says which one.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
+import linecache
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from frisket.dsl.errors import MissingPackageError
@@ -66,3 +72,21 @@ def extras() -> Iterator[None]:
         if (extra := EXTRAS.get(missing.name or "")) is None:
             raise
         raise MissingPackageError(f"{missing.name} is not installed: {pip_install(extra)}", name=missing.name) from None
+
+
+def load_source(source: str, *, importable: bool = False, **scope: Any) -> dict[str, Any]:
+    """The names of a generated module, beside those of `scope`; tracebacks show its lines. `importable` ones are
+    modules that others can import, one for a text: torch.compile looks there for what functions call."""
+    digest = sha256(source.encode()).hexdigest()[:12]
+    name, file = f"frisket_kernel_{digest}", f"<frisket {digest}>"
+    if importable and name in sys.modules:
+        return vars(sys.modules[name])
+    # None for the time of change: linecache would look for a file
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    module = ModuleType(name if importable else "frisket_kernel")
+    names = vars(module)
+    names.update(__file__=file, **scope)
+    exec(compile(source, file, "exec"), names)
+    if importable:
+        sys.modules[name] = module  # after it ran: other threads import it
+    return names
