@@ -253,9 +253,12 @@ class Spans:
     slice_of: NDArray[np.int32]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KernelInputs:
-    """All that the kernels of a call run with beside arrays and cotangents: every executor takes it first."""
+    """All that the kernels of a call run with besides arrays and cotangents: every executor takes it first.
+
+    Nobody changes one after it is made. It is not frozen, because it would take five times as long to make, and every
+    call with a plan makes one."""
 
     plan: LoopPlan
     spans: Any  # `Spans`, or a `SpanSource` where the kernels take any tile; None: bounds in closed form
