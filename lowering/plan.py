@@ -255,7 +255,7 @@ class Spans:
 
 @dataclass(eq=False)
 class KernelInputs:
-    """All that the kernels of a call run with besides arrays and cotangents: every executor takes it first.
+    """The inputs of a call's kernels besides arrays and cotangents: every executor takes them first.
 
     Nobody changes one after it is made. It is not frozen, because it would take five times as long to make, and every
     call with a plan makes one."""

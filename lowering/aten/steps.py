@@ -45,8 +45,8 @@ class KeyPiece:
 
     def of_row(self, row: int) -> KeyPiece:
         """The piece of a later row."""
-        ends = (x + row * self.stride for x in (self.start, self.full_start, self.full_stop, self.stop))
-        return KeyPiece(*ends, self.stride)
+        by = row * self.stride
+        return KeyPiece(self.start + by, self.full_start + by, self.full_stop + by, self.stop + by, self.stride)
 
 
 @dataclass(frozen=True)

@@ -461,25 +461,15 @@ def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
     if RATE in source:
         slots[source[RATE]] = call.rate
     spans = plan if backend.loads else on_host(work.spans)
-    forward, backward = _executor(backend, options.rows is not None)
+    fixed = MappingProxyType(slots), MappingProxyType(tables), None, options.rows, options.deterministic
     return PreparedCall(
-        inputs=KernelInputs(
-            work.plan,
-            spans,
-            geometry,
-            target,
-            MappingProxyType(slots),
-            MappingProxyType(tables),
-            rows=options.rows,
-            deterministic=options.deterministic,
-        ),
+        KernelInputs(work.plan, spans, geometry, target, *fixed),
+        *_executor(backend, options.rows is not None),
+        real,
+        inputs.layout != NATURAL["torch"],
         kv_inputs=tuple((x.name, str(x.source)) for x in uses),
         loads=backend.loads,
         seed=source.get(SEED),
-        bshd=inputs.layout != NATURAL["torch"],
-        real=real,
-        forward=forward,
-        backward=backward,
         stats_kind=backend.stats_kind,
         check=backend.executors["torch"].checks_gradients,
     )

@@ -56,14 +56,15 @@ class PreparedCall:
     # without the values that come with every call; slots and tables are read-only: executors keep what they make of
     # them. Where kernels load their tables, the spans are the `CallPlan`
     inputs: KernelInputs
-    kv_inputs: tuple[tuple[str, str], ...]  # (name in the plan, source) of slots and tables that come with every call
-    loads: bool  # whether kernels load these values themselves, in any dtype: nothing waits for the device
-    seed: str | None  # the slot of dropout's seed
-    bshd: bool  # whether the axes of the arrays are (batch, length, heads, dim)
-    real: Any  # the dtype of scores
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    stats_kind: str  # see `Backend.stats_kind`; the tensor of these numbers is called `softmax_stats` for all kinds
+    real: Any  # the dtype of scores
+    bshd: bool  # whether the axes of the arrays are (batch, length, heads, dim)
+    # (name in the plan, source) of slots and tables that come with every call
+    kv_inputs: tuple[tuple[str, str], ...] = ()
+    loads: bool = False  # whether kernels load these values themselves, in any dtype: nothing waits for the device
+    seed: str | None = None  # the slot of dropout's seed
+    stats_kind: str = ""  # see `Backend.stats_kind`; the tensor of these numbers is always called `softmax_stats`
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     awaits: bool = False  # whether library calls run while a native kernel is compiled
     template: FlatPlan | None = None  # a plan without values: each call makes its own, from the tables it brings
@@ -198,20 +199,9 @@ class PreparedCall:
         """A prepared call with other spans and tables."""
         # every call with a plan comes here: `replace`, and constructors of frozen classes, take five times as long
         x = self.inputs
-        return PreparedCall(
-            KernelInputs(x.plan, spans, x.geometry, x.target, x.slots, tables, None, x.rows, x.deterministic),
-            self.kv_inputs,
-            self.loads,
-            self.seed,
-            self.bshd,
-            self.real,
-            self.forward,
-            self.backward,
-            self.stats_kind,
-            self.check,
-            self.awaits,
-            template,
-        )
+        inputs = KernelInputs(x.plan, spans, x.geometry, x.target, x.slots, tables, None, x.rows, x.deterministic)
+        how = self.forward, self.backward, self.real, self.bshd, self.kv_inputs, self.loads, self.seed
+        return PreparedCall(inputs, *how, self.stats_kind, self.check, self.awaits, template)
 
 
 def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, Tensor]:
@@ -405,20 +395,8 @@ class VendorCall(PreparedCall):
             run = _by_plan(prepare(replace(bare, backend=record.name), options))
         else:
             run = _by_arguments(record)
-        return cls(
-            inputs=inputs,
-            kv_inputs=(),
-            loads=False,
-            seed=None,
-            bshd=arrays.layout != NATURAL["torch"],
-            real=real,
-            forward=run[0],
-            backward=run[1],
-            stats_kind="",
-            proof=proof,
-            named=named,
-            prepare=lambda: prepare(bare, options),
-        )
+        bshd = arrays.layout != NATURAL["torch"]
+        return cls(inputs, *run, real, bshd, proof=proof, named=named, prepare=lambda: prepare(bare, options))
 
     @cached_property
     def generated(self) -> PreparedCall:

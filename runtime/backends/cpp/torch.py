@@ -433,9 +433,11 @@ def repeat(inputs: KernelInputs, dtype: Any, stored: Any, table_names: Sequence[
         out = empty_like(q) if wide and q.is_contiguous() else q.new_empty(size)
         if large:
             huge(out)
-        lse = q.new_empty(size[:3], dtype=kernel_call.real) if saving else None
-        softmax_stats = None if lse is None else lse.new_empty((*size[:3], width))
-        to_lse, to_stats = (0, 0) if lse is None else (lse.data_ptr(), softmax_stats.data_ptr())
+        to_lse = to_stats = 0
+        if saving:
+            lse = q.new_empty(size[:3], dtype=kernel_call.real)
+            softmax_stats = lse.new_empty((*size[:3], width))
+            to_lse, to_stats = lse.data_ptr(), softmax_stats.data_ptr()
         rows = 0 if sinks is None else sinks.data_ptr(), to_lse, 0, to_stats, width, 0, k.shape[0] if paged else 0
         keys = at_k, kb, kh, kn, at_v, vb, vh, vn
         arrays = pack(*rows, at_q, qb, qh, qn, *keys, out.data_ptr(), *strides)

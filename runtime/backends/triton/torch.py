@@ -13,7 +13,7 @@ from frisket.grammar.memo import remember
 from frisket.lowering.aten.captured import amounts, folded, units
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.triton import backward as triton_backward
-from frisket.lowering.kernels.triton import cotangents
+from frisket.lowering.kernels.triton import cotangents as triton_cotangents
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, SpanSource
@@ -47,7 +47,7 @@ Results = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | 
 
 
 class BackwardKind(NamedTuple):
-    """What the launches of a backward depend on besides its plan, shapes and target."""
+    """The facts of a backward that its launches depend on, besides its plan, shapes and target."""
 
     device_slots: tuple[str, ...]
     grad_names: frozenset[str]
@@ -169,7 +169,7 @@ def backward(
     # strides of 0: zeros of the shape without its memory
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     if far(q, k, v, out, dout):
-        backward_tiles = target.dq, target.dkv, target.dv, triton_backward.DELTA, cotangents.square(target)
+        backward_tiles = target.dq, target.dkv, target.dv, triton_backward.DELTA, triton_cotangents.square(target)
         rows = max(side for t in backward_tiles for side in ((t or target).block_q, (t or target).block_k))
         q, k, v, out, dout = (near(x, rows) for x in (q, k, v, out, dout))
     context = bound(inputs.plan, inputs.spans, g, target, q, k)
@@ -230,7 +230,7 @@ class _BackwardLaunches:
             parts[n] = grids.of_call(plan, spans, g, of_kernel(n, target), processors, walked=True)
         listed = frozenset(n for n, x in parts.items() if x is not None)
         self.module = emitted_kernels(triton_backward.emit, plan, target, dims, grad_names, dlse=dlse, listed=listed)
-        self.sums = cotangents.sums(plan, grad_names)
+        self.sums = triton_cotangents.sums(plan, grad_names)
         plain = LaunchContext(triton_backward.bare(plan), g, target, q, k)  # attention_delta reads no slots, no tables
         self.nothing = plain.values({}, {})
         self.steps = []
@@ -297,7 +297,7 @@ def captured(
     import torch
 
     deterministic = inputs.deterministic or torch.are_deterministic_algorithms_enabled()
-    context = bound(inputs.plan, inputs.spans, inputs.geometry, cotangents.square(inputs.target), q, k)
+    context = bound(inputs.plan, inputs.spans, inputs.geometry, triton_cotangents.square(inputs.target), q, k)
     run = _CapturedRun(context, inputs, (q, k, v, dout, stats))
     try:
         buffers = run.buffers(gradients, deterministic)
