@@ -208,6 +208,10 @@ def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, 
     return {n: t.to(device, real) if t.is_floating_point() else t.to(device) for n, t in tables.items()}
 
 
+Params = Mapping[str, Any]  # of a call, by name
+Prepare = Callable[..., PreparedCall]
+
+
 class ChangingTables:
     """Prepared calls of one kind whose tables change from call to call, on the host. `op` asks here before it plans.
 
@@ -247,13 +251,7 @@ class ChangingTables:
         return bool(table[0] <= first and table[-1] >= last and (table[1:] >= table[:-1]).all())
 
     def host_planned(
-        self,
-        att: Any,
-        call: CheckedCall,
-        params: Mapping[str, Any],
-        host: PreparedCall,
-        prepare: Callable[..., PreparedCall],
-        entries: list[bytes],
+        self, att: Any, call: CheckedCall, params: Params, host: PreparedCall, prepare: Prepare, entries: list[bytes]
     ) -> None:
         """Take note of a plan of the host: try a planner for such tables, or compare the one there is. Raises
         `PendingError` while a planner or its kernel is compiled in the background."""
@@ -267,7 +265,7 @@ class ChangingTables:
             self.planners = {n: x for n, x in self.planners.items() if x is not planner}
         if planner is None or planner.order != order:
             due = self.seen[order] in CHANGES
-            candidate = _planner_for(att, call, params, host, prepare, tables, order) if due else None
+            candidate = _planner_for(att, call, params, host, prepare, tables.keys(), order) if due else None
             self.seen[order] += 1
             if candidate is not None and _pays(candidate, tables, host):
                 self.planners = {**self.planners, order: candidate}
@@ -320,16 +318,10 @@ class TablePlanner:
 
 
 def _planner_for(
-    att: Any,
-    call: CheckedCall,
-    params: Mapping[str, Any],
-    host: PreparedCall,
-    prepare: Callable[..., PreparedCall],
-    tables: Mapping[str, Array],
-    order: frozenset[str],
+    att: Any, call: CheckedCall, params: Params, host: PreparedCall, prepare: Prepare, names: Any, order: frozenset[str]
 ) -> TablePlanner | None:
-    """The planner for tables like these; None where there is none for kernels as `host` has."""
-    values = {n: torch.as_tensor(params[n]) for n in tables}
+    """The planner for tables of these names; None where there is none for kernels as `host` has."""
+    values = {n: torch.as_tensor(params[n]) for n in names}
     if RECORDS[host.inputs.target.backend].plans != "host":
         return None
     g, host_plan = call.geometry, call.plan

@@ -47,7 +47,7 @@ def backward(
         raise BackwardError(f"FlashAttention 4 has no gradient of lse for heads of 256 on Blackwell\n  {INSTEAD}")
     q, k, v, out, dout = (x.resolve_neg() for x in (q, k, v, results.out, cotangents.dout.to(q.dtype)))
     results, cotangents = replace(results, out=out), Cotangents(dout, cotangents.dlse)
-    grads = gradients(call, q, k, v, results, cotangents, inputs.deterministic)
+    grads = gradients(call, (q, k, v), results, cotangents, inputs.deterministic)
     return {n: x for n, x in zip("qkv", grads, strict=True) if n in grad_names}
 
 
@@ -99,23 +99,17 @@ def attend(call: FlashCall, g: Geometry, q: Tensor, k: Tensor, v: Tensor, sinks:
 
 
 def gradients(
-    call: FlashCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    results: ForwardResults,
-    cotangents: Cotangents,
-    deterministic: bool,
+    call: FlashCall, qkv: tuple[Tensor, ...], results: ForwardResults, cotangents: Cotangents, deterministic: bool
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v, in their shapes. An lse that holds a sink gives the weights that are beside it."""
     from flash_attn.cute import interface
 
-    arrays = [_laid(call, x) for x in (q, k, v, results.out, cotangents.dout)]
+    arrays = [_laid(call, x) for x in (*qkv, results.out, cotangents.dout)]
     rows = [None if x is None else _rows(call, x) for x in (results.lse, cotangents.dlse)]
     options = _common(call) | _functions(call)
-    with _current(q):
+    with _current(qkv[0]):
         grads = interface._flash_attn_bwd(*arrays, rows[0], **options, dlse=rows[1], deterministic=deterministic)
-    pairs = zip(grads, (q, k, v), strict=True)
+    pairs = zip(grads, qkv, strict=True)
     # gradients of packed arrays have no axis of batch entries
     return tuple(dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in pairs)
 
@@ -142,15 +136,10 @@ def _common(call: FlashCall) -> dict[str, Any]:
     """The arguments that both directions take."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
 
-    arguments: dict[str, Any] = {
-        "softmax_scale": call.scale,
-        "window_size_left": call.left,
-        "window_size_right": call.right,
-        "seqused_k": call.used,
-        "page_table": call.pages,
-        "aux_tensors": [_led(x) for x in call.tables] or None,
-        "aux_scalars": tuple(_number(x) for x in call.scalars) or None,
-    }
+    arguments: dict[str, Any] = {"softmax_scale": call.scale, "seqused_k": call.used, "page_table": call.pages}
+    arguments |= {"window_size_left": call.left, "window_size_right": call.right}
+    arguments["aux_tensors"] = [_led(x) for x in call.tables] or None
+    arguments["aux_scalars"] = tuple(_number(x) for x in call.scalars) or None
     if call.documents is not None:
         arguments["cu_seqlens_q"], arguments["cu_seqlens_k"] = call.documents.unbind()
         arguments["max_seqlen_q"], arguments["max_seqlen_k"] = call.longest

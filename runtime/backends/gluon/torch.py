@@ -66,7 +66,7 @@ def forward(
     values = context.values(inputs.slots, inputs.tables)
     kind = ForwardKind(values.device_slots, inputs.sinks is not None, top, softmax_stats)
     make = partial(_launch, context, inputs.spans, kind)
-    return triton_torch.launched(context, ("gluon", kind), kind, make, values, (q, k, v), inputs.sinks)
+    return triton_torch.launched(context, kind, make, values, (q, k, v), inputs.sinks)
 
 
 def addressable(x: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ TENSORS = (*LETTERS, "Lse", "Low", "DLse", "Stats", "DQ", "DK", "DV")
 CAPTURED_ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Stats": ""}
 
 
+Make = Callable[[], Any]  # lays out the launches of calls of one kind
 Results = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]  # of a forward
 
 
@@ -73,29 +74,23 @@ def forward(
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
     described = target.descriptors and aligned and context.describes(q, k, v)
     kind = grids.ForwardKind(values.device_slots, sinks is not None, top, softmax_stats, described)
-    return launched(context, kind, kind, lambda: _launch(context, spans, kind), values, (q, k, v), sinks)
+    return launched(context, kind, lambda: _launch(context, spans, kind), values, (q, k, v), sinks)
 
 
 def launched(
-    context: LaunchContext,
-    key: Any,
-    kind: grids.ForwardKind,
-    make: Callable[[], Any],
-    values: KernelArgs,
-    arrays: tuple[Tensor, ...],
-    sinks: Tensor | None,
+    context: LaunchContext, kind: grids.ForwardKind, make: Make, values: KernelArgs, qkv: tuple[Tensor, ...], sinks: Any
 ) -> Results:
     """The results of a forward whose launches `make` lays out for calls of one kind."""
     import torch
 
-    g, q = context.geometry, arrays[0]
+    g, q = context.geometry, qkv[0]
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
     largest, lse_residual = (torch.empty_like(lse) if use else None for use in (kind.top, kind.lse_residual))
     more = [x for x in (largest, lse_residual) if x is not None]
     if sinks is not None:
         more.append(sinks.contiguous().resolve_neg())
-    context.run(key, make, values, *arrays, out, lse, *more)
+    context.run(kind, make, values, *qkv, out, lse, *more)
     return (out, lse, largest, lse_residual) if kind.lse_residual else (out, lse, largest)
 
 
