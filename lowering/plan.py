@@ -257,8 +257,8 @@ class Spans:
 class KernelInputs:
     """The inputs of a call's kernels besides arrays and cotangents: every executor takes them first.
 
-    Nobody changes one after it is made. It is not frozen, because it would take five times as long to make, and every
-    call with a plan makes one."""
+    The fields never change. The class is not frozen, because it would take five times as long to make, and every call
+    with a plan makes one."""
 
     plan: LoopPlan
     spans: Any  # `Spans`, or a `SpanSource` where the kernels take any tile; None: bounds in closed form

@@ -51,7 +51,7 @@ class PreparedCall:
     (`running`), steps over a KV cache (`DecodeCall`), and ranks of context parallelism (`torch_ring`).
 
     `attend` calls `__call__`, which ends in `run`, or in `saving` where a backward follows; that ends in `gradients`.
-    Nobody changes one after it is made; `with_tables` says why it is not frozen."""
+    The fields never change; `with_tables` says why the class is not frozen."""
 
     # without the values that come with every call; slots and tables are read-only: executors keep what they make of
     # them. Where kernels load their tables, the spans are the `CallPlan`

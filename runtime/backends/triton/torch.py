@@ -285,7 +285,7 @@ def captured(
     `stats` is float32 [batch, heads, q_len, 4], contiguous, as `attention_delta` writes it: of every row lse in log2
     units, the factor of its weights, and delta. q, k, v and dout have any strides, and one dtype.
 
-    Equal calls give equal bits, unless the inputs are not `deterministic`: then tables that are read at any places are
+    Equal calls give equal bits where the inputs are `deterministic`. Elsewhere tables that are read at any places are
     added to with atomics in float32, in one pass instead of two in fixed point (how exact that is:
     lowering/aten/captured.py).
     """
