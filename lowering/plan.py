@@ -253,9 +253,12 @@ class Spans:
     slice_of: NDArray[np.int32]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KernelInputs:
-    """The inputs of a call's kernels beside arrays and cotangents; every executor takes them first."""
+    """The inputs of a call's kernels besides arrays and cotangents; every executor takes them first.
+
+    The fields never change. The class is not frozen, because it would take five times as long to make, and every call
+    with a plan makes one."""
 
     plan: LoopPlan
     spans: Any  # `Spans`, or a `SpanSource` where the kernels take any tile; None: bounds in closed form

@@ -10,13 +10,13 @@ sums of its own, added in order at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from frisket.dsl.ir import uses
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs
 
 from .captured import LaneGradients
 from .flash import FUSED, flash_backward, fusible
@@ -31,20 +31,24 @@ PARTS = 8  # arrays of sums at most
 
 
 def backward(
-    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    grad_names: frozenset[str], sinks: Tensor | None = None, share: Tensor | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    inputs: KernelInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: ForwardResults,
+    cotangents: Cotangents,
+    *,
+    grad_names: frozenset[str],
+) -> dict[str, Tensor]:
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array, tables and slots of the plan ("t0", "s1") in float32, float64 when q is float64.
 
-    `out` and `lse` are the forward's; with `share` [batch, heads, q_len] of other keys too, and that is the part that
-    these keys have of each row's weights. The gradient of the sinks is the caller's (`lowering.derive`)."""
+    The gradient of the sinks is the caller's (`lowering.derive`)."""
     import torch
 
     with torch.no_grad():
-        run = _Backward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
-        return run.everything(out, lse, dout, dlse, grad_names, sinks, share)
+        run = _Backward(inputs, (q, k, v), careful=not tame(inputs.plan.score))
+        return run.everything(results, cotangents, grad_names, inputs.sinks)
 
 
 @dataclass
@@ -66,10 +70,10 @@ class _Backward(AtenTiles):
     """The backward of one call."""
 
     def everything(
-        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grad_names: frozenset[str],
-        sinks: Tensor | None, share: Tensor | None,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        torch = self.torch
+        self, results: ForwardResults, cotangents: Cotangents, grad_names: frozenset[str], sinks: Tensor | None
+    ) -> dict[str, Tensor]:
+        torch, out, lse, share = self.torch, results.out, results.lse, results.share
+        dout, dlse = cotangents.dout, cotangents.dlse
         self.grad_names = grad_names
         self.part = None if share is None else self.grouped(share.to(self.dtype))
         self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1).expand(lse.shape))
@@ -147,10 +151,8 @@ class _Backward(AtenTiles):
         sums = [total, *(self._zeros() for _ in range(parts - 1))]
         lanes = []
         for lane in shares(heads, -(-heads // (2 * threads))):
-            blocks = [
-                block for step, member in rows for some in _within(member, lane, g.kv_heads)
-                for block in cut(step, some, budget)
-            ]  # fmt: skip
+            inside = [(step, some) for step, member in rows for some in _within(member, lane, g.kv_heads)]
+            blocks = [block for step, some in inside for block in cut(step, some, budget)]
             lanes += [_Lane(some, sums[i]) for i, some in enumerate(_even(blocks, parts))]
         return [x for x in lanes if x.blocks]  # a lane without blocks would start a thread for nothing
 
@@ -175,7 +177,10 @@ class _Backward(AtenTiles):
                 continue
             slopes = self._slopes(block, dout, pieces, tiles, drops, whole and not self.careful and self.part is None)
             for piece, p, raw, dm in zip(pieces, tiles, raws, slopes, strict=True):
-                self._piece(block, piece, p, raw, dm, rough_query, dq, sums)
+                ds = self._score_cotangents(block, piece, p, raw, dm, sums.captured)
+                self.add_keys(sums.dk, block, piece, ds, rough_query, self.geometry.scale)
+                if dq is not None:
+                    self._add_queries(dq, block, piece, ds)
         if dq is not None:
             self.put(self.dq, block, dq)
 
@@ -257,27 +262,26 @@ class _Backward(AtenTiles):
             delta = delta if dlse is None else delta - dlse
         return [dm.sub_(delta).mul_(p) for dm, p in zip(products, tiles, strict=True)]
 
-    def _piece(
-        self, block: Block, piece: KeyPiece, p: Tensor, raw: Tensor | None, dm: Tensor, rough_query: Tensor,
-        dq: Tensor | None, sums: _Sums,
-    ) -> None:  # fmt: skip
-        scale = self.geometry.scale
+    def _score_cotangents(
+        self, block: Block, piece: KeyPiece, p: Tensor, raw: Tensor | None, dm: Tensor, captured: LaneGradients
+    ) -> Tensor:
+        """The cotangents of a piece's scaled products, from `dm`, those of modified scores; adds to captured ones."""
         hidden = p == 0 if self.guard else None
         if hidden is not None:
             dm.masked_fill_(hidden, 0.0)
-        sums.captured.collect(block, piece, dm, raw, hidden)
+        captured.collect(block, piece, dm, raw, hidden)
         if self.slope is not None:
             self.cells(block, dm).mul_(self.at(self.slope, block, piece, raw))
             if hidden is not None:
                 dm.masked_fill_(hidden, 0.0)
-        ds = self.rounded(dm, "weights")
-        self.add_keys(sums.dk, block, piece, ds, rough_query, scale)
-        if dq is not None:
-            keys = self.keys(self.plain_k, block, piece)
-            if self.half:
-                dq.add_(self.rough_product(ds, keys), alpha=scale)
-            else:
-                dq.baddbmm_(ds, keys, alpha=scale)
+        return self.rounded(dm, "weights")
+
+    def _add_queries(self, dq: Tensor, block: Block, piece: KeyPiece, ds: Tensor) -> None:
+        keys, scale = self.keys(self.plain_k, block, piece), self.geometry.scale
+        if self.half:
+            dq.add_(self.rough_product(ds, keys), alpha=scale)
+        else:
+            dq.baddbmm_(ds, keys, alpha=scale)
 
 
 def _exp(x: Tensor) -> Tensor:

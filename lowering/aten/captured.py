@@ -51,13 +51,10 @@ class LaneGradients:
         if gradient.over == "scatter":
             shape = t.tables[gradient.source].shape
             return torch.zeros(shape, dtype=torch.float64 if shape.numel() <= SMALL else t.dtype)
-        return torch.zeros(
-            {
-                "head": heads, "row": (*heads, g.q_len), "diagonal": (*heads, g.q_len + g.kv_len - 1),
-                "column": (g.batch, g.kv_heads, g.kv_len, t.group),
-            }[gradient.over],
-            dtype=t.dtype,
-        )  # fmt: skip
+        if gradient.over == "column":
+            return torch.zeros((g.batch, g.kv_heads, g.kv_len, t.group), dtype=t.dtype)
+        lengths = {"head": (), "row": (g.q_len,), "diagonal": (g.q_len + g.kv_len - 1,)}
+        return torch.zeros((*heads, *lengths[gradient.over]), dtype=t.dtype)
 
     def collect(self, block: Block, piece: KeyPiece, dm: Tensor, raw: Tensor | None, hidden: Tensor | None) -> None:
         """Add the share of a piece. `hidden`: where dm is 0 whatever the weight is."""

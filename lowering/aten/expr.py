@@ -89,25 +89,30 @@ def _call(name: str) -> Callable[..., Tensor]:
     return lambda *args: getattr(_torch(), name)(*args)
 
 
-# torch's name where it is one call; `minimum` and `maximum` propagate NaN, as numpy's do
+# operators that are one call of torch under their own name, and those under another; `minimum` and `maximum` propagate
+# NaN, as numpy's do
+SAME_NAME = (
+    "neg abs add sub mul pow div lt le gt ge eq ne where exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt"
+    " erf isfinite"
+).split()
+BITWISE, LOGICAL = ("bitand", "bitor", "bitxor", "bitnot"), ("xor", "not")
 OPERATORS: dict[str, Callable[..., Tensor]] = {
-    **{ours: _call(theirs) for ours, theirs in {
-        "neg": "neg", "abs": "abs", "add": "add", "sub": "sub", "mul": "mul",
-        "min": "minimum", "max": "maximum", "pow": "pow", "div": "div",
-        "bitand": "bitwise_and", "bitor": "bitwise_or", "bitxor": "bitwise_xor", "bitnot": "bitwise_not",
-        "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne",
-        "xor": "logical_xor", "not": "logical_not", "where": "where",
-        "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2", "log1p": "log1p", "tanh": "tanh",
-        "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "tan": "tan", "sqrt": "sqrt", "rsqrt": "rsqrt",
-        "erf": "erf", "isfinite": "isfinite",
-    }.items()},
+    **{n: _call(n) for n in SAME_NAME},
+    **{n: _call(f"{n}imum") for n in ("min", "max")},
+    **{n: _call(f"bitwise_{n.removeprefix('bit')}") for n in BITWISE},
+    **{n: _call(f"logical_{n}") for n in LOGICAL},
+    **{n: _fold(f"logical_{n}") for n in ("and", "or")},
     "sign": _sign,
-    "floordiv": _divided("div", rounding_mode="floor"), "mod": _divided("remainder"),
+    "floordiv": _divided("div", rounding_mode="floor"),
+    "mod": _divided("remainder"),
     "wrap": lambda x, bits: reduce(lambda x, op: OPERATORS[op](x, 64 - bits.clamp(0, 64)), ("shl", "shr"), x),
-    "shl": _shift("bitwise_left_shift"), "shr": _shift("bitwise_right_shift"),
-    "and": _fold("logical_and"), "or": _fold("logical_or"), "int": _to_int,
-    "floor": lambda x: _to_int(x.floor()), "float": lambda x: x, "random": _random,
-}  # fmt: skip
+    "shl": _shift("bitwise_left_shift"),
+    "shr": _shift("bitwise_right_shift"),
+    "int": _to_int,
+    "floor": lambda x: _to_int(x.floor()),
+    "float": lambda x: x,
+    "random": _random,
+}
 
 
 def _method(name: str) -> Callable[..., Tensor]:
@@ -156,11 +161,8 @@ class TileProgram:
             self.code.append(Instruction(n, args, tuple(at[a] for a in args), ends))
         readers = Counter(a for n in order for a in self._inputs(n))
         # a product that is only added to an overwritten value goes there in one pass, without a tile of its own
-        self.products = {
-            i.nodes[1] for i in self.code
-            if i.node.op == "add" and i.overwrites and i.nodes[1].op == "mul" and readers[i.nodes[1]] == 1
-            and i.nodes[1] not in self.known
-        }  # fmt: skip
+        added = {i.nodes[1] for i in self.code if i.node.op == "add" and i.overwrites}
+        self.products = {n for n in added if n.op == "mul" and readers[n] == 1 and n not in self.known}
 
     def _fresh(self, node: Expr) -> bool:
         """Whether the value of `node` is a tensor of its own (the score counts: it may be overwritten)."""

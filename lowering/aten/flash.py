@@ -84,19 +84,17 @@ def flash(tiles: AtenTiles, part: Fused, members: list[Heads]) -> Iterator[tuple
         kv = slice(m.kv, m.kv + m.count)
         place = (m.batch, kv, j, slice(step.start, step.start + step.height))
         query = tiles.q[place].unsqueeze(0)
-        done = [
-            kernel(query, *(x[m.batch, kv, keys].unsqueeze(0) for x in (tiles.k, tiles.v)),
-                   is_causal=triangle, scale=tiles.geometry.scale)
-            for keys, triangle in part.parts
-        ]  # fmt: skip
+        done = []
+        for keys, triangle in part.parts:
+            arrays = (x[m.batch, kv, keys].unsqueeze(0) for x in (tiles.k, tiles.v))
+            done.append(kernel(query, *arrays, is_causal=triangle, scale=tiles.geometry.scale))
         out, lse = done[0] if len(done) == 1 else _merged(torch, done)
         yield place, out[0], lse[0]
 
 
 def flash_backward(
-    tiles: AtenTiles, part: Fused, members: list[Heads], rows: tuple[Tensor, Tensor, Tensor],
-    sums: tuple[Tensor | None, Tensor | None, Tensor | None],
-) -> None:  # fmt: skip
+    tiles: AtenTiles, part: Fused, members: list[Heads], rows: tuple[Tensor, ...], sums: tuple[Tensor | None, ...]
+) -> None:
     """Add dq, dk, dv of the part to `sums`, whose shapes are those of q (grouped), k and v. `rows`: dout, out and lse,
     [batch, kv_heads, group, q_len, ...]. P comes from the whole row's lse, so parts need no merging."""
     torch, step = tiles.torch, part.step
@@ -195,10 +193,9 @@ def _results(
         for start, stop, lo, hi in rows:
             shape, strides = (1, m.count, stop - start, hi - lo), (0, far.stride(0), 1, 1)
             keys, values = (x[None, m.batch, kv, lo:hi] for x in (tiles.k, tiles.v))
-            out, lse = kernel(
-                query[None, :, q_len - stop : q_len - start], keys, values,
-                attn_mask=far.as_strided(shape, strides, lo - (stop - 1) + q_len), scale=tiles.geometry.scale,
-            )  # fmt: skip
+            bias = far.as_strided(shape, strides, lo - (stop - 1) + q_len)
+            some = query[None, :, q_len - stop : q_len - start]
+            out, lse = kernel(some, keys, values, attn_mask=bias, scale=tiles.geometry.scale)
             yield (m.batch, kv, j, slice(start, stop)), out[0].flip(1), lse[0].flip(1)
 
 
@@ -208,10 +205,9 @@ def _by_distance(tiles: AtenTiles, m: Heads, j: int) -> Tensor:
     assert plan.score is not None
     count = g.q_len + g.kv_len
     heads = torch.arange(m.kv, m.kv + m.count).unsqueeze(1) * tiles.group + j
-    place = {
-        **tiles.env, "b": m.batch + g.origin[0], "h": heads + g.origin[1], "q": torch.tensor(g.q_len + g.origin[2]),
-        "k": torch.arange(count) + g.origin[3], "score": torch.zeros(m.count, count, dtype=tiles.dtype),
-    }  # fmt: skip
+    place = {**tiles.env, "b": m.batch + g.origin[0], "h": heads + g.origin[1]}
+    place |= {"q": torch.tensor(g.q_len + g.origin[2]), "k": torch.arange(count) + g.origin[3]}
+    place["score"] = torch.zeros(m.count, count, dtype=tiles.dtype)
     bias = tiles.program(plan.score)(place, tiles.tables)
     if tiles.mask is None:
         # `as_strided` reads memory, which an expanded tensor does not have

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from frisket.dsl.ir import Named
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import KernelInputs
 
 from .flash import FUSED, flash, fusible, sliding
 from .steps import Block, chunks, cut, spread
@@ -27,32 +26,28 @@ TILE = 1 << 18  # numbers of stored keys that are converted together
 
 
 def forward(
-    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Named, tables: Named,
-    target: Target, *, sinks: Tensor | None = None, top: bool = True, softmax_stats: bool = False,
-) -> tuple[Any, ...]:  # fmt: skip
+    inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, *, top: bool = False, softmax_stats: bool = False
+) -> tuple[Any, ...]:
     """The forward: (out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) for q [batch, heads, q_len,
     head_dim] and k, v [batch, kv_heads, kv_len, dim]. Scores, lse and top are float32, float64 when q is float64.
 
-    `sinks` [heads] are logits without a value: they are part of lse, not of top. Without `top` the third result is
+    Sinks [heads] are logits without a value: they are part of lse, not of top. Without `top` the third result is
     None: the flash kernel, which does not tell the largest score, may then be used. With `softmax_stats` a fourth is
     the rounding error of lse, [batch, heads, q_len]."""
     import torch
 
+    plan, sinks = inputs.plan, inputs.sinks
     with torch.no_grad():
-        done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
+        done = _Forward(inputs, (q, k, v), careful=not tame(plan.score))
         results = done.everything(sinks, top, softmax_stats)
-        if (
-            softmax_stats
-            and sinks is None
-            and not top
-            and bool((done.lse.abs() > FUSED).logical_and(done.lse.isfinite()).any())
-        ):
+        fused = softmax_stats and sinks is None and not top
+        if fused and bool((done.lse.abs() > FUSED).logical_and(done.lse.isfinite()).any()):
             results = done.everything(None, True, True)  # the flash kernel does not say the rounding error
         # A NaN may come from a masked position: inf or NaN in K, where masks have to overwrite, not to be added, or in
         # V, as in a cache that is used again. A sum has it too, in a twentieth of the time of a look at every element;
         # infinities of both signs are no more than work done twice.
         if not (done.careful and done.clean) and plan.mask is not None and bool(results[0].sum().isnan()):
-            done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=True)
+            done = _Forward(inputs, (q, k, v), careful=True)
             done.clean = True
             results = done.everything(sinks, top, softmax_stats)
     return results

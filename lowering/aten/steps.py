@@ -43,6 +43,11 @@ class KeyPiece:
     def width(self) -> int:
         return self.stop - self.start
 
+    def of_row(self, row: int) -> KeyPiece:
+        """The piece of a later row."""
+        by = row * self.stride
+        return KeyPiece(self.start + by, self.full_start + by, self.full_stop + by, self.stop + by, self.stride)
+
 
 @dataclass(frozen=True)
 class RowStep:
@@ -192,13 +197,7 @@ def heads(spans: Spans, geometry: Geometry) -> dict[int, list[Heads]]:
 
 def rows_of_step(step: RowStep, by: int, count: int) -> RowStep:
     """A step with rows `[by, by + count)` alone."""
-    pieces = tuple(
-        replace(
-            p, start=p.start + by * p.stride, full_start=p.full_start + by * p.stride,
-            full_stop=p.full_stop + by * p.stride, stop=p.stop + by * p.stride,
-        )
-        for p in step.pieces
-    )  # fmt: skip
+    pieces = tuple(p.of_row(by) for p in step.pieces)
     return replace(step, start=step.start + by * step.height, count=count, pieces=pieces)
 
 

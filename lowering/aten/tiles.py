@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from threading import local
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from frisket.dsl.ir import SIZES, Expr, binary, lit, rebuild, uses, walk
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import Geometry, KernelInputs
 
 from .expr import TileProgram, distance_only
 from .steps import Block, Heads, KeyPiece, RowStep, heads, steps
@@ -49,14 +49,12 @@ class AtenTiles:
 
     unit = 1.0  # of scores; log2(e) where exponentials are those of 2, which torch has faster: exp minds infinities
 
-    def __init__(
-        self, plan: LoopPlan, spans: Spans, geometry: Geometry, qkv: tuple[Tensor, Tensor, Tensor],
-        slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, careful: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, inputs: KernelInputs, qkv: tuple[Tensor, Tensor, Tensor], *, careful: bool) -> None:
         import torch
 
-        self.torch, self.plan, self.spans, self.geometry = torch, plan, spans, geometry
-        self.tables, self.target, self.careful = tables, target, careful
+        plan, geometry, slots, tables = inputs.plan, inputs.geometry, inputs.slots, inputs.tables
+        self.torch, self.plan, self.spans, self.geometry = torch, plan, inputs.spans, geometry
+        self.tables, self.target, self.careful = tables, inputs.target, careful
         self.group = geometry.heads // geometry.kv_heads
         self.input_dtype = qkv[0].dtype
         self.dtype = torch.float64 if self.input_dtype == torch.float64 else torch.float32

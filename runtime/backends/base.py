@@ -55,20 +55,27 @@ Optional = ModuleFunction[Callable[..., Any] | None]
 class Executors:
     """Functions of a module that run calls on arrays of one framework. `refuses` and `refuses_gradients` say why a
     kernel cannot run a call of (plan, geometry, dtype, shapes of tables), and of wanted gradients too; "" where it
-    can."""
+    can.
+
+    Those of torch take `KernelInputs` first: `forward(inputs, q, k, v, *, top=False, softmax_stats=False)` gives (out,
+    lse, largest scores or None), with `softmax_stats` what `stats_kind` says of each row, too. `backward(inputs, q, k,
+    v, ForwardResults, Cotangents, *, grad_names)` gives the gradients by name."""
 
     module: str
     backward_module: str = ""  # of the backward, where it is not in the same
-    nondeterministic: bool = False  # the backward takes deterministic=False, which is faster
     maps: bool = False  # the executor may stand under jax.vmap
-    rows: bool = False  # executors and build take rows=, see `calls.arrays`
+    rows: bool = False  # they read rows by the inputs' `rows`; arrays are permuted for others, see `calls.arrays`
     forward = ModuleFunction[Callable[..., Any]](required=True)
     backward = Optional("backward_module")
     refuses = Optional()
     refuses_gradients = Optional()
-    repeat = Optional()  # runs calls that differ from one in their arrays alone, and their gradients
-    checks_gradients = Optional()  # raises before a forward whose gradients the backward would refuse
-    build = Optional()  # compiles the forward before the first call; library calls run where it cannot
+    # (inputs, dtype of q, dtype of k, names of tables that come with each call): runs calls that differ from one in
+    # their arrays alone, and their gradients
+    repeat = Optional()
+    # (inputs, device, grad_names): raises before a forward whose gradients the backward would refuse
+    checks_gradients = Optional()
+    # (inputs, dtype of q, dtype of k): compiles the forward before the first call; library calls run where it cannot
+    build = Optional()
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,8 @@ class Backend:
     refuses: Mapping[str, str] = field(default_factory=dict)  # dtype of q, k and v -> why the kernels do not take it
     guarded: bool = False  # kernels check for empty rows where the plan says that there may be some
     loads: bool = False  # kernels read tables, scalars and spans on the device: calls plan there
-    stats_kind: Literal["", "low", "offset"] = ""  # for the backward, of each row: rounding error of lse, or offset
+    # of each row, for the backward: the rounding error of lse, or the offset and the sum of its exponentials
+    stats_kind: Literal["", "lse_residual", "offset"] = ""
     exact_delta: bool = False  # delta is not taken from the rounded out; forwards of JAX give `lowering.xla` `noted`
     int64: bool = False  # kernels have Ints of 64 bits, in JAX without jax_enable_x64 too
     plans: Literal["", "host", "device"] = ""  # tables of the host are planned by its own planner where it is named

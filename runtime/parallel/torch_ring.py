@@ -395,7 +395,7 @@ class _RingFunction(torch.autograd.Function):
         residuals: list[Any] = [None if sinks is None else _share(sinks[:, None].double(), lse).to(wide)]
         for i in range(len(job.steps)):  # (softmax_stats of rows, the share of their weights that a step has)
             its, softmax_stats = rows_by_step.get(i, (None, None))
-            by_lse = its is not None and ctx.ready[i].stats_kind == "low"
+            by_lse = its is not None and ctx.ready[i].stats_kind == "lse_residual"
             residuals += [lse_residual if by_lse else softmax_stats, None if its is None else _share(its, lse).to(wide)]
         ctx.job = job
         out = out.to(q.dtype)

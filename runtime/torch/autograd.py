@@ -17,8 +17,9 @@ from torch.autograd import forward_ad
 
 from frisket.dsl.errors import BackwardError
 from frisket.grammar.memo import memo
+from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs
 from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge, lse_of
-from frisket.runtime.calls.arrays import TokenPermutation, in_graph, recorded
+from frisket.runtime.calls.arrays import in_graph, recorded
 
 if TYPE_CHECKING:
     from .ready import PreparedCall
@@ -176,7 +177,7 @@ def _refuse_changed(ctx: Any) -> None:
 def _versions(ready: PreparedCall) -> list[int]:
     """torch's counts of writes to a plan's tables, which are the user's own on a device; torch checks live ones."""
     # tensors of inference mode have no count
-    return [x._version for x in ready.tables.values() if not x.is_inference()]
+    return [x._version for x in ready.inputs.tables.values() if not x.is_inference()]
 
 
 def gradients(ready: PreparedCall, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
@@ -202,11 +203,11 @@ def gradients_again(
     repeat: Any, ready: PreparedCall, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any
 ) -> list[Any]:
     """`gradients` of a call of q, k and v alone that a `repeat` ran."""
-    q, k, v, _, out, lse, softmax_stats = saved
     plain = dout is not None and dlse is None and forward_ad._current_level < 0
     plain = plain and not torch._C._is_torch_function_mode_enabled()
     if plain and not torch.compiler.is_compiling():  # compiled autograd would guard on addresses
-        grads: list[Any] | None = repeat.gradients(q, k, v, out, lse, softmax_stats, dout, needed)
+        arrays = (*saved[:3], *saved[4:])  # such a call has no sinks
+        grads: list[Any] | None = repeat.gradients(arrays, dout, needed)
         if grads is not None:
             return [*grads, None]
     return gradients(ready, None, saved, dout, dlse, needed)
@@ -228,7 +229,7 @@ def share_of_sinks(ready: PreparedCall, sinks: Tensor, lse: Tensor, softmax_stat
     if softmax_stats is None:
         share: Tensor = (sinks[:, None] - lse).exp()
     elif ready.stats_kind == "offset":
-        share = (sinks.double()[:, None] - lse_of(ready.plan, softmax_stats, lse)).exp().to(lse.dtype)
+        share = (sinks.double()[:, None] - lse_of(ready.inputs.plan, softmax_stats, lse)).exp().to(lse.dtype)
     else:  # the rounding error of lse; twice, where it comes from a graph
         share = (sinks[:, None] - lse - (softmax_stats if softmax_stats.ndim == 3 else softmax_stats[..., 0])).exp()
     return share
@@ -324,28 +325,32 @@ def empty(size: torch.Size, dtype: torch.dtype, scratch: bool) -> Tensor:
 # -- around executors that do not read rows by tables ----------------------------------------------
 
 
-def with_permutation(
-    forward: Callable[..., Any], rows: TokenPermutation, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor,
-    v: Tensor, *rest: Any, **more: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The results of a forward, whose arrays are put in order, and its results back."""
-    q, (k, v) = _at(q, rows.queries), (_at(x, rows.keys) for x in (k, v))
-    return tuple(_at(x, rows.back) for x in forward(plan, spans, geometry, q, k, v, *rest, **more))
+def with_permutation(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward whose arrays are put in the order of `inputs.rows`, and its results back."""
+
+    def permuted(inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, **results: bool) -> tuple[Any, ...]:
+        rows = inputs.rows
+        q, (k, v) = _at(q, rows.queries), (_at(x, rows.keys) for x in (k, v))
+        return tuple(_at(x, rows.back) for x in forward(inputs, q, k, v, **results))
+
+    return permuted
 
 
-def gradients_with_permutation(
-    backward: Callable[..., Any], rows: TokenPermutation, plan: Any, spans: Any, geometry: Any, q: Tensor, k: Tensor,
-    v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, *rest: Any, softmax_stats: Any = None,
-    share: Any = None, **more: Any,
-) -> dict[str, Tensor]:  # fmt: skip
-    """The gradients of a backward, whose arrays are put in order, and its gradients back."""
-    by_query = q, out, lse, dout, dlse, softmax_stats, share
-    q, out, lse, dout, dlse, softmax_stats, share = (_at(x, rows.queries) for x in by_query)
-    k, v = (_at(x, rows.keys) for x in (k, v))
-    more |= {n: x for n, x in (("softmax_stats", softmax_stats), ("share", share)) if x is not None}
-    grads: dict[str, Tensor] = backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, *rest, **more)
-    back = {"q": rows.back, "k": rows.keys_back, "v": rows.keys_back}
-    return {n: _at(x, back[n]) if n in back else x for n, x in grads.items()}
+def gradients_with_permutation(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward whose arrays are put in the order of `inputs.rows`, and its gradients back."""
+
+    def permuted(
+        inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, results: Any, cotangents: Any, **names: Any
+    ) -> dict[str, Tensor]:
+        rows = inputs.rows
+        q, (k, v) = _at(q, rows.queries), (_at(x, rows.keys) for x in (k, v))
+        results = ForwardResults(*(_at(x, rows.queries) for x in vars(results).values()))
+        cotangents = Cotangents(*(_at(x, rows.queries) for x in vars(cotangents).values()))
+        grads: dict[str, Tensor] = backward(inputs, q, k, v, results, cotangents, **names)
+        back = {"q": rows.back, "k": rows.keys_back, "v": rows.keys_back}
+        return {n: _at(x, back[n]) if n in back else x for n, x in grads.items()}
+
+    return permuted
 
 
 def _at(x: Any, index: NDArray[Any]) -> Any:

@@ -6,6 +6,7 @@ A `DecodeCall` has the rest of a call ready: to run it is one call of the spans'
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,12 +58,13 @@ class DecodeCall:
             return
         call = att.call(CallArgs(q, k, v, plan, params=kv_inputs))
         self.options, self.ready = att.options, prepare(call, att.options)
-        repeat = RECORDS[self.ready.target.backend].executors["torch"].repeat
+        inputs = self.ready.inputs
+        repeat = RECORDS[inputs.target.backend].executors["torch"].repeat
         self.native = repeat is not None
         self.param_values = {n: x for n, x in plan.device_values.items() if n not in tables}
-        self.names = [(t.name, t.source) for t in self.ready.plan.tables if t.source in tables]
-        self.spans, self.planner, self.reads = self.ready.spans, None, []
-        static, target = plan.static, self.ready.target
+        self.names = [(t.name, t.source) for t in inputs.plan.tables if t.source in tables]
+        self.spans, self.planner, self.reads = inputs.spans, None, []
+        static, target = plan.static, inputs.target
         if static.planner is not None:  # tables decide what is seen
             place = SpanRequest(static.at, q_len, kv_len, (target.block_q, target.block_k), static.full)
             self.planner = Prepared(function(static.planner), static.planner, place, plan.values)
@@ -73,9 +75,8 @@ class DecodeCall:
         by_address = all(source in KV_INPUTS for _, source in self.ready.kv_inputs)
         if repeat is not None and by_address and not self.ready.awaits:
             names = [name for name, _ in [*self.ready.kv_inputs, *self.names]]
-            ready, fixed = self.ready, {n: x for n, x in self.ready.tables.items() if n not in names}
-            facts = ready.plan, self.spans, ready.geometry, q.dtype, k.dtype, ready.slots
-            self.repeat = repeat(*facts, fixed, names, ready.target)
+            fixed = {n: x for n, x in inputs.tables.items() if n not in names}
+            self.repeat = repeat(replace(inputs, spans=self.spans, tables=fixed), q.dtype, k.dtype, names)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, kv_inputs: Mapping[str, Tensor], tables: Mapping[str, Tensor],
@@ -95,12 +96,12 @@ class DecodeCall:
             if repeated is not None:
                 return (*repeated[:2], None) if lse else (repeated, None, None)
         values = [kv_inputs[n] if n in KV_INPUTS else self.param_values[n] for _, n in ready.kv_inputs]
-        slots, kernel_tables = ready.inputs(q.device, None, values)
-        kernel_tables = {**kernel_tables, **{name: tables[source] for name, source in self.names}}
         if sinks is not None:
             sinks = sinks_of(sinks, q.shape[1], "torch", "float64" if ready.double else "float32", q.device)
-        arguments = ready.plan, spans, ready.geometry, q, k, v, slots, kernel_tables, ready.target
-        outputs: tuple[Tensor, Tensor, Tensor | None] = ready.forward(*arguments, sinks=sinks, top=top)
+        inputs = ready.inputs_of(q.device, None, sinks, values)
+        step_tables = {**inputs.tables, **{name: tables[source] for name, source in self.names}}
+        inputs = replace(inputs, spans=spans, tables=step_tables)
+        outputs: tuple[Tensor, Tensor, Tensor | None] = ready.forward(inputs, q, k, v, top=top)
         return outputs
 
 

@@ -35,12 +35,12 @@ from torch.autograd import forward_ad
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import cached_on, remember
-from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Spans
+from frisket.lowering.plan import KV_INPUTS, RATE, SEED, ForwardResults, KernelInputs, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.registry import automatic, library, quickest, target_of, warn_slow
 from frisket.runtime.backends.stages import compiled, record
-from frisket.runtime.calls.arrays import COPIED, NATURAL, TokenPermutation, arrays, transpose_to, uploaded
+from frisket.runtime.calls.arrays import COPIED, NATURAL, arrays, transpose_to, uploaded
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import CallArgs
@@ -85,12 +85,14 @@ def attend(att: Any, request: CallArgs, saving: bool = False) -> tuple[Any, ...]
     known = calls or att.by_tables or getattr(plan, "common", None) is not None
     if known and (ready := _remembered(att, key, tables, request, calls)) is not None:
         kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
-        _keep_repeat(att, ready, request._replace(q=q, k=k, v=v), settings, kind)  # more such calls may follow
+        request = request._replace(q=q, k=k, v=v)
+        _keep_repeat(att, ready, request, settings, kind)  # more such calls may follow
         values = att.learned if plan is None else plan.device_values
         inputs = [params[n] if n in params else values[n] for _, n in ready.kv_inputs]
         if ready.bshd:
             inputs = [transpose_to(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.kv_inputs, inputs, strict=True)]
-        return ready.again(q, k, v, inputs, request.seed, att.options, request.sinks, request.top, saving)
+        results: tuple[Any, ...] = ready.attend(request, inputs, att.options, saving)
+        return results
     began, _ = perf_counter(), kernel_step.set("")  # of this call, for its record
     call = att.call(request._replace(q=q, k=k, v=v))
     if call.geometry.vacant:
@@ -106,7 +108,7 @@ def attend(att: Any, request: CallArgs, saving: bool = False) -> tuple[Any, ...]
         return (*result, None) if saving else result
     ready = _prepare_and_keep(call, att, request, key, calls, tables, True)
     result = run(call, ready, saving)
-    record(att, call, began, ready.target.backend)  # after the run, which loads Triton's kernels
+    record(att, call, began, ready.inputs.target.backend)  # after the run, which loads Triton's kernels
     return result
 
 
@@ -219,11 +221,13 @@ def _readable(x: Any) -> bool:
 def _keep_repeat(att: Any, ready: PreparedCall, request: CallArgs, settings: Settings, kind: str) -> None:
     """Remember for `earlier_call` how such calls are run, if they differ in the entries of their arrays alone."""
     q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
-    repeat = RECORDS[ready.target.backend].executors["torch"].repeat
+    repeat = RECORDS[ready.inputs.target.backend].executors["torch"].repeat
     # a runner takes no rows, no seed, and no sinks of the options
     if repeat is None or att.options.rows is not None or not (seed is att.options.sinks is None):
         return
-    if ready.seed or (ready.stored and kind == "learning") or any(x.is_inference() for x in ready.tables.values()):
+    if ready.seed or (ready.stored and kind == "learning"):
+        return
+    if any(x.is_inference() for x in ready.inputs.tables.values()):
         return
     # scales would have to be turned, and other values may learn
     if ready.kv_inputs and (ready.bshd or not all(s in params and s in KV_INPUTS for _, s in ready.kv_inputs)):
@@ -232,14 +236,13 @@ def _keep_repeat(att: Any, ready: PreparedCall, request: CallArgs, settings: Set
     if extra is None or not (plan is None or isinstance(plan, Plan)):
         return
     real = torch.float64 if ready.double else torch.float32  # others are cast by each call
-    if sinks is not None and (sinks.shape != (ready.geometry.heads,) or sinks.dtype != real):
+    if sinks is not None and (sinks.shape != (ready.inputs.geometry.heads,) or sinks.dtype != real):
         return
     repeats = att.repeats if plan is None else plan.ready
     kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *extra
     if kinds not in repeats:
         input_names = [name for name, _ in ready.kv_inputs]
-        arguments = ready.plan, ready.spans, ready.geometry, q.dtype, k.dtype, ready.slots, ready.tables, input_names
-        remember(repeats, kinds, (settings, repeat(*arguments, ready.target), ready), 3 * KEPT)
+        remember(repeats, kinds, (settings, repeat(ready.inputs, q.dtype, k.dtype, input_names), ready), 3 * KEPT)
 
 
 def kept_ready(att: Any, request: CallArgs, defers: bool = False) -> PreparedCall:
@@ -291,12 +294,12 @@ def _remembered_by_key(
         if ready is None or ready.template is None:
             return ready
         tables = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.template.key.device_specs}
-        return ready.for_step(ready.template.with_tables(tables))
+        return ready.bind(ready.template.with_tables(tables))
     if ready is None and key is not None and getattr(plan, "common", None) is not None:
         first = plan.common.ready.get(key)
         if first is not None:
             step_plan = plan.stored_as(first.template.host_program.stored)
-            ready = calls[key] = first.for_step(step_plan).with_plan(None)  # for the layers to come
+            ready = calls[key] = first.bind(step_plan).with_plan(None)  # for the layers to come
     return ready.with_plan(plan) if ready is not None and ready.loads else ready
 
 
@@ -322,7 +325,7 @@ def _prepare_and_keep(
     if plan is not None or not call.plan.by_table:
         remember(calls, key, ready if plan is None or not ready.loads else ready.with_plan(None), KEPT)
     if ready.loads and call.plan.common is not None:
-        remember(att.ready if plan is None else plan.common.ready, key, ready.for_any_step(call.plan), KEPT)
+        remember(att.ready if plan is None else plan.common.ready, key, ready.unbind(call.plan), KEPT)
     return ready
 
 
@@ -333,8 +336,8 @@ def execute(call: CheckedCall, att: Any) -> tuple[Any, ...]:
 
 def run(call: CheckedCall, ready: PreparedCall, saving: bool = False) -> tuple[Any, ...]:
     sources = {**call.plan.device_values, **call.kv_inputs}
-    values, arrays = tuple(sources[n] for _, n in ready.kv_inputs), call.arrays
-    return ready(arrays.q, arrays.k, arrays.v, values, call.seed, call.sinks, call.top, saving)
+    arrays = (*call.arrays.qkv, call.sinks, *(sources[n] for _, n in ready.kv_inputs))
+    return ready(arrays, call.seed, call.top, saving)
 
 
 def key_of(att: Any, qkv: tuple[Tensor, ...], request: CallArgs, settings: Settings) -> tuple[Any, list[Any]]:
@@ -407,36 +410,39 @@ def _built(call: CheckedCall, options: Options, defers: bool = False) -> Prepare
     # nothing to build ahead, or no library calls in place of a backend that is named
     if run.build is None or options.backend or Settings.read().backend:
         return ready
-    rows: dict[str, Any] = {"rows": options.rows} if run.rows and options.rows is not None else {}
     try:
         with deferring(defers):
-            run.build(ready.plan, ready.geometry, ready.target, call.arrays.q.dtype, call.arrays.k.dtype, **rows)
+            run.build(ready.inputs, call.arrays.q.dtype, call.arrays.k.dtype)
     except BuildError as error:
         fall_back(error)
         fallback = _prepared(replace(call, backend=library("torch")), options)
         return replace(fallback, awaits=True) if isinstance(error, LaterError) else fallback
-    return replace(ready, backward=partial(_or_library, ready.backward, options.rows))
+    return replace(ready, backward=_or_library(ready.backward))
 
 
-def _or_library(
-    backward: Callable[..., Any], rows: TokenPermutation | None, *arguments: Any, softmax_stats: Any = None, **more: Any
-) -> dict[str, Tensor]:
-    """The gradients of a native backward, or of library calls where the native one cannot be built."""
-    try:
-        with deferring("share" not in more):
-            grads: dict[str, Tensor] = backward(*arguments, softmax_stats=softmax_stats, **more)
-    except BuildError as error:
-        fall_back(error)
-        other = RECORDS[library("torch")].executor("torch", gradients=True)
-        grads = (other if rows is None else partial(gradients_with_permutation, other, rows))(*arguments, **more)
-    return grads
+def _or_library(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A native backward, with library calls where it cannot be built."""
+
+    def run(
+        inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, results: ForwardResults, *cotangents: Any, **names: Any
+    ) -> dict[str, Tensor]:
+        arguments = inputs, q, k, v, results, *cotangents
+        try:
+            with deferring(results.share is None):
+                grads: dict[str, Tensor] = backward(*arguments, **names)
+        except BuildError as error:
+            fall_back(error)
+            other = RECORDS[library("torch")].executor("torch", gradients=True)
+            grads = (other if inputs.rows is None else gradients_with_permutation(other))(*arguments, **names)
+        return grads
+
+    return run
 
 
 def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
     """The prepared call of a backend; `kv_inputs` are the Float tables and scalars that were given to a flat plan."""
     inputs, geometry, plan = call.arrays, call.geometry, call.plan
     backend = RECORDS[call.backend]
-    check = backend.executors["torch"].checks_gradients  # raises before a forward whose gradients would be refused
     if backend.interpreter is not None and backend.interpreted:
         warn_slow(call.backend, geometry)  # Triton's interpreter
     target = target_of(call.backend, geometry, inputs.dtype, options, plan, inputs.q.device)
@@ -455,33 +461,34 @@ def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
     if RATE in source:
         slots[source[RATE]] = call.rate
     spans = plan if backend.loads else on_host(work.spans)
+    fixed = MappingProxyType(slots), MappingProxyType(tables), None, options.rows, options.deterministic
     return PreparedCall(
-        work.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
-        tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
-        inputs.layout != NATURAL["torch"], real, *_executor(backend, options), backend.stats_kind,
-        None if check is None else partial(check, deterministic=options.deterministic),
-    )  # fmt: skip
+        KernelInputs(work.plan, spans, geometry, target, *fixed),
+        *_executor(backend, options.rows is not None),
+        real,
+        inputs.layout != NATURAL["torch"],
+        kv_inputs=tuple((x.name, str(x.source)) for x in uses),
+        loads=backend.loads,
+        seed=source.get(SEED),
+        stats_kind=backend.stats_kind,
+        check=backend.executors["torch"].checks_gradients,
+    )
 
 
-def _executor(backend: Backend, options: Options) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The forward and the backward; most backwards give equal calls equal gradients, whatever is asked."""
+def _executor(backend: Backend, permuted: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward; arrays are permuted around those that do not read rows by tables."""
     run = backend.executors["torch"]
-    if run.backward is None:  # `attend` has refused gradients
-        return run.forward, partial(_refused, backend.name)
-    backward = run.backward
-    if run.nondeterministic and not options.deterministic:
-        backward = partial(backward, deterministic=False)
-    forward, rows = run.forward, options.rows
-    if rows is not None and run.rows:
-        forward, backward = partial(forward, rows=rows), partial(backward, rows=rows)
-    elif rows is not None:
-        forward = partial(with_permutation, forward, rows)
-        backward = partial(gradients_with_permutation, backward, rows)
+    forward, backward = run.forward, run.backward or _refused(backend.name)
+    if permuted and not run.rows:
+        return with_permutation(forward), gradients_with_permutation(backward)
     return forward, backward
 
 
-def _refused(name: str, *arguments: Any, **more: Any) -> Any:
-    raise no_gradients(name)
+def _refused(name: str) -> Callable[..., Any]:
+    def backward(*arguments: Any, **names: Any) -> Any:
+        raise no_gradients(name)  # `attend` has refused gradients
+
+    return backward
 
 
 def refuse_ambiguous(program: CallProgram, tables: Mapping[str, Any]) -> None:

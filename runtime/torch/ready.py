@@ -5,7 +5,7 @@ tables change. Imports torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from threading import local
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError
 from frisket.dsl.ir import var, walk
-from frisket.lowering.plan import KV_INPUTS, Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import KV_INPUTS, Cotangents, ForwardResults, KernelInputs, Spans, Target
 from frisket.lowering.planner.planner import READS
 from frisket.runtime.backends.base import RECORDS, Backend
 from frisket.runtime.backends.cpp.torch import lse_of
@@ -26,6 +26,7 @@ from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.calls.arrays import NATURAL
 from frisket.runtime.calls.arrays import refuse_gradients as refuse_stored
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
+from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
 from frisket.runtime.plans.device import CallPlan, CheckedCall, FlatPlan
 from frisket.runtime.plans.run import DTYPES, Prepared, SpanRequest, function, kernel_tables
@@ -44,88 +45,81 @@ SPARED, SPARED_BY_TILE = 60_000_000, 15_000
 RUNS = 64  # of tiles in a row, at most, that a planner in C++ tells apart
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PreparedCall:
     """A call without its tensors, prepared by `op.prepare`. `op.attend` runs it, and so do operators in graphs
     (`running`), steps over a KV cache (`DecodeCall`), and ranks of context parallelism (`torch_ring`).
 
-    `again` calls `__call__`, which ends in `run`, or in `saving` where a backward follows; that ends in `gradients`."""
+    `attend` calls `__call__`, which ends in `run`, or in `saving` where a backward follows; that ends in `gradients`.
+    The fields never change; `with_tables` says why the class is not frozen."""
 
-    plan: LoopPlan
-    spans: Any  # the tiles that kernels visit; where they load their tables, the `CallPlan` that makes these
-    geometry: Geometry
-    target: Target
-    slots: Mapping[str, Any]  # numbers of the plan; read-only, as `tables` is: executors keep what they make of them
-    tables: Mapping[str, Tensor]
-    kv_inputs: tuple[tuple[str, str], ...]  # (name in the plan, source) of slots and tables that come with every call
-    loads: bool  # whether kernels load these values themselves, in any dtype: nothing waits for the device
-    seed: str | None  # the slot of dropout's seed
-    bshd: bool  # whether the axes of the arrays are (batch, length, heads, dim)
-    real: Any  # the dtype of scores
+    # without the values that come with every call; slots and tables are read-only: executors keep what they make of
+    # them. Where kernels load their tables, the spans are the `CallPlan`
+    inputs: KernelInputs
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    stats_kind: str  # see `Backend.stats_kind`; the tensor of these numbers is called `softmax_stats`
+    real: Any  # the dtype of scores
+    bshd: bool  # whether the axes of the arrays are (batch, length, heads, dim)
+    # (name in the plan, source) of slots and tables that come with every call
+    kv_inputs: tuple[tuple[str, str], ...] = ()
+    loads: bool = False  # whether kernels load these values themselves, in any dtype: nothing waits for the device
+    seed: str | None = None  # the slot of dropout's seed
+    stats_kind: str = ""  # see `Backend.stats_kind`; the tensor of these numbers is always called `softmax_stats`
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     awaits: bool = False  # whether library calls run while a native kernel is compiled
     template: FlatPlan | None = None  # a plan without values: each call makes its own, from the tables it brings
 
-    def again(
-        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, options: Options, sinks: Any, top: bool,
-        saving: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """A call as users write it, of arrays that are known to fit."""
-        sinks = options.sinks if sinks is None else sinks
-        seed = seed_of(seed, options.dropout, "torch")
+    def attend(self, request: CallArgs, values: Iterable[Tensor], options: Options, saving: bool = False) -> Any:
+        """A call as users write it, of arrays that are known to fit; `values`: of `kv_inputs`."""
+        q, k, v, sinks = request.q, request.k, request.v, options.sinks if request.sinks is None else request.sinks
+        seed = seed_of(request.seed, options.dropout, "torch")
         if sinks is not None:
-            sinks = sinks_of(sinks, self.geometry.heads, "torch", "float64" if self.double else "float32", q.device)
-        return self(q, k, v, values, seed, sinks, top, saving)
+            heads, dtype = self.inputs.geometry.heads, "float64" if self.double else "float32"
+            sinks = sinks_of(sinks, heads, "torch", dtype, q.device)
+        return self((q, k, v, sinks, *values), seed, request.top, saving)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, sinks: Any, top: bool, saving: bool = False
-    ) -> tuple[Any, ...]:
-        """(out, lse, top), with `saving` softmax_stats too; `values`: of `kv_inputs`, sinks [heads]. All get
-        gradients."""
+    def __call__(self, arrays: tuple[Any, ...], seed: Any, top: bool, saving: bool = False) -> tuple[Any, ...]:
+        """(out, lse, top), with `saving` softmax_stats too. `arrays` are q, k, v, sinks [heads] and the values of
+        `kv_inputs`. All get gradients."""
         if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
             with torch._C.DisableTorchFunction():
-                return self(q, k, v, values, seed, sinks, top, saving)
+                return self(arrays, seed, top, saving)
         if self.bshd:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        arrays = q, k, v, sinks, *values
+            arrays = (*[x.transpose(1, 2) for x in arrays[:3]], *arrays[3:])
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays):
             if self.stored:
-                refuse_stored(self.geometry.kv_dtype, {source for _, source in self.kv_inputs})
+                refuse_stored(self.inputs.geometry.kv_dtype, {source for _, source in self.kv_inputs})
             if self.check is not None:
-                grad_names = frozenset(n for (n, _), x in zip(self.kv_inputs, values, strict=True) if x.requires_grad)
+                pairs = zip(self.kv_inputs, arrays[4:], strict=True)
                 # before the forward, which would run for nothing
-                self.check_gradients(q.device, seed, values, grad_names)
+                self.check_gradients(arrays, seed, frozenset(n for (n, _), x in pairs if x.requires_grad))
             out, *rest = Attend.apply(self, seed, top, *arrays)  # type: ignore[no-untyped-call]
         else:
             out, *rest = self.saving(seed, top, *arrays) if saving else self.run(seed, top, *arrays)
         return out.transpose(1, 2) if self.bshd else out, *rest
 
     def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor) -> Any:
-        slots, tables = self.inputs(q.device, seed, values)
-        arguments = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
-        return self.forward(*arguments, sinks=sinks, top=top)  # largest scores that nobody asks for take time
+        # largest scores that nobody asks for take time
+        return self.forward(self.inputs_of(q.device, seed, sinks, values), q, k, v, top=top)
 
     def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
         """The results of `run`, and what the backward knows of each row in addition to lse; None where that is nothing,
         and where in a graph the backward may be the native one, which counts rows another way."""
         if self.awaits or (not self.stats_kind and sinks is None):
             return *self.run(seed, top, q, k, v, sinks, *values), None
-        slots, tables = self.inputs(q.device, seed, values)
-        arguments = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
-        return self.forward(*arguments, sinks=sinks, top=top, softmax_stats=True)
+        inputs = self.inputs_of(q.device, seed, sinks, values)
+        return self.forward(inputs, q, k, v, top=top, softmax_stats=True)
 
-    def run_part(self, seed: Any, *values: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def run_part(
+        self, seed: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(out, lse in float64, what the backward knows of each row) of attention to a part of the keys."""
-        slots, tables = self.inputs(values[0].device, seed, values[4:])
-        common = self.plan, self.spans, self.geometry, *values[:3], slots, tables, self.target
-        out, lse, _, softmax_stats = self.forward(*common, sinks=values[3], top=False, softmax_stats=True)
+        inputs = self.inputs_of(q.device, seed, sinks, values)
+        out, lse, _, softmax_stats = self.forward(inputs, q, k, v, softmax_stats=True)
         if self.stats_kind != "offset":
-            # `low` is the rounding error of lse, and both together fit float64
+            # the rounding error of lse: both together fit float64
             return out, lse.double() + softmax_stats, None
-        return out, lse_of(self.plan, softmax_stats, lse), softmax_stats
+        return out, lse_of(inputs.plan, softmax_stats, lse), softmax_stats
 
     def gradients(
         self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Any, share: Any = None
@@ -134,39 +128,39 @@ class PreparedCall:
         `saving` gave of each row, and the values. `share`: out and lse are of other keys too, and these have that part
         of each row's weights."""
         q, k, v, sinks, out, lse, softmax_stats, *values = saved
-        slots, tables = self.inputs(q.device, seed, values)
-        more = {"softmax_stats": softmax_stats} if self.stats_kind else {}
-        if share is not None and self.stats_kind != "low":  # there lse and softmax_stats say all
-            more["share"] = share
-        grads: dict[str, Tensor] = self.backward(
-            self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
-            grad_names=grad_names, sinks=sinks, **more,
-        )  # fmt: skip
+        lse_residual = softmax_stats if self.stats_kind == "lse_residual" else None
+        results = ForwardResults(out, lse, lse_residual, softmax_stats if self.stats_kind == "offset" else None, share)
+        inputs, cotangents = self.inputs_of(q.device, seed, sinks, values), Cotangents(dout, dlse)
+        grads: dict[str, Tensor] = self.backward(inputs, q, k, v, results, cotangents, grad_names=grad_names)
         return grads
 
-    def inputs(self, device: Any, seed: Any, values: Any) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-        """Slots and tables, as kernels take them."""
-        slots, tables = self.slots, self.tables
+    def inputs_of(self, device: Any, seed: Any, sinks: Tensor | None, values: Sequence[Tensor]) -> KernelInputs:
+        """The inputs of kernels, with the values of a call as kernels take them."""
+        x = self.inputs
+        if sinks is None and self.seed is None and not self.kv_inputs:
+            return x
+        slots, tables = x.slots, x.tables
         if self.seed is not None:
             slots = {**slots, self.seed: seed}
         if self.kv_inputs:
             slots, tables = dict(slots), dict(tables)  # copies: other calls read these, in other threads too
-            for (name, source), x in zip(self.kv_inputs, values, strict=True):
+            for (name, source), value in zip(self.kv_inputs, values, strict=True):
                 if source in KV_INPUTS:
-                    tables[name] = x
+                    tables[name] = value
                 elif self.loads:
-                    (tables if x.ndim else slots)[name] = x.to(device)
-                elif x.ndim:
-                    tables[name] = x.to(device, self.real)
+                    (tables if value.ndim else slots)[name] = value.to(device)
+                elif value.ndim:
+                    tables[name] = value.to(device, self.real)
                 else:
-                    slots[name] = float(x)  # kernels take numbers of the host
-        return slots, tables
+                    slots[name] = float(value)  # kernels take numbers of the host
+        return KernelInputs(x.plan, x.spans, x.geometry, x.target, slots, tables, sinks, x.rows, x.deterministic)
 
-    def check_gradients(self, device: Any, seed: Any, values: Any, grad_names: frozenset[str]) -> None:
-        """Raise where the backward would refuse gradients of q, k and v, or of the tables and slots that are wanted."""
+    def check_gradients(self, arrays: tuple[Any, ...], seed: Any, grad_names: frozenset[str]) -> None:
+        """Raise where the backward would refuse gradients of q, k and v, or of the tables and slots that are wanted.
+        `arrays` as in a call."""
         if self.check is not None:
-            slots, tables = self.inputs(device, seed, values)
-            self.check(self.plan, self.spans, self.geometry, device, slots, tables, self.target, grad_names=grad_names)
+            device = arrays[0].device
+            self.check(self.inputs_of(device, seed, arrays[3], arrays[4:]), device, grad_names)
 
     @property
     def double(self) -> bool:
@@ -175,8 +169,8 @@ class PreparedCall:
     @property
     def stored(self) -> bool:
         """Whether keys and values are stored, in 8 bits or pages: no gradient flows then."""
-        plan = self.plan
-        return bool(self.geometry.kv_dtype or plan.pages or any(t.source in KV_INPUTS for t in plan.tables))
+        plan, g = self.inputs.plan, self.inputs.geometry
+        return bool(g.kv_dtype or plan.pages or any(t.source in KV_INPUTS for t in plan.tables))
 
     @property
     def generated(self) -> PreparedCall:
@@ -187,28 +181,35 @@ class PreparedCall:
         """The prepared call for such sinks and `top`: generated kernels where an engine lacks them, else itself."""
         return self
 
-    def for_step(self, plan: FlatPlan) -> PreparedCall:
+    def bind(self, plan: FlatPlan) -> PreparedCall:
         """A prepared call for the plan of another step: other tables of a device, of the same shapes and dtypes."""
-        tables = {n: t for n, t in plan.tables().items() if n in self.tables}
+        tables = {n: t for n, t in plan.tables().items() if n in self.inputs.tables}
         there = MappingProxyType(readable(tables, plan.device, self.real))
-        return self._with(plan, there, None)
+        return self.with_tables(plan, there)
 
-    def for_any_step(self, plan: Any) -> PreparedCall:
-        """A prepared call without the values of one step: `for_step` adds them."""
-        return self._with(None, dict.fromkeys(self.tables), plan.with_tables({}))
+    def unbind(self, plan: Any) -> PreparedCall:
+        """A prepared call without the values of one step: `bind` adds them."""
+        return self.with_tables(None, dict.fromkeys(self.inputs.tables), plan.with_tables({}))
 
     def with_plan(self, plan: Any) -> PreparedCall:
         """A prepared call with another plan. Plans hold it with None: a cycle would keep the tables of a step."""
-        return self._with(plan, self.tables, None)
+        return self.with_tables(plan, self.inputs.tables)
 
-    def _with(self, spans: Any, tables: Mapping[str, Any], template: FlatPlan | None) -> PreparedCall:
-        copy = object.__new__(type(self))  # every call with a plan comes here: `replace` takes five times as long
-        copy.__dict__.update(self.__dict__, spans=spans, tables=tables, template=template)
-        return copy
+    def with_tables(self, spans: Any, tables: Mapping[str, Any], template: FlatPlan | None = None) -> PreparedCall:
+        """A prepared call with other spans and tables."""
+        # every call with a plan comes here: `replace`, and constructors of frozen classes, take five times as long
+        x = self.inputs
+        inputs = KernelInputs(x.plan, spans, x.geometry, x.target, x.slots, tables, None, x.rows, x.deterministic)
+        how = self.forward, self.backward, self.real, self.bshd, self.kv_inputs, self.loads, self.seed
+        return PreparedCall(inputs, *how, self.stats_kind, self.check, self.awaits, template)
 
 
 def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, Tensor]:
     return {n: t.to(device, real) if t.is_floating_point() else t.to(device) for n, t in tables.items()}
+
+
+Params = Mapping[str, Any]  # of a call, by name
+Prepare = Callable[..., PreparedCall]
 
 
 class ChangingTables:
@@ -250,9 +251,8 @@ class ChangingTables:
         return bool(table[0] <= first and table[-1] >= last and (table[1:] >= table[:-1]).all())
 
     def host_planned(
-        self, att: Any, call: CheckedCall, params: Mapping[str, Any], host: PreparedCall,
-        prepare: Callable[..., PreparedCall], entries: list[bytes],
-    ) -> None:  # fmt: skip
+        self, att: Any, call: CheckedCall, params: Params, host: PreparedCall, prepare: Prepare, entries: list[bytes]
+    ) -> None:
         """Take note of a plan of the host: try a planner for such tables, or compare the one there is. Raises
         `PendingError` while a planner or its kernel is compiled in the background."""
         # engines take no spans, and Floats come with calls
@@ -265,7 +265,7 @@ class ChangingTables:
             self.planners = {n: x for n, x in self.planners.items() if x is not planner}
         if planner is None or planner.order != order:
             due = self.seen[order] in CHANGES
-            candidate = _planner_for(att, call, params, host, prepare, tables, order) if due else None
+            candidate = _planner_for(att, call, params, host, prepare, tables.keys(), order) if due else None
             self.seen[order] += 1
             if candidate is not None and _pays(candidate, tables, host):
                 self.planners = {**self.planners, order: candidate}
@@ -290,10 +290,10 @@ class TablePlanner:
     def __init__(self, run: Any, ready: PreparedCall, plan: FlatPlan, order: frozenset[str]) -> None:
         static, self.ready, self.order, self.thread, self.uses = plan.static, ready, order, local(), 0
         self.values, self.longest, self.slices = plan.values, max(static.full[2:]), static.slice_of
-        self.kernel = replace(ready.plan, run_tables=())  # native kernels read none
+        self.kernel = replace(ready.inputs.plan, run_tables=())  # native kernels read none
         self.width = np.int64 if self.kernel.int64 else np.int32
         assert static.planner is not None
-        block = ready.target.block_q, ready.target.block_k
+        block = ready.inputs.target.block_q, ready.inputs.target.block_k
         # half of the tiles, at most, are runs with a gap between
         runs = 0 if static.planner.seen else min(RUNS, -(-plan.kv_len // block[1] // 2) or 1)
         place = SpanRequest(static.at, plan.q_len, plan.kv_len, block, static.full, records=runs)
@@ -314,16 +314,15 @@ class TablePlanner:
         spans = Spans(run.bounds.copy(), run.count.copy(), self.slices)  # the next call of the thread writes over them
         read = {n: torch.from_numpy(x.astype(x.dtype if x.dtype == bool else self.width)) for n, x in tables.items()}
         kernel_arrays = kernel_tables(self.kernel, "torch", {**self.values, **read}, self.longest, None)
-        return self.ready._with(spans, MappingProxyType(kernel_arrays), None)
+        return self.ready.with_tables(spans, MappingProxyType(kernel_arrays))
 
 
 def _planner_for(
-    att: Any, call: CheckedCall, params: Mapping[str, Any], host: PreparedCall, prepare: Callable[..., PreparedCall],
-    tables: Mapping[str, Array], order: frozenset[str],
-) -> TablePlanner | None:  # fmt: skip
-    """The planner for tables like these; None where there is none for kernels as `host` has."""
-    values = {n: torch.as_tensor(params[n]) for n in tables}
-    if RECORDS[host.target.backend].plans != "host":
+    att: Any, call: CheckedCall, params: Params, host: PreparedCall, prepare: Prepare, names: Any, order: frozenset[str]
+) -> TablePlanner | None:
+    """The planner for tables of these names; None where there is none for kernels as `host` has."""
+    values = {n: torch.as_tensor(params[n]) for n in names}
+    if RECORDS[host.inputs.target.backend].plans != "host":
         return None
     g, host_plan = call.geometry, call.plan
     rest = {n: x for n, x in params.items() if n not in values}
@@ -344,16 +343,17 @@ def _planner_for(
     except (BuildError, LoweringError, ParameterError):
         return None
     # kernels of other tiles would be compared with the host's
-    return TablePlanner(run, ready, plan, order) if ready.target == host.target else None
+    return TablePlanner(run, ready, plan, order) if ready.inputs.target == host.inputs.target else None
 
 
 def _pays(planner: TablePlanner, tables: Mapping[str, Array], host: PreparedCall) -> bool:
     """Whether a planner reads few more tiles than the host's plan, or tiles that take less time than such a plan."""
     if (ready := planner(tables)) is None:
         return True  # the host plans for such entries
-    g, (bq, bk), tiles = host.geometry, (host.target.block_q, host.target.block_k), _tiles_read(host.spans)
+    g, target, tiles = host.inputs.geometry, host.inputs.target, _tiles_read(host.inputs.spans)
+    bq, bk = target.block_q, target.block_k
     spared = SPARED + SPARED_BY_TILE * -(-g.q_len // bq) * -(-g.kv_len // bk)
-    return _tiles_read(ready.spans) <= max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
+    return _tiles_read(ready.inputs.spans) <= max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
 
 
 def _tiles_read(spans: Spans) -> int:
@@ -363,7 +363,7 @@ def _tiles_read(spans: Spans) -> int:
     return int(of_slice[spans.slice_of].sum())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class VendorCall(PreparedCall):
     """A prepared call of an engine. The largest score of a row, sinks where the engine takes no plans, and gradients
     that are not the engine's are the generated kernels', which are prepared when the first call asks for them."""
@@ -381,12 +381,14 @@ class VendorCall(PreparedCall):
         empty = {n: x.new_empty(0) for n, x in zip("qkv", arrays.qkv)}  # `prepare` is remembered: no call's arrays
         bare = replace(call, arrays=replace(arrays, **empty))
         real = torch.float64 if arrays.dtype == "float64" else torch.float32
-        return cls(
-            None, None, call.geometry, Target(proof.backend, 0, 0), MappingProxyType({}), MappingProxyType({}), (),  # type: ignore[arg-type]
-            False, None, arrays.layout != NATURAL["torch"], real,
-            *_by_plan(prepare(replace(bare, backend=record.name), options)) if record.engine is None else
-            _by_arguments(record), "", None, False, None, proof, named, lambda: prepare(bare, options),
-        )  # fmt: skip
+        # the proof has an engine's arguments: no plan
+        inputs = KernelInputs(None, None, call.geometry, Target(proof.backend, 0, 0), {}, {})  # type: ignore[arg-type]
+        if record.engine is None:
+            run = _by_plan(prepare(replace(bare, backend=record.name), options))
+        else:
+            run = _by_arguments(record)
+        bshd = arrays.layout != NATURAL["torch"]
+        return cls(inputs, *run, real, bshd, proof=proof, named=named, prepare=lambda: prepare(bare, options))
 
     @cached_property
     def generated(self) -> PreparedCall:
@@ -401,15 +403,14 @@ class VendorCall(PreparedCall):
     def stored(self) -> bool:
         return False
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, sinks: Any, top: bool, saving: bool = False
-    ) -> tuple[Any, ...]:
+    def __call__(self, arrays: tuple[Any, ...], seed: Any, top: bool, saving: bool = False) -> tuple[Any, ...]:
+        sinks = arrays[3]
         if self.taking(sinks, top) is self:
-            return super().__call__(q, k, v, values, seed, sinks, False, saving)
+            return super().__call__(arrays, seed, False, saving)
         if self.named:
             what = "sinks" if sinks is not None else "the largest score of each row"
             raise BackendError(f"backend {self.proof.backend!r} does not do {what}; leave out the backend")
-        return self.generated(q, k, v, values, seed, sinks, top, saving)
+        return self.generated(arrays, seed, top, saving)
 
     def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
         return self.saving(seed, top, q, k, v, sinks)[:3]
@@ -424,7 +425,8 @@ class VendorCall(PreparedCall):
         if not self.proof.gradients:
             return self.generated.gradients(seed, grad_names, saved, dout, dlse, share)
         q, k, v, _, out, lse, *_ = saved
-        grads: dict[str, Tensor] = self.backward(self.proof.arguments, q, k, v, out, lse, dout, dlse)
+        results, cotangents = ForwardResults(out, lse), Cotangents(dout, dlse)
+        grads: dict[str, Tensor] = self.backward(self.proof.arguments, q, k, v, results, cotangents)
         return grads
 
 
@@ -441,8 +443,9 @@ def _by_plan(ready: PreparedCall) -> tuple[Callable[..., Any], Callable[..., Any
         out, lse, _ = ready.run(None, False, q, k, v, sinks)
         return out, lse
 
-    def backward(_: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *cotangents: Any) -> Any:
-        return ready.gradients(None, frozenset("qkv"), (q, k, v, None, out, lse, None), *cotangents)
+    def backward(_: Any, q: Tensor, k: Tensor, v: Tensor, results: ForwardResults, cotangents: Cotangents) -> Any:
+        saved = q, k, v, None, results.out, results.lse, None
+        return ready.gradients(None, frozenset("qkv"), saved, cotangents.dout, cotangents.dlse)
 
     return forward, backward
 
@@ -476,8 +479,18 @@ def platform_of(call: CheckedCall) -> str:
 def facts_of(call: CheckedCall, options: Options) -> proofs.EngineCall:
     plan = call.plan
     return proofs.EngineCall(
-        plan.host_program, call.geometry, call.arrays.dtype, "torch", platform_of(call),
-        plan.on_device or bool(plan.device_values),
-        bool(call.kv_inputs or call.geometry.kv_dtype or plan.host_program.unwritten), bool(call.rate),
-        call.sinks is not None, call.top, options.deterministic, call.backend, proofs.allowed(options), plan,
-    )  # fmt: skip
+        program=plan.host_program,
+        geometry=call.geometry,
+        dtype=call.arrays.dtype,
+        framework="torch",
+        platform=platform_of(call),
+        on_device=plan.on_device or bool(plan.device_values),
+        stored=bool(call.kv_inputs or call.geometry.kv_dtype or plan.host_program.unwritten),
+        dropout=bool(call.rate),
+        sinks=call.sinks is not None,
+        top=call.top,
+        deterministic=options.deterministic,
+        generated=call.backend,
+        engines=proofs.allowed(options),
+        plan=plan,
+    )

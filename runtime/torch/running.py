@@ -90,7 +90,8 @@ def attend(
         if checks and grad_names is not None and q.numel() and k.numel():
             ready = kept_ready(att, request)
             learned = frozenset(n for n, source in ready.kv_inputs if source in grad_names)
-            ready.check_gradients(q.device, request.seed, [request.params[n] for _, n in ready.kv_inputs], learned)
+            arrays = q, k, v, sinks, *(request.params[n] for _, n in ready.kv_inputs)
+            ready.check_gradients(arrays, request.seed, learned)
         out, lse, top, softmax_stats = attend_op(att, request, saving=True)
     top = lse.new_empty(0) if top is None or not request.top else top.contiguous()
     # known from shapes, before a backend is chosen: fake tensors have none
@@ -126,10 +127,10 @@ def tiles(like: Tensor, values: Tensors, numbers: Ints, sizes: Ints, block: Ints
 
 
 def attend_backward(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    values: Sequence[Tensor], out: Tensor, lse: Tensor, softmax_stats: Tensor, numbers: Sequence[int],
-    spec: str, names: str, needed: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    """The gradients that are `needed`; `rest` is what the schema in `operators` lists after the sinks."""
+    values, out, lse, softmax_stats, numbers, spec, names, needed = rest
     if not (q.numel() and k.numel()):  # lse is the sink, and every other gradient is 0
         zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks, *floats(values))]
         if sinks is not None and dlse is not None:
@@ -187,12 +188,9 @@ def fake_attend_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
-def fake_attend_backward(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    values: Sequence[Tensor], out: Tensor, lse: Tensor, softmax_stats: Tensor, numbers: Sequence[int],
-    spec: str, names: str, needed: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
-    inputs = (q, k, v, sinks, *floats(values))
+def fake_attend_backward(dout: Any, dlse: Any, *rest: Any) -> list[Tensor]:
+    *arrays, values, _, _, _, _, _, _, needed = rest
+    inputs = (*arrays, *floats(values))
     return [x.new_empty(x.shape) for x, need in zip(inputs, needed, strict=True) if need and x is not None]
 
 

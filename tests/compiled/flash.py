@@ -121,7 +121,7 @@ def compiled(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     import frisket as fk
-    from frisket.lowering.plan import Geometry
+    from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs
     from frisket.runtime.backends.flash import call as flash_call
     from frisket.runtime.backends.flash import torch as flash_torch
     from frisket.runtime.backends.flash.call import flags_for
@@ -143,16 +143,17 @@ def compiled(
             made = replace(made, pages="pages", page=page)
         read = {n: torch.from_numpy(np.asarray(t)) for n, t in work.tables.items()}
         read["pages"] = torch.empty(batch, kv_len // (page or kv_len), dtype=torch.int32, device="cuda")
-        common = work.slots, read, target
+        inputs = KernelInputs(made, plan, g, target, work.slots, read)
         if direction == "forward":
             sink = torch.empty(heads, device="cuda") if sinks else None
-            flash_torch.forward(made, plan, g, q, k, v, *common, sinks=sink)
+            flash_torch.forward(replace(inputs, sinks=sink), q, k, v)
         else:
             lse = torch.empty(batch, heads, q_len, device="cuda")
-            rows = q, k, v, torch.empty_like(q), lse, torch.empty_like(q), lse
+            rows = ForwardResults(torch.empty_like(q), lse), Cotangents(torch.empty_like(q), lse)
             flags = flags_for(work.plan, plan, g, work.slots)
-            exact = arch != "sm_90" or not isinstance(flags, str)  # deterministic
-            flash_torch.backward(work.plan, plan, g, *rows, *common, grad_names=frozenset("qkv"), deterministic=exact)
+            exact = arch != "sm_90" or not isinstance(flags, str)
+            inputs = replace(inputs, plan=work.plan, deterministic=exact)
+            flash_torch.backward(inputs, q, k, v, *rows, grad_names=frozenset("qkv"))
 
 
 def entries(length: int) -> dict[str, tuple[dict[str, Any], Any]]:

@@ -26,7 +26,7 @@ from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, SHORT, WORDS
 from frisket.lowering.kernels.cpp.tiles import long_runs, tiles
 from frisket.lowering.kernels.cpp.tiles import pays as products_pay
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine.cpp_build import Threads, library, of_torch
 from frisket.runtime.machine.cpp_cpu import lacking
@@ -39,65 +39,66 @@ KEPT = 64  # records of calls, with the spans they point to
 
 
 def forward(
-    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Values,
-    tables: Values, target: Target, *, sinks: Tensor | None = None, top: bool = True,
-    softmax_stats: bool = False, rows: TokenPermutation | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, *, top: bool = False, softmax_stats: bool = False
+) -> tuple[Any, ...]:
     """(out [batch, heads, q_len, v_dim], lse and top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
     k, v [batch, kv_heads, kv_len, dim] of any strides, in one dtype; or k and v of 8 bits, or pools [pages, kv_heads,
-    page, dim]. lse and top are float32, float64 beside float64; `top=False`: nobody asks for it, None. With
+    page, dim]. lse and top are float32, float64 for float64; without `top` the third result is None. With
     `softmax_stats` a fourth result is what the backward has to know of each row."""
     import torch
 
-    g = geometry
-    kernel_call = prepared(plan, spans, g, target, q.dtype, k.dtype, rows)
+    g, kernel_call = inputs.geometry, launch_of(inputs, q.dtype, k.dtype)
     copies: list[Tensor] = []
-    pages = k.shape[0] if plan.pages else 0
+    pages = k.shape[0] if inputs.plan.pages else 0
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype)
     huge(out)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real) if top else None
     known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=kernel_call.real) if softmax_stats else None
-    sinks = _real(sinks, kernel_call.real)
+    sinks = _real(inputs.sinks, kernel_call.real)
     words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, pages]
     words += [*_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3]]
-    kernel_call.call("frisket_forward", slots, tables, [*words, *_NOTHING])
+    kernel_call.call("frisket_forward", inputs, [*words, *_NOTHING])
     return (out, lse, peak, known) if softmax_stats else (out, lse, peak)
 
 
 def backward(
-    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dout: Tensor, dlse: Tensor | None, slots: Values, tables: Values, target: Target, *,
-    grad_names: frozenset[str], sinks: Tensor | None = None, softmax_stats: Tensor | None = None,
-    share: Tensor | None = None, rows: TokenPermutation | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    inputs: KernelInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: ForwardResults,
+    cotangents: Cotangents,
+    *,
+    grad_names: frozenset[str],
+) -> dict[str, Tensor]:
     """The gradients of `grad_names`: "q", "k", "v", and names of tables and slots of the plan, those in float32
-    (float64 beside float64). `out`, `lse` and `softmax_stats` are the forward's; without `softmax_stats` weights are as
-    exact as a float is at the size of lse. With `share` [batch, heads, q_len] out and lse are of other keys too, and
-    that is the part that these keys have of each row's weights."""
+    (float64 for float64). Without `softmax_stats` of the forward weights are as exact as a float is at the size of
+    lse."""
     import torch
 
-    if share is not None and softmax_stats is not None:
-        softmax_stats = torch.stack([softmax_stats[..., 0], softmax_stats[..., 1] * share], -1)
+    lse, softmax_stats = results.lse, results.softmax_stats
+    if results.share is not None and softmax_stats is not None:
+        softmax_stats = torch.stack([softmax_stats[..., 0], softmax_stats[..., 1] * results.share], -1)
         # a share of 0 tells the kernel to go by lse: where all weight is on other keys, it must say so too
         lse = lse.masked_fill(softmax_stats[..., 1] == 0, -torch.inf)
 
-    g = geometry
-    kernel_call = prepared(plan, spans, g, target, q.dtype, q.dtype, rows)
-    arrays, real = (q, k, v, out, dout.to(q.dtype)), kernel_call.real
+    g, slots, tables = inputs.geometry, inputs.slots, inputs.tables
+    kernel_call = launch_of(inputs, q.dtype, q.dtype)
+    arrays, real = (q, k, v, results.out, cotangents.dout.to(q.dtype)), kernel_call.real
     copies: list[Tensor] = []
-    lse, dlse, sinks, softmax_stats = (_real(x, real) for x in (lse, dlse, sinks, softmax_stats))
+    lse, dlse, sinks, softmax_stats = (_real(x, real) for x in (lse, cotangents.dlse, inputs.sinks, softmax_stats))
     grads = {n: torch.empty(s, dtype=q.dtype) for n, s in kernel_call.shapes.items() if n in grad_names}
     for x in grads.values():
         huge(x)
-    captured = backward_of(plan).gradients if len(grad_names) > len(grads) else ()
+    captured = backward_of(inputs.plan).gradients if len(grad_names) > len(grads) else ()
     sums = [torch.zeros(_shape(x, g, tables), dtype=real) if x.source in grad_names else None for x in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
     width = 0 if softmax_stats is None else softmax_stats.shape[3]
     words = [_at(sinks), lse.data_ptr(), 0, _at(softmax_stats), width, 0, 0]
     for x in (*arrays, *map(grads.get, "qkv")):
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
-    kernel_call.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
+    kernel_call.call("frisket_backward", inputs, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
     if sums:
         summed = [x for x in captured if x.source in grad_names], [x for x in sums if x is not None]
         kernel = kernel_call.kernel
@@ -118,11 +119,10 @@ def lse_of(plan: LoopPlan, softmax_stats: Tensor, lse: Tensor) -> Tensor:
     return torch.where(known, exact, lse.double())
 
 
-def build(
-    plan: LoopPlan, geometry: Geometry, target: Target, dtype: Any, stored: Any, rows: TokenPermutation | None = None
-) -> None:
+def build(inputs: KernelInputs, dtype: Any, stored: Any) -> None:
     """Compile the forward kernel of such calls, of q's dtype and that of stored keys. Raises `BuildError`."""
-    kernel = _kernel(plan, target, geometry.head_dim, geometry.v_dim, dtype, stored, rows is not None)
+    g = inputs.geometry
+    kernel = _kernel(inputs.plan, inputs.target, (g.head_dim, g.v_dim), (dtype, stored), inputs.rows is not None)
     try:
         kernel.function("frisket_forward")
     finally:  # two compilers at once in the background
@@ -233,14 +233,16 @@ class NativeKernel:
     """A loaded kernel, shared by calls that differ only in lengths and positions."""
 
     def __init__(
-        self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any, stored: Any, permuted: bool
+        self, plan: LoopPlan, target: Target, dims: tuple[int, int], dtypes: tuple[Any, Any], permuted: bool
     ) -> None:
+        """`dims` are those of a key and of a value, `dtypes` those of queries and of keys."""
         import torch
 
+        dtype, stored = dtypes
         self.plan = plan
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
-        names = [str(x).removeprefix("torch.") for x in (dtype, stored)]
-        self.text, self.permuted = (plan, target, head_dim, v_dim, *names[: 1 + (stored != dtype)]), permuted
+        names = [str(x).removeprefix("torch.") for x in dtypes]
+        self.text, self.permuted = (plan, target, *dims, *names[: 1 + (stored != dtype)]), permuted
         self.functions: dict[str, tuple[Any, struct.Struct, tuple[float, ...]]] = {}
         self.converted: dict[str, tuple[Any, int, Tensor]] = {}
         floats = [s.type is FLOAT for s in plan.slots]
@@ -289,12 +291,9 @@ class NativeLaunch:
     """The part of a record that is equal from call to call."""
 
     def __init__(
-        self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any, stored: Any,
-        rows: TokenPermutation | None = None,
-    ) -> None:  # fmt: skip
-        self.kernel = _kernel(plan, target, g.head_dim, g.v_dim, dtype, stored, rows is not None)
-        self.spans, self.geometry = spans, g
-        self.real = self.kernel.real
+        self, kernel: NativeKernel, spans: Spans, g: Geometry, target: Target, rows: TokenPermutation | None
+    ) -> None:
+        self.kernel, self.spans, self.geometry, self.real = kernel, spans, g, kernel.real
         origins = [np.array([x] if type(x) is int else x, np.int64).reshape(-1) for x in g.origin[2:]]
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
         places = () if rows is None else rows.padded(target.block_k + BEHIND)
@@ -311,11 +310,11 @@ class NativeLaunch:
         keys = g.batch, g.kv_heads, g.kv_len
         return {"q": (g.batch, g.heads, g.q_len, g.head_dim), "k": (*keys, g.head_dim), "v": (*keys, g.v_dim)}
 
-    def call(self, name: str, slots: Values, tables: Values, rest: list[int]) -> None:
+    def call(self, name: str, inputs: KernelInputs, rest: list[int]) -> None:
         """Run a kernel; `rest` are the words from `sinks` on."""
         kernel = self.kernel
-        run, values = kernel.slots_of(name, slots)
-        words, _ = kernel.words(tables)
+        run, values = kernel.slots_of(name, inputs.slots)
+        words, _ = kernel.words(inputs.tables)
         failed = run(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest))
         if failed:
             raise out_of_memory(name)
@@ -347,7 +346,20 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
 
 
 _kernel = memo(KEPT, by="weak")(NativeKernel)  # of a plan by its identity
-prepared = memo(KEPT, by="identity", weigh=lambda _, call, owners: call.weight)(NativeLaunch)
+
+
+def launch_of(inputs: KernelInputs, dtype: Any, stored: Any) -> NativeLaunch:
+    """The launch of calls with such inputs, of q's dtype and that of stored keys."""
+    return prepared(inputs.plan, inputs.spans, inputs.geometry, inputs.target, dtype, stored, inputs.rows)
+
+
+@memo(KEPT, by="identity", weigh=lambda _, call, owners: call.weight)
+def prepared(
+    plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any, stored: Any, rows: TokenPermutation | None
+) -> NativeLaunch:
+    """The launch of the parts of inputs that it is made of."""
+    kernel = _kernel(plan, target, (g.head_dim, g.v_dim), (dtype, stored), rows is not None)
+    return NativeLaunch(kernel, spans, g, target, rows)
 
 
 # -- calls like one before ---------------------------------------------------------------------------
@@ -367,18 +379,18 @@ class FastPath(NamedTuple):
     # (q, k, v, saving, sinks=None, live_tables=()): out, with `saving` (out, lse, softmax_stats). None where arrays
     # must be copied first, or a table of the plan was written to
     forward: Callable[..., Any]
-    gradients: Callable[..., Any]  # [dq, dk, dv]; None where no kernel is built yet, or arrays must be copied first
+    # ((q, k, v, out, lse, softmax_stats), dout, needed): [dq, dk, dv]. None where no kernel is built yet, or arrays
+    # must be copied first
+    gradients: Callable[..., Any]
     memory: list[Any]  # the memory that records point to
 
 
-def repeat(
-    plan: LoopPlan, spans: Spans, g: Geometry, dtype: Any, stored: Any, slots: Values,
-    tables: Values, table_names: Sequence[str], target: Target,
-) -> FastPath:  # fmt: skip
+def repeat(inputs: KernelInputs, dtype: Any, stored: Any, table_names: Sequence[str]) -> FastPath:
     """A forward by q, k and v of these shapes and dtypes, and its gradients. `table_names` are those of each call."""
     import torch
 
-    kernel_call = prepared(plan, spans, g, target, dtype, stored)
+    kernel_call, g = launch_of(inputs, dtype, stored), inputs.geometry
+    slots, tables, paged = inputs.slots, inputs.tables, bool(inputs.plan.pages)
     size, wide, width = (g.batch, g.heads, g.q_len, g.v_dim), g.head_dim == g.v_dim, norm_width(dtype, g.v_dim)
     pairs = 2 * g.batch * g.heads * g.q_len * g.kv_len
     short = pairs * (g.head_dim + g.v_dim) < SHORT
@@ -421,13 +433,14 @@ def repeat(
         out = empty_like(q) if wide and q.is_contiguous() else q.new_empty(size)
         if large:
             huge(out)
-        lse = q.new_empty(size[:3], dtype=kernel_call.real) if saving else None
-        softmax_stats = None if lse is None else lse.new_empty((*size[:3], width))
-        to_lse, to_norm = (0, 0) if lse is None or softmax_stats is None else (lse.data_ptr(), softmax_stats.data_ptr())
-        arrays = pack(
-            0 if sinks is None else sinks.data_ptr(), to_lse, 0, to_norm, width, 0, k.shape[0] if plan.pages else 0,
-            at_q, qb, qh, qn, at_k, kb, kh, kn, at_v, vb, vh, vn, out.data_ptr(), *strides,
-        )  # fmt: skip
+        to_lse = to_stats = 0
+        if saving:
+            lse = q.new_empty(size[:3], dtype=kernel_call.real)
+            softmax_stats = lse.new_empty((*size[:3], width))
+            to_lse, to_stats = lse.data_ptr(), softmax_stats.data_ptr()
+        rows = 0 if sinks is None else sinks.data_ptr(), to_lse, 0, to_stats, width, 0, k.shape[0] if paged else 0
+        keys = at_k, kb, kh, kn, at_v, vb, vh, vn
+        arrays = pack(*rows, at_q, qb, qh, qn, *keys, out.data_ptr(), *strides)
         common = head if short else THREADS.pack(*of_torch()) + record
         if table_names:
             words = kernel_call.kernel.words({**tables, **dict(zip(table_names, live_tables, strict=True))})
@@ -436,10 +449,8 @@ def repeat(
             raise out_of_memory("frisket_forward")
         return (out, lse, softmax_stats) if saving else out
 
-    def gradients(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_stats: Tensor, dout: Tensor,
-        needed: Sequence[bool],
-    ) -> list[Tensor | None] | None:  # fmt: skip
+    def gradients(saved: tuple[Tensor, ...], dout: Tensor, needed: Sequence[bool]) -> list[Tensor | None] | None:
+        q, k, v, out, lse, softmax_stats = saved
         if "frisket_backward" not in kernel_call.kernel.functions:
             return None
         run, record = kernel("frisket_backward")

@@ -38,7 +38,7 @@ Backend(
     reason=reason,
     module=f"{__name__}.call",
     takes_plans=True,
-    executors={"torch": Executors(f"{__name__}.torch", nondeterministic=True)},
+    executors={"torch": Executors(f"{__name__}.torch")},
     order=55,
     platforms=("cuda",),
     rank=15,

@@ -30,7 +30,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.kernels.cute.mods import Mods, emit
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import Block
 from frisket.runtime.backends.engines.proof import EngineCall
@@ -86,12 +86,10 @@ def _shown(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-def call_of(
-    plan: LoopPlan, spans: Any, g: Geometry, target: Target, slots: Values, tables: Values,
-    device: Any, *, gradients: bool = False, deterministic: bool = True,
-) -> FlashCall:  # fmt: skip
+def call_of(inputs: KernelInputs, device: Any, *, gradients: bool = False) -> FlashCall:
     """The call of the forward, or with `gradients` the backward. BackendError for what the engine does not do."""
-    slots = {n: x.item() if hasattr(x, "item") else x for n, x in slots.items()}
+    plan, spans, g, target, tables = inputs.plan, inputs.spans, inputs.geometry, inputs.target, inputs.tables
+    slots = {n: x.item() if hasattr(x, "item") else x for n, x in inputs.slots.items()}
     flags = flags_for(plan, spans, g, slots)
     if plan.pages is not None and (why := unpaged(plan, flags)):
         raise BackendError(f"FlashAttention 4 {why}\n  {INSTEAD}")
@@ -99,13 +97,13 @@ def call_of(
         bare = replace(plan, mask=None, pages=None, unwritten=plan.unwritten and plan.pages is None)
         call = _by_flags(bare, flags, g, slots, tables, device)
         return call if plan.pages is None else replace(call, pages=tables[plan.pages])
-    refuse_tiles(g, target, gradients, deterministic)
+    refuse_tiles(g, target, gradients, inputs.deterministic)
     block = (target.dq or target) if gradients else target
     shape = block.block_q, block.block_k
     records = (spans.columns if gradients else spans.rows)(shape)
     rows, columns = (-(-n // size) for n, size in zip((g.q_len, g.kv_len), shape, strict=True))
     tiles = tensors_of(records, rows if gradients else columns, shape, device)
-    order = write_order(tiles, rows) if gradients and deterministic else None
+    order = write_order(tiles, rows) if gradients and inputs.deterministic else None
     return replace(_coded(plan, g, slots, tables, device), tiles=tiles, order=order)
 
 
@@ -357,9 +355,14 @@ def no_gradients(g: Geometry, chosen: Target, deterministic: bool, by_flags: boo
 
 
 def call_target(
-    plan: CallPlan | None, g: Geometry, dtype: str, tile: Block | None = None, tuning: Tuning = AS_CHOSEN,
-    device: Any = None, arch: str | None = None,
-) -> Target:  # fmt: skip
+    plan: CallPlan | None,
+    g: Geometry,
+    dtype: str,
+    tile: Block | None = None,
+    tuning: Tuning = AS_CHOSEN,
+    device: Any = None,
+    arch: str | None = None,
+) -> Target:
     """The target of a call; `dq` has the tiles of the backward. The engine has its own: a `tile` must be that."""
     if arch and arch not in ARCHITECTURES:
         raise BackendError(f"FlashAttention 4 is checked on {' and '.join(ARCHITECTURES)}, not {arch}; {INSTEAD}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
 from frisket.dsl.errors import BackendError, BackwardError
 from frisket.grammar.memo import cached_on, memo
-from frisket.lowering.plan import Geometry, LoopPlan, Target
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan
 from frisket.runtime.machine.modules import load_source
-from frisket.runtime.plans.device import Values
 
 from .call import INSTEAD, FlashCall, call_of, check
 
@@ -19,45 +19,43 @@ Tensor = Any
 
 
 def forward(
-    plan: LoopPlan, spans: Any, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Values, tables: Values,
-    target: Target, *, sinks: Tensor | None = None, top: bool = False, softmax_stats: bool = False,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, *, top: bool = False, softmax_stats: bool = False
+) -> tuple[Tensor | None, ...]:
     """(out, lse, None) of a call, with `softmax_stats` another None: the engine gives no largest scores, nor lse's
     rounding."""
     if top:
         raise BackendError(f"FlashAttention 4 does not tell the largest score of a row\n  {INSTEAD}")
-    g = geometry
-    call = prepared(plan, spans, g, target, slots, tables, q.device, False, True)
+    call = prepared(inputs, q.device, False)
     q, k, v = (x.resolve_neg() for x in (q, k, v))
-    out, lse = attend(call, g, q, k, v, sinks)
+    out, lse = attend(call, inputs.geometry, q, k, v, inputs.sinks)
     return (out, lse, None, None) if softmax_stats else (out, lse, None)
 
 
 def backward(
-    plan: LoopPlan, spans: Any, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dout: Tensor, dlse: Tensor | None, slots: Values, tables: Values, target: Target, *,
-    grad_names: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
-) -> dict[str, Tensor]:  # fmt: skip
+    inputs: KernelInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: ForwardResults,
+    cotangents: Cotangents,
+    *,
+    grad_names: frozenset[str],
+) -> dict[str, Tensor]:
     """Gradients of q, k and v, of those that are wanted; sinks are part of lse already."""
-    g = geometry
-    call = checks_gradients(
-        plan, spans, g, q.device, slots, tables, target, grad_names=grad_names, deterministic=deterministic
-    )
-    if dlse is not None and target.arch == "sm_100" and g.head_dim == 256:
+    call = checks_gradients(inputs, q.device, grad_names)
+    if cotangents.dlse is not None and inputs.target.arch == "sm_100" and inputs.geometry.head_dim == 256:
         raise BackwardError(f"FlashAttention 4 has no gradient of lse for heads of 256 on Blackwell\n  {INSTEAD}")
-    q, k, v, out, dout = (x.resolve_neg() for x in (q, k, v, out, dout.to(q.dtype)))
-    grads = gradients(call, q, k, v, out, lse, dout, dlse, deterministic)
+    q, k, v, out, dout = (x.resolve_neg() for x in (q, k, v, results.out, cotangents.dout.to(q.dtype)))
+    results, cotangents = replace(results, out=out), Cotangents(dout, cotangents.dlse)
+    grads = gradients(call, (q, k, v), results, cotangents, inputs.deterministic)
     return {n: x for n, x in zip("qkv", grads, strict=True) if n in grad_names}
 
 
-def checks_gradients(
-    plan: LoopPlan, spans: Any, geometry: Geometry, device: Any, slots: Values, tables: Values,
-    target: Target, *, grad_names: Collection[str], deterministic: bool = True,
-) -> FlashCall:  # fmt: skip
+def checks_gradients(inputs: KernelInputs, device: Any, grad_names: Collection[str]) -> FlashCall:
     """The call of the backward. Raises where the engine lacks wanted gradients; asked before the forward, too."""
-    if why := refuses_gradients(plan, geometry, "", (), grad_names):
+    if why := refuses_gradients(inputs.plan, inputs.geometry, "", (), grad_names):
         raise BackwardError(f"{why}\n  {INSTEAD}")
-    return prepared(plan, spans, geometry, target, slots, tables, device, True, deterministic)
+    return prepared(inputs, device, True)
 
 
 def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, grad_names: Collection[str]) -> str:
@@ -67,23 +65,22 @@ def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, grad
     return f"FlashAttention 4 has no gradient of {', '.join(names)}" if names else ""
 
 
-def prepared(
-    plan: LoopPlan, spans: Any, g: Geometry, target: Target, slots: Values, tables: Values,
-    device: Any, gradients: bool, deterministic: bool,
-) -> FlashCall:  # fmt: skip
+def prepared(inputs: KernelInputs, device: Any, gradients: bool) -> FlashCall:
     """The call of a direction, kept beside the plan of a step as long as slots and tables are the same objects."""
 
     def new_call() -> FlashCall:
-        return call_of(plan, spans, g, target, slots, tables, device, gradients=gradients, deterministic=deterministic)
+        return call_of(inputs, device, gradients=gradients)
 
-    check(g)
-    arrays = tuple(tables.values())
+    check(inputs.geometry)
+    arrays, slots = tuple(inputs.tables.values()), inputs.slots
     counted = not any(x.requires_grad or x.is_inference() for x in arrays)  # writes to tables, by torch
     if not (counted and all(isinstance(x, (bool, int, float)) for x in slots.values())):
         return new_call()
     numbers, versions = tuple(slots.items()), tuple((id(x), x._version) for x in arrays)
-    key = "flash", plan, g, target, numbers, versions, device, gradients, deterministic
-    call: FlashCall = cached_on(spans, key, lambda: (new_call(), arrays))[0]  # tables are known by where they are
+    parts = inputs.plan, inputs.geometry, inputs.target, numbers, versions, inputs.deterministic
+    key = "flash", *parts, device, gradients
+    # tables are known by where they are
+    call: FlashCall = cached_on(inputs.spans, key, lambda: (new_call(), arrays))[0]
     return call
 
 
@@ -102,18 +99,17 @@ def attend(call: FlashCall, g: Geometry, q: Tensor, k: Tensor, v: Tensor, sinks:
 
 
 def gradients(
-    call: FlashCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    deterministic: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    call: FlashCall, qkv: tuple[Tensor, ...], results: ForwardResults, cotangents: Cotangents, deterministic: bool
+) -> tuple[Tensor, ...]:
     """Gradients of q, k and v, in their shapes. An lse that holds a sink gives the weights that are beside it."""
     from flash_attn.cute import interface
 
-    arrays = [_laid(call, x) for x in (q, k, v, out, dout)]
-    rows = [None if x is None else _rows(call, x) for x in (lse, dlse)]
+    arrays = [_laid(call, x) for x in (*qkv, results.out, cotangents.dout)]
+    rows = [None if x is None else _rows(call, x) for x in (results.lse, cotangents.dlse)]
     options = _common(call) | _functions(call)
-    with _current(q):
+    with _current(qkv[0]):
         grads = interface._flash_attn_bwd(*arrays, rows[0], **options, dlse=rows[1], deterministic=deterministic)
-    pairs = zip(grads, (q, k, v), strict=True)
+    pairs = zip(grads, qkv, strict=True)
     # gradients of packed arrays have no axis of batch entries
     return tuple(dx.view(x.shape[0], x.shape[2], *dx.shape[-2:]).transpose(1, 2) for dx, x in pairs)
 
@@ -140,11 +136,10 @@ def _common(call: FlashCall) -> dict[str, Any]:
     """The arguments that both directions take."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
 
-    arguments: dict[str, Any] = {
-        "softmax_scale": call.scale, "window_size_left": call.left, "window_size_right": call.right,
-        "seqused_k": call.used, "page_table": call.pages, "aux_tensors": [_led(x) for x in call.tables] or None,
-        "aux_scalars": tuple(_number(x) for x in call.scalars) or None,
-    }  # fmt: skip
+    arguments: dict[str, Any] = {"softmax_scale": call.scale, "seqused_k": call.used, "page_table": call.pages}
+    arguments |= {"window_size_left": call.left, "window_size_right": call.right}
+    arguments["aux_tensors"] = [_led(x) for x in call.tables] or None
+    arguments["aux_scalars"] = tuple(_number(x) for x in call.scalars) or None
     if call.documents is not None:
         arguments["cu_seqlens_q"], arguments["cu_seqlens_k"] = call.documents.unbind()
         arguments["max_seqlen_q"], arguments["max_seqlen_k"] = call.longest

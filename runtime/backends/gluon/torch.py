@@ -28,7 +28,7 @@ from frisket.dsl.types import BOOL, INT
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
 from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, emit, groups_of
 from frisket.lowering.kernels.triton.writer import Dims, padded
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
+from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, SpanSource, Target
 from frisket.lowering.simplify.curves import ends_of
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import tiles as triton_tiles
@@ -37,7 +37,7 @@ from frisket.runtime.backends.triton.grids import ForwardKind, forward_plan, of_
 from frisket.runtime.backends.triton.kernels import KernelReport, Reports, check_compiles, dims_of, resources, signature
 from frisket.runtime.backends.triton.source import load
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
-from frisket.runtime.plans.device import CallPlan, Values
+from frisket.runtime.plans.device import CallPlan
 
 Tensor = Any
 backward = triton_torch.backward
@@ -57,17 +57,16 @@ def text(
 
 
 def forward(
-    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Values,
-    tables: Values, target: Target, *, sinks: Tensor | None = None, top: bool = False, softmax_stats: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, *, top: bool = False, softmax_stats: bool = False
+) -> triton_torch.Results:
     """(out, lse, largest scores or None), with `softmax_stats` also the rounding error of lse, as Triton's forward has
     them. Tensors that TMA cannot address are copied."""
     q, k, v = (addressable(x) for x in (q, k, v))
-    context = triton_launch.bound(plan, spans, geometry, target, q, k)
-    values = context.values(slots, tables)
-    kind = ForwardKind(values.device_slots, sinks is not None, top, softmax_stats)
-    make = partial(_launch, context, spans, kind)
-    return triton_torch.launched(context, ("gluon", kind), kind, make, values, (q, k, v), sinks)
+    context = triton_launch.bound(inputs.plan, inputs.spans, inputs.geometry, inputs.target, q, k)
+    values = context.values(inputs.slots, inputs.tables)
+    kind = ForwardKind(values.device_slots, inputs.sinks is not None, top, softmax_stats)
+    make = partial(_launch, context, inputs.spans, kind)
+    return triton_torch.launched(context, kind, make, values, (q, k, v), inputs.sinks)
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -151,9 +150,14 @@ def layout(block: triton_launch.Block, dtype: str) -> Any:
 
 
 def call_target(
-    plan: CallPlan | None, g: Geometry, dtype: str, tile: tuple[int, int] | None = None, tuning: Tuning = AS_CHOSEN,
-    device: Any = None, arch: str | None = None,
-) -> Target:  # fmt: skip
+    plan: CallPlan | None,
+    g: Geometry,
+    dtype: str,
+    tile: tuple[int, int] | None = None,
+    tuning: Tuning = AS_CHOSEN,
+    device: Any = None,
+    arch: str | None = None,
+) -> Target:
     """The target of a call, whose backward is Triton's. `tile` is the user's, of the forward alone."""
     theirs = triton_tiles.target(plan, g, dtype, None, tuning, device, arch)
     if arch and arch not in ARCHITECTURES:

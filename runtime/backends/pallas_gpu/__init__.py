@@ -42,6 +42,6 @@ Backend(
     rank=1,
     interpreter=Interpreter("Pallas'", 4.0, interpreted),
     guarded=True,
-    stats_kind="low",
+    stats_kind="lse_residual",
     operators=("frisket-pallas-mosaic-gpu",),
 ).register()

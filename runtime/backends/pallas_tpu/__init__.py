@@ -24,6 +24,6 @@ Backend(
     rank=1,
     interpreter=Interpreter("Pallas'", 0.0005, interpreted),
     guarded=True,
-    stats_kind="low",
+    stats_kind="lse_residual",
     operators=("frisket-pallas-tpu", "splash"),
 ).register()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frisket.lowering.engines.flags import Flags
+from frisket.lowering.plan import Cotangents, ForwardResults
 from frisket.runtime.backends.base import Backend, Executors, absent
 from frisket.runtime.backends.engines import SquareMask, square, with_lse
 
@@ -78,14 +79,15 @@ def forward(a: SdpaArguments, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 def backward(
-    a: SdpaArguments, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    a: SdpaArguments, q: Tensor, k: Tensor, v: Tensor, results: ForwardResults, cotangents: Cotangents
 ) -> dict[str, Tensor]:
     """The gradients of q, k and v."""
     import torch
 
+    out, lse, dout, dlse = results.out, results.lse, cotangents.dout, cotangents.dlse
     if dlse is not None:
         q, k, v, out, dout = with_lse(dlse, q, k, v, out, dout)
-        return {n: x[..., :-8] for n, x in backward(a, q, k, v, out, lse, dout, None).items()}
+        return {n: x[..., :-8] for n, x in backward(a, q, k, v, ForwardResults(out, lse), Cotangents(dout)).items()}
     run = getattr(torch.ops.aten, f"{a.operator}_backward")
     keys, values = a.mask.valid(k, v)
     arrays = dout.contiguous(), q, keys, values, out, lse

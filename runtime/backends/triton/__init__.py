@@ -67,7 +67,7 @@ Backend(
     reason=reason,
     missing=missing,
     module=f"{__name__}.kernels",
-    executors={"torch": Executors(f"{__name__}.torch", nondeterministic=True), "jax": Executors(f"{__name__}.jax")},
+    executors={"torch": Executors(f"{__name__}.torch"), "jax": Executors(f"{__name__}.jax")},
     order=40,
     platforms=("cuda", "rocm"),
     rank=2,
@@ -83,7 +83,7 @@ Backend(
     ),
     guarded=True,
     loads=True,
-    stats_kind="low",
+    stats_kind="lse_residual",
     plans="device",
     operators=("frisket-triton",),
 ).register()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import walk
@@ -13,10 +13,10 @@ from frisket.grammar.memo import remember
 from frisket.lowering.aten.captured import amounts, folded, units
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.triton import backward as triton_backward
-from frisket.lowering.kernels.triton import cotangents
+from frisket.lowering.kernels.triton import cotangents as triton_cotangents
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, SpanSource
 from frisket.runtime.plans.device import Values
 
 from . import grids
@@ -43,43 +43,54 @@ TENSORS = (*LETTERS, "Lse", "Low", "DLse", "Stats", "DQ", "DK", "DV")
 CAPTURED_ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Stats": ""}
 
 
+Make = Callable[[], Any]  # lays out the launches of calls of one kind
+Results = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]  # of a forward
+
+
+class BackwardKind(NamedTuple):
+    """The facts of a backward that its launches depend on, besides its plan, shapes and target."""
+
+    device_slots: tuple[str, ...]
+    grad_names: frozenset[str]
+    dlse: bool
+    described: bool
+
+
 def forward(
-    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Values,
-    tables: Values, target: Target, *, sinks: Tensor | None = None, top: bool = False, softmax_stats: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, *, top: bool = False, softmax_stats: bool = False
+) -> Results:
     """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None), with
     `softmax_stats` also the rounding error of lse, for torch tensors of any strides, q [batch, heads, q_len, head_dim]
     and k, v [batch, kv_heads, kv_len, dim], or where the plan has pages [pages, kv_heads, tokens of a page, dim].
 
-    `spans` may be None where the plan has closed-form bounds. Runs on CUDA and ROCm devices, and on the CPU in
+    Spans may be None where the plan has closed-form bounds. Runs on CUDA and ROCm devices, and on the CPU in
     Triton's interpreter; BackendError where neither is possible.
     """
-    g = geometry
+    spans, target, sinks = inputs.spans, inputs.target, inputs.sinks
     if far(q, k, v):
         q, k, v = (near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
-    context = bound(plan, spans, g, target, q, k)
-    values = context.values(slots, tables)
-    low = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    described = target.descriptors and low & 15 == 0 and context.describes(q, k, v)
+    context = bound(inputs.plan, spans, inputs.geometry, target, q, k)
+    values = context.values(inputs.slots, inputs.tables)
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
+    described = target.descriptors and aligned and context.describes(q, k, v)
     kind = grids.ForwardKind(values.device_slots, sinks is not None, top, softmax_stats, described)
-    return launched(context, kind, kind, lambda: _launch(context, spans, kind), values, (q, k, v), sinks)
+    return launched(context, kind, lambda: _launch(context, spans, kind), values, (q, k, v), sinks)
 
 
 def launched(
-    context: LaunchContext, key: Any, kind: grids.ForwardKind, make: Callable[[], Any], values: KernelArgs,
-    arrays: tuple[Tensor, ...], sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    context: LaunchContext, kind: grids.ForwardKind, make: Make, values: KernelArgs, qkv: tuple[Tensor, ...], sinks: Any
+) -> Results:
     """The results of a forward whose launches `make` lays out for calls of one kind."""
     import torch
 
-    g, q = context.geometry, arrays[0]
+    g, q = context.geometry, qkv[0]
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
     largest, lse_residual = (torch.empty_like(lse) if use else None for use in (kind.top, kind.lse_residual))
     more = [x for x in (largest, lse_residual) if x is not None]
     if sinks is not None:
         more.append(sinks.contiguous().resolve_neg())
-    context.run(key, make, values, *arrays, out, lse, *more)
+    context.run(kind, make, values, *qkv, out, lse, *more)
     return (out, lse, largest, lse_residual) if kind.lse_residual else (out, lse, largest)
 
 
@@ -124,22 +135,28 @@ def check_keys(dims: Dims, device: Any) -> None:
 
 
 def backward(
-    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, dout: Tensor | None, dlse: Tensor | None, slots: Values, tables: Values,
-    target: Target, *, grad_names: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
-    softmax_stats: Tensor | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    inputs: KernelInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: ForwardResults,
+    cotangents: Cotangents,
+    *,
+    grad_names: frozenset[str],
+) -> dict[str, Tensor]:
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array, contiguous; tables and slots of the plan ("t0", "s1") in float32.
 
-    q, k, v, out and dout have any strides. `out` and `lse` are the forward's: where there were `sinks`, lse includes
-    them, and that is all of them needed here; their own gradient is the caller's. `softmax_stats` is the
-    rounding error of lse, as the forward says. Equal calls give equal bits;
-    without `deterministic`, gradients of tables that are read by position may be added up in any order.
+    q, k, v, out and dout have any strides. Where there were sinks, lse includes them, and that is all of them needed
+    here; their own gradient is the caller's. A share of the weights is not read: it is in lse and its rounding error.
+    Equal calls give equal bits; unless the inputs are `deterministic`, gradients of tables that are read by position
+    may be added up in any order.
     """
     import torch
 
-    g, arrays = geometry, {"q": q, "k": k, "v": v}
+    g, target, slots, tables = inputs.geometry, inputs.target, inputs.slots, inputs.tables
+    out, lse, dout, dlse = results.out, results.lse, cotangents.dout, cotangents.dlse
+    arrays = {"q": q, "k": k, "v": v}
     grads = {n: torch.empty(x.shape, dtype=x.dtype, device=x.device) for n, x in arrays.items() if n in grad_names}
     values = grad_names - arrays.keys()
     if 0 in (g.batch, g.q_len, g.kv_len):
@@ -147,25 +164,25 @@ def backward(
     # strides of 0: zeros of the shape without its memory
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     if far(q, k, v, out, dout):
-        backward_tiles = target.dq, target.dkv, target.dv, triton_backward.DELTA, cotangents.square(target)
+        backward_tiles = target.dq, target.dkv, target.dv, triton_backward.DELTA, triton_cotangents.square(target)
         rows = max(side for t in backward_tiles for side in ((t or target).block_q, (t or target).block_k))
         q, k, v, out, dout = (near(x, rows) for x in (q, k, v, out, dout))
-    context = bound(plan, spans, g, target, q, k)
+    context = bound(inputs.plan, inputs.spans, g, target, q, k)
     read = context.values(slots, tables)
-    described = _described(context, q, k, v, dout)
-    kind = "backward", read.device_slots, grad_names, dlse is not None, described
+    kind = BackwardKind(read.device_slots, grad_names, dlse is not None, _described(context, q, k, v, dout))
     stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
-    lse_residual = torch.zeros_like(lse) if softmax_stats is None else lse_residual_of(softmax_stats)
+    lse_residual = torch.zeros_like(lse) if results.lse_residual is None else lse_residual_of(results.lse_residual)
     operands = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout, **{f"D{n.upper()}": x for n, x in grads.items()}}
     operands |= {"Lse": lse.contiguous(), "Low": lse_residual.contiguous(), "Stats": stats}
     operands["DLse"] = None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg()
-    buffers = context.run(kind, lambda: _BackwardLaunches(context, spans, q, k, *kind[1:]), read, operands)
+    make = partial(_BackwardLaunches, context, inputs.spans, q, k, kind)
+    buffers = context.run(("backward", kind), make, read, operands)
     if not values:
         return grads
-    more = [x for x in backward_of(plan).gradients if x.source in grad_names and x.over in ("diagonal", "scatter")]
+    every = backward_of(inputs.plan).gradients
+    more = [x for x in every if x.source in grad_names and x.over in ("diagonal", "scatter")]
     if more:
-        common = plan, spans, g, q, k, v, dout, stats, slots, tables, target
-        buffers |= dict(zip(more, captured(*common, more, deterministic=deterministic), strict=True))
+        buffers |= dict(zip(more, captured(inputs, q, k, v, dout, stats, more), strict=True))
     folds = folded(list(buffers), list(buffers.values()), context.placed, slots, tables)
     return grads | folds | _zeros(values - folds.keys(), tables, lse)
 
@@ -177,9 +194,9 @@ def _described(context: LaunchContext, *arrays: Tensor) -> bool:
     return descriptors and all(x.data_ptr() & 15 == 0 for x in arrays) and context.describes(*arrays)
 
 
-def lse_residual_of(softmax_stats: Tensor) -> Tensor:
+def lse_residual_of(residual: Tensor) -> Tensor:
     """[batch, heads, q_len], of what a graph knows of rows, [batch, heads, q_len, 2], too."""
-    return softmax_stats if softmax_stats.ndim == 3 else softmax_stats[..., 0]
+    return residual if residual.ndim == 3 else residual[..., 0]
 
 
 def _zeros(names: frozenset[str], tables: Values, like: Tensor) -> dict[str, Tensor]:
@@ -194,12 +211,12 @@ class _BackwardLaunches:
     """The kernels of calls of one kind."""
 
     def __init__(
-        self, context: LaunchContext, spans: SpanSource | None, q: Tensor, k: Tensor, device_slots: tuple[str, ...],
-        grad_names: frozenset[str], dlse: bool, described: bool,
-    ) -> None:  # fmt: skip
+        self, context: LaunchContext, spans: SpanSource | None, q: Tensor, k: Tensor, kind: BackwardKind
+    ) -> None:
+        device_slots, grad_names, dlse, _ = kind
         g, target, dims = context.geometry, context.target, context.dims(device_slots)
         plan = grids.backward_plan(context.plan, g)
-        described = described and triton_forward.describable(plan, dims)
+        described = kind.described and triton_forward.describable(plan, dims)
         target = target if described else target.everywhere(descriptors=False)
         self.geometry = g
         processors = grids.processors(context.device)
@@ -208,7 +225,7 @@ class _BackwardLaunches:
             parts[n] = grids.of_call(plan, spans, g, of_kernel(n, target), processors, walked=True)
         listed = frozenset(n for n, x in parts.items() if x is not None)
         self.module = emitted_kernels(triton_backward.emit, plan, target, dims, grad_names, dlse=dlse, listed=listed)
-        self.sums = cotangents.sums(plan, grad_names)
+        self.sums = triton_cotangents.sums(plan, grad_names)
         plain = LaunchContext(triton_backward.bare(plan), g, target, q, k)  # attention_delta reads no slots, no tables
         self.nothing = plain.values({}, {})
         self.steps = []
@@ -261,48 +278,52 @@ class _BackwardLaunches:
 
 
 def captured(
-    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
-    stats: Tensor, slots: Values, tables: Values, target: Target,
-    gradients: Sequence[Gradient], *, deterministic: bool = True,
-) -> list[Tensor]:  # fmt: skip
+    inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, gradients: Sequence[Gradient]
+) -> list[Tensor]:
     """One buffer for each of `gradients`, in their order, float32 and of the shape `derive.Gradient` describes.
 
     `stats` is float32 [batch, heads, q_len, 4], contiguous, as `attention_delta` writes it: of every row lse in log2
     units, the factor of its weights, and delta. q, k, v and dout have any strides, and one dtype.
 
-    Equal calls give equal bits, unless `deterministic` is False: then tables that are read at any places are added to
-    with atomics in float32, in one pass instead of two in fixed point (how exact that is: lowering/aten/captured.py).
+    Equal calls give equal bits where the inputs are `deterministic`. Elsewhere tables that are read at any places are
+    added to with atomics in float32, in one pass instead of two in fixed point (how exact that is:
+    lowering/aten/captured.py).
     """
     import torch
 
-    deterministic |= torch.are_deterministic_algorithms_enabled()
-    context = bound(plan, spans, geometry, cotangents.square(target), q, k)
-    run = _CapturedRun(context, spans, context.values(slots, tables), (q, k, v, dout, stats), slots, tables)
+    deterministic = inputs.deterministic or torch.are_deterministic_algorithms_enabled()
+    context = bound(inputs.plan, inputs.spans, inputs.geometry, triton_cotangents.square(inputs.target), q, k)
+    run = _CapturedRun(context, inputs, (q, k, v, dout, stats))
     try:
         buffers = run.buffers(gradients, deterministic)
     except TooLargeError as error:
         context.shrink(error)
-        return captured(
-            plan, spans, geometry, q, k, v, dout, stats, slots, tables, target, gradients, deterministic=deterministic
-        )
+        return captured(inputs, q, k, v, dout, stats, gradients)
     return [buffers[g] for g in gradients]
 
 
 class _CapturedRun(grids.CapturedKernels):
     """The launches of one call."""
 
-    def __init__(
-        self, context: LaunchContext, spans: SpanSource | None, values: KernelArgs, arrays: tuple[Tensor, ...],
-        slots: Values, tables: Values,
-    ) -> None:  # fmt: skip
-        self.context, self.spans, self.values, self.arrays = context, spans, values, arrays
+    def __init__(self, context: LaunchContext, inputs: KernelInputs, arrays: tuple[Tensor, ...]) -> None:
+        self.context, self.spans, self.arrays = context, inputs.spans, arrays
         self.plan, self.geometry, self.tile = context.plan, context.geometry, context.target
-        self.slots, self.tables = slots, tables
+        self.slots, self.tables = inputs.slots, inputs.tables
+        self.values = context.values(inputs.slots, inputs.tables)
 
     def run(
-        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
-        flags: Mapping[str, bool] = NO_FLAGS, more: Values = NO_FLAGS, zeroed: bool = False, **numbers: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        emit: Callable[..., str],
+        parts: tuple[Any, ...],
+        kernel: str,
+        grid: Grid,
+        result: CapturedResult,
+        *,
+        flags: Mapping[str, bool] = NO_FLAGS,
+        more: Values = NO_FLAGS,
+        zeroed: bool = False,
+        **numbers: Any,
+    ) -> Tensor:
         import torch
 
         (name, shape), context, device_slots = result, self.context, self.values.device_slots

@@ -11,7 +11,7 @@ Backend(
     executors={"jax": Executors("frisket.lowering.xla.forward", "frisket.lowering.xla.backward")},
     order=20,
     tier=LIBRARY,
-    stats_kind="low",
+    stats_kind="lse_residual",
     exact_delta=True,
     operators=("frisket-xla", "vanilla"),
 ).register()

@@ -21,7 +21,7 @@ from frisket.lowering.aten import forward as aten
 from frisket.lowering.aten import tiles as aten_tiles
 from frisket.lowering.aten.expr import OPERATORS, TileProgram, distance_only
 from frisket.lowering.aten.steps import steps
-from frisket.lowering.plan import Geometry, Spans, Target, make_plan
+from frisket.lowering.plan import Geometry, KernelInputs, Spans, Target, make_plan
 
 INTS = np.array([-(2**40), -129, -64, -7, -3, -1, 0, 1, 2, 3, 5, 63, 64, 100, 2**31, 2**40])
 FLOATS = np.array([-np.inf, -1e30, -3.5, -1.0, -0.25, -0.0, 0.0, 1e-3, 0.5, 1.0, 2.75, 40.0, 1e30, np.inf, np.nan])
@@ -178,7 +178,8 @@ def run(mask, mod, g, *, block=(32, 32), dtype="float32", tables=TABLES, change=
     if change:
         qkv = change(*qkv)
     given = {n: torch.from_numpy(t) for n, t in plan.table_values(tables).items()}
-    got = aten.forward(plan, spans, g, *qkv, plan.slot_values({}), given, Target("aten", *block), top=False)[:2]
+    inputs = KernelInputs(plan, spans, g, Target("aten", *block), plan.slot_values({}), given)
+    got = aten.forward(inputs, *qkv)[:2]
     want = dense.attention(
         *(x.double().numpy() for x in qkv), mask, mod, scale=g.scale, params={}, tables=tables, origin=g.origin,
         sizes=g.full,

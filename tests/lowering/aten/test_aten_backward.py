@@ -19,7 +19,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.aten import backward as aten_backward
 from frisket.lowering.aten import forward as aten
 from frisket.lowering.aten import tiles as aten_tiles
-from frisket.lowering.plan import Target
+from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, Target
 
 
 def grids(case):
@@ -127,10 +127,7 @@ def test_row_without_keys_has_no_gradient_for_nan_cotangents():
     empty = both.lse == -math.inf
     assert empty.any()
     both.dlse = torch.where(empty, math.nan, both.dlse)
-    got = aten_backward.backward(
-        both.plan, both.spans, both.g, *both.qkv, both.out, both.lse, both.dout, both.dlse, both.slots,
-        both.tables, Target("aten", *both.case.block), grad_names=both.everything,
-    )  # fmt: skip
+    got = both.again()
     assert all(x.isfinite().all() for x in got.values())
     assert (got["q"][empty] == 0).all()
 
@@ -178,25 +175,23 @@ def test_aten_captured_gradients_pass_gradcheck(name):
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def run(given):
+        def inputs(given):
             slots = {n: float(given.get(n, x)) if isinstance(x, float) else x for n, x in both.slots.items()}
             tables = {n: given.get(n, x) for n, x in both.tables.items()}
-            return (slots, tables, Target("aten", 4, 4))
+            return KernelInputs(both.plan, spans, both.g, Target("aten", 4, 4), slots, tables)
 
         @staticmethod
         def forward(ctx, *arrays):
             given = ctx.arrays = dict(zip(names, arrays, strict=True))
             qkv = [given[n] for n in "qkv"]
-            ctx.results = aten.forward(both.plan, spans, both.g, *qkv, *Attention.run(given))[:2]
+            ctx.results = aten.forward(Attention.inputs(given), *qkv)[:2]
             return ctx.results
 
         @staticmethod
         def backward(ctx, dout, dlse):
             qkv = [ctx.arrays[n] for n in "qkv"]
-            got = aten_backward.backward(
-                both.plan, spans, both.g, *qkv, *ctx.results, dout, dlse, *Attention.run(ctx.arrays),
-                grad_names=frozenset(names),
-            )  # fmt: skip
+            given = Attention.inputs(ctx.arrays), *qkv, ForwardResults(*ctx.results), Cotangents(dout, dlse)
+            got = aten_backward.backward(*given, grad_names=frozenset(names))
             return tuple(got[n] for n in names)
 
     arrays = {**dict(zip("qkv", both.qkv)), **{n: t.double() for n, t in both.tables.items()}}

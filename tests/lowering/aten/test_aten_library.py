@@ -13,7 +13,7 @@ from frisket.lowering import dense
 from frisket.lowering.aten import backward as aten_backward
 from frisket.lowering.aten import forward as aten
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import Geometry, Target
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, Target
 
 LENGTH, DIM, BLOCK = 160, 16, (32, 16)
 
@@ -39,12 +39,10 @@ def check(kind, name):
     lengths = (case.q_len, case.kv_len, case.kv_len, case.q_len)
     q, k, v, dout = (torch.from_numpy(draw.standard_normal((case.batch, case.heads, n, DIM))) for n in lengths)
     tables = {n: torch.from_numpy(np.array(t)) for n, t in made.tables.items()}
-    target = Target("aten", *BLOCK)
-    out, lse, top = aten.forward(made.plan, made.spans, g, q, k, v, made.slots, tables, target)
+    inputs = KernelInputs(made.plan, made.spans, g, Target("aten", *BLOCK), made.slots, tables)
+    out, lse, top = aten.forward(inputs, q, k, v, top=True)
     wanted = frozenset({"q", "k", "v", *(x.source for x in backward_of(made.plan).gradients)})
-    got = aten_backward.backward(
-        made.plan, made.spans, g, q, k, v, out, lse, dout, None, made.slots, tables, target, grad_names=wanted
-    )
+    got = aten_backward.backward(inputs, q, k, v, ForwardResults(out, lse), Cotangents(dout), grad_names=wanted)
     mask, score = (None if p is None else p.expr for p in (program.mask, program.score))
     same = {"scale": g.scale, "params": program.scalars, "tables": program.tables}
     arrays = [x.numpy() for x in (q, k, v)]

@@ -18,7 +18,7 @@ from support.tiers import default_only
 import frisket as fk
 from frisket.dsl.ir import param
 from frisket.dsl.sugar import k, q
-from frisket.lowering.plan import Target
+from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, Target
 from frisket.runtime.backends.cpp import torch as native_torch
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.machine import cpp_build as native_build
@@ -36,20 +36,19 @@ class Run:
         self.slots = p.plan.slot_values(p.params)
         self.target = Target("cpp", *p.case.block)
 
-    def forward(self, **options):
+    def inputs(self, slots=None):
         p = self.problem
-        return native_torch.forward(
-            p.plan, p.spans, p.g, self.q, self.k, self.v, self.slots, self.tables, self.target, **options
-        )
+        return KernelInputs(p.plan, p.spans, p.g, self.target, slots or self.slots, self.tables)
+
+    def forward(self, top=True):
+        return native_torch.forward(self.inputs(), self.q, self.k, self.v, top=top)
 
     def backward(self, out, lse, wanted="qkv", dlse=True, dout=None):
         p = self.problem
         cotangent = torch.where(lse.isfinite(), torch.from_numpy(p.dlse), 0.0) if dlse else None
         dout = self.dout if dout is None else dout
-        return native_torch.backward(
-            p.plan, p.spans, p.g, self.q, self.k, self.v, out, lse, dout, cotangent, self.slots, self.tables,
-            self.target, grad_names=frozenset(wanted),
-        )  # fmt: skip
+        rows = ForwardResults(out, lse), Cotangents(dout, cotangent)
+        return native_torch.backward(self.inputs(), self.q, self.k, self.v, *rows, grad_names=frozenset(wanted))
 
     def check(self, backward: bool = True) -> None:
         out, lse, top = self.forward()
@@ -180,9 +179,7 @@ def test_several_threads_with_one_record():
     slots = [{n: w if x == 40 else x for n, x in run.slots.items()} for w in (3, 40, 90, 300)]
 
     def forward(given) -> torch.Tensor:
-        p = run.problem
-        rest = run.q, run.k, run.v, given, run.tables, run.target
-        return native_torch.forward(p.plan, p.spans, p.g, *rest)[0]
+        return native_torch.forward(run.inputs(given), run.q, run.k, run.v)[0]
 
     def many(given, want) -> None:
         failures.extend(given for _ in range(20) if not torch.equal(forward(given), want))

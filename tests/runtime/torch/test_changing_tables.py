@@ -134,7 +134,7 @@ def test_spans_hold_nothing_of_an_earlier_call():
     for _ in range(CHANGES[0] + 2):
         att(Q, K, V, doc=returning())
     (planner,) = planners(att)
-    last = planner({"doc": np.zeros(S, np.int64)}).spans
+    last = planner({"doc": np.zeros(S, np.int64)}).inputs.spans
     used = np.arange(last.bounds.shape[2]) < last.count[..., None]
     assert used.any()
     assert not last.bounds[~used].any()

@@ -220,7 +220,7 @@ def test_a_table_of_a_plan_that_is_written_to(asked):
         for _ in range(3):
             out = att(q.requires_grad_(), k, v, **how)
     ready = next(x[2] for n, x in how["plan"].ready.items() if n[0] == "learning")
-    next(iter(ready.tables.values())).add_(1)
+    next(iter(ready.inputs.tables.values())).add_(1)
     with pytest.raises(BackwardError, match="changed in place between"):
         out.sum().backward()
     asked.clear()

@@ -43,7 +43,9 @@ def attend(call, g, q, k, v, sinks):
     return unpacked(call, g, out).to(dtype), torch.from_numpy(lines(call, g, lse)).float()
 
 
-def gradients(call, q, k, v, out, lse, dout, dlse, deterministic):
+def gradients(call, qkv, results, cotangents, deterministic):
+    q, k, v = qkv
+    out, lse, dout, dlse = results.out, results.lse, cotangents.dout, cotangents.dlse
     shape, group = q.shape, q.shape[1] // k.shape[1]
     assert call.tiles is None or deterministic == (call.order is not None)
     arrays, (o, do) = prepared(call, q, k, v), prepared(call, out, dout)

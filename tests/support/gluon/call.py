@@ -9,7 +9,7 @@ from support.gluon import language
 
 from frisket.dsl.ir import COORDINATES, SIZES
 from frisket.lowering import dense
-from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
+from frisket.lowering.plan import RATE, SEED, KernelInputs, Target, make_plan, survives
 from frisket.runtime.backends.gluon import torch as gluon_launch
 from frisket.runtime.backends.triton import launch as triton_launch
 
@@ -39,16 +39,16 @@ def tensors(case, layout="bhsd"):
     return made
 
 
-def run(case, made=None, layout="bhsd", sinks=None, top=False, spans=None, norm=False, stages=2, arch="sm_90",
-        order="longest-first"):  # fmt: skip
+def run(
+    case, made=None, layout="bhsd", sinks=None, spans=None, stages=2, arch="sm_90", order="longest-first", **results
+):
     made = made or cases.plan(case)
     tables = {n: torch.as_tensor(np.array(a)) for n, a in made.table_values(case.tables).items()}
-    return gluon_launch.forward(
-        made, spans or cases.Source(case), cases.geometry(case), *tensors(case, layout),
-        made.slot_values({**case.slots, **DROPPED}), tables,
-        Target("gluon", *case.block, 4, stages, order, arch=arch),
-        sinks=None if sinks is None else torch.as_tensor(sinks), top=top, softmax_stats=norm,
-    )  # fmt: skip
+    target = Target("gluon", *case.block, 4, stages, order, arch=arch)
+    sinks = None if sinks is None else torch.as_tensor(sinks)
+    values = made.slot_values({**case.slots, **DROPPED}), tables, sinks
+    inputs = KernelInputs(made, spans or cases.Source(case), cases.geometry(case), target, *values)
+    return gluon_launch.forward(inputs, *tensors(case, layout), **results)
 
 
 def check(case, out, lse, *_):
@@ -65,7 +65,7 @@ def with_everything(case, **more):
     sinks[-1] = -np.inf
     limits = dict.fromkeys((*COORDINATES, *SIZES, *case.slots, *case.tables), 2.0**14)
     made = make_plan(case.mask, case.score, limits=limits, dropout=True)
-    out, lse, top, low = run(case, made, sinks=sinks, top=True, norm=True, **more)
+    out, lse, top, lse_residual = run(case, made, sinks=sinks, top=True, softmax_stats=True, **more)
     q, k, v = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case))
     options = {
         "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
@@ -79,4 +79,5 @@ def with_everything(case, **more):
     want_top = dense.top(q, k, case.mask, case.score, **options)
     np.testing.assert_allclose(top.numpy(), want_top, rtol=2e-6, atol=3e-6)
     exact = np.where(np.isfinite(want_lse), want_lse, 0.0)
-    assert np.abs(np.where(np.isfinite(lse.numpy()), lse.double().numpy(), 0.0) + low.numpy() - exact).max() < 3e-6
+    rounded = np.where(np.isfinite(lse.numpy()), lse.double().numpy(), 0.0)
+    assert np.abs(rounded + lse_residual.numpy() - exact).max() < 3e-6

@@ -10,7 +10,7 @@ from frisket.dsl.sugar import eq, function, h, k, q, score, where
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import RATE, SEED, Geometry, make_plan
+from frisket.lowering.plan import RATE, SEED, Cotangents, ForwardResults, Geometry, KernelInputs, make_plan
 
 causal = q >= k
 
@@ -120,20 +120,20 @@ class Both:
     def everything(self):
         return frozenset({"q", "k", "v", *(g.source for g in backward_of(self.plan).gradients)})
 
+    @property
+    def inputs(self):
+        return KernelInputs(self.plan, self.spans, self.g, self.target, self.slots, self.tables, self.sinks)
+
     def ours(self):
-        self.out, self.lse, self.top = self.forward(
-            self.plan, self.spans, self.g, *self.qkv, self.slots, self.tables, self.target, sinks=self.sinks, top=True
-        )
+        self.out, self.lse, self.top = self.forward(self.inputs, *self.qkv, top=True)
         self.dlse = None if self.dlse is None else torch.where(self.lse.isfinite(), self.dlse, 0.0)
         return self.again()
 
     def again(self):
         """The gradients, of the results that are there."""
         wanted = self.everything if self.wanted is None else self.wanted
-        return self.backward(
-            self.plan, self.spans, self.g, *self.qkv, self.out, self.lse, self.dout, self.dlse, self.slots,
-            self.tables, self.target, grad_names=wanted, sinks=self.sinks,
-        )  # fmt: skip
+        results, cotangents = ForwardResults(self.out, self.lse), Cotangents(self.dout, self.dlse)
+        return self.backward(self.inputs, *self.qkv, results, cotangents, grad_names=wanted)
 
     def theirs(self, rounded=dense.exactly):
         arrays = [x.double().numpy() for x in self.qkv]

@@ -6,7 +6,7 @@ from support import attention_cases as cases
 from support.triton import bf16 as triton_bf16
 
 from frisket.lowering import dense
-from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
+from frisket.lowering.plan import RATE, SEED, KernelInputs, Target, make_plan, survives
 from frisket.runtime.backends.triton import torch as triton_torch
 
 triton_bf16.install()
@@ -40,11 +40,10 @@ def run(case, made=None, layout="bhsd", spans=None, keys=None, sinks=None, top=F
         for n, a in made.table_values(case.tables).items()
     }
     sinks = None if sinks is None else poisoned(sinks, torch.float32, "b")
-    return triton_torch.forward(
-        made, spans or cases.Source(case), cases.geometry(case), *tensors(case, layout, keys, by),
-        made.slot_values({**case.slots, **DROPPED}), tables, Target("triton", *case.block, **target), sinks=sinks,
-        top=top,
-    )  # fmt: skip
+    values = made.slot_values({**case.slots, **DROPPED}), tables, sinks
+    target = Target("triton", *case.block, **target)
+    inputs = KernelInputs(made, spans or cases.Source(case), cases.geometry(case), target, *values)
+    return triton_torch.forward(inputs, *tensors(case, layout, keys, by), top=top)
 
 
 def check(case, out, lse, top=None):

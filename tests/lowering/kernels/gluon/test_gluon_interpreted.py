@@ -16,7 +16,7 @@ from frisket.dsl import ir
 from frisket.dsl.ir import lit, var
 from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.lowering import dense
-from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.lowering.plan import Bounds, KernelInputs, Target, make_plan
 from frisket.runtime.backends import gluon
 from frisket.runtime.backends.gluon import torch as gluon_launch
 
@@ -190,9 +190,8 @@ def test_scales_that_turn_the_order_of_scores(scale, on):
     case = half(CASES["causal"], on)
     g = replace(cases.geometry(case), scale=scale)
     arrays = tensors(case)
-    out, *_ = gluon_launch.forward(
-        cases.plan(case), cases.Source(case), g, *arrays, {}, {}, Target("gluon", *BLOCKS[on], 4, 2, arch=on)
-    )  # fmt: skip
+    target = Target("gluon", *BLOCKS[on], 4, 2, arch=on)
+    out, *_ = gluon_launch.forward(KernelInputs(cases.plan(case), cases.Source(case), g, target, {}, {}), *arrays)
     want, _ = dense.attention(*(x.double().numpy() for x in arrays), case.mask, None, scale=scale, params={}, tables={})
     assert np.abs(out.double().numpy() - want).max() < cases.allowed(case)
 

@@ -240,7 +240,8 @@ def test_triton_launches_on_the_device_of_the_arrays(monkeypatch):
     q, k, v = (x.detach() for x in arrays(64))
     att(q, k, v)
     (ready,) = att.ready.values()
-    (launch,) = triton_launch.bound(ready.plan, ready.spans, ready.geometry, ready.target, q, k).launches.values()
+    x = ready.inputs
+    (launch,) = triton_launch.bound(x.plan, x.spans, x.geometry, x.target, q, k).launches.values()
     for index in (0, 1):
         monkeypatch.setattr(launch, "device", torch.device("cuda", index))
         att(q, k, v)
@@ -418,8 +419,9 @@ def test_learned_tables_leave_nothing_behind():
     att = fk.compile("causal & same(doc)", doc=np.arange(64) // 9, backend="triton")
     att(*arrays(64))
     (ready,) = att.ready.values()
-    own = triton_launch.bound(ready.plan, ready.spans, ready.geometry, ready.target, *arrays(64)[:2])
-    assert own.values(ready.slots, ready.tables) is own.values(ready.slots, ready.tables)
+    x = ready.inputs
+    own = triton_launch.bound(x.plan, x.spans, x.geometry, x.target, *arrays(64)[:2])
+    assert own.values(x.slots, x.tables) is own.values(x.slots, x.tables)
 
 
 def test_a_warm_backward_copies_no_origins(monkeypatch):

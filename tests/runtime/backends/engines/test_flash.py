@@ -10,7 +10,7 @@ from support.tiers import default_only
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError
-from frisket.lowering.plan import Geometry
+from frisket.lowering.plan import Geometry, KernelInputs
 from frisket.runtime.backends.flash import call as flash_call
 from frisket.runtime.backends.flash import torch as flash_torch
 from frisket.runtime.backends.flash.call import call_of, flags_for, tensors_of, write_order
@@ -127,8 +127,8 @@ def called(mask, score, values, arch, gradients=False, deterministic=False):
     target = flash_call.call_target(plan, g, "bfloat16", arch=arch)
     work = plan.work((target.block_q, target.block_k), proofs=True)
     read = {n: torch.as_tensor(np.asarray(x)) for n, x in work.tables.items()}
-    given = work.plan, plan, g, target, work.slots, read, torch.device("cpu")
-    return call_of(*given, gradients=gradients, deterministic=deterministic)
+    inputs = KernelInputs(work.plan, plan, g, target, work.slots, read, deterministic=deterministic)
+    return call_of(inputs, torch.device("cpu"), gradients=gradients)
 
 
 def test_golden_calls_of_the_flash_engine(golden, arch):

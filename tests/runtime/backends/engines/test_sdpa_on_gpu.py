@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from frisket.lowering.plan import Cotangents, ForwardResults
 from frisket.runtime.backends.engines import SquareMask
 from frisket.runtime.backends.sdpa import SdpaArguments, backward
 
@@ -24,7 +25,8 @@ def test_sdpa_backward_of_equal_lengths_passes_no_offsets(stop):
     q, k, v, out, dout = (torch.empty(2, 3, n, 16, device="meta", dtype=torch.float16) for n in (64, 64, 64, 64, 64))
     lse = torch.empty(2, 3, 64, device="meta")
     with Seen() as seen:
-        found = backward(SdpaArguments("cuda", SquareMask(True, 0, stop), 0.25, True), q, k, v, out, lse, dout, None)
+        arguments = SdpaArguments("cuda", SquareMask(True, 0, stop), 0.25, True)
+        found = backward(arguments, q, k, v, ForwardResults(out, lse), Cotangents(dout))
     (args,) = (args for name, args in seen.calls if "flash_attention_backward" in name)
     assert (args[6], args[7]) == (None, None)
     assert args[8:10] == (64, stop)

@@ -14,7 +14,7 @@ from support.triton.call import poisoned
 from triton.runtime.interpreter import InterpreterBuilder
 
 from frisket.dsl.sugar import h
-from frisket.lowering.plan import Target
+from frisket.lowering.plan import KernelInputs, Target
 from frisket.runtime.backends.triton import torch as triton_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
@@ -59,10 +59,9 @@ def step(stored, loads, splits):
     made, case = stored_cases.problem(stored), stored.case
     tables = {n: tensor(x) for n, x in made.plan.table_values(made.tables).items()}
     arrays = [tensor(x) for x in (made.q.transpose(0, 2, 1, 3), made.k, made.v)]
-    out, lse, _ = triton_torch.forward(
-        made.plan, cases.Source(case), cases.geometry(case), *arrays, {}, tables,
-        Target("triton", *case.block, splits=splits),
-    )  # fmt: skip
+    target = Target("triton", *case.block, splits=splits)
+    inputs = KernelInputs(made.plan, cases.Source(case), cases.geometry(case), target, {}, tables)
+    out, lse, _ = triton_torch.forward(inputs, *arrays)
     stored_cases.check(stored, made, out.double(), lse)
     own = [*arrays[1:], *(x for x in tables.values() if x.dtype == torch.float32)]
     assert len(own) == (4 if stored.scales else 2)

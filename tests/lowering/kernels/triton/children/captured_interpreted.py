@@ -1,6 +1,7 @@
 """Run by test_triton_captured.py with TRITON_INTERPRET=1: gradients of tables read by distance and by position."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.aten import forward as aten
 from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.lowering.plan import Bounds, KernelInputs, Target, make_plan
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import torch as triton_torch
 from frisket.runtime.backends.triton.torch import _CapturedRun, captured
@@ -115,13 +116,13 @@ WAYS = {"diagonal": DIAGONAL, "plane": PLANE, "scatter": SCATTER}
 ALL = {f"{way}, {name}": case for way, cases in WAYS.items() for name, case in cases.items()}
 
 
-def on_the_cpu(*given, **more):
+def on_the_cpu(inputs, *arrays, **results):
     """The library's forward, whose results return to the device where tensors are made by default: for tests on a
     GPU."""
     device = torch.get_default_device()
     with torch.device("cpu"):
-        given, more = tree_map_only(torch.Tensor, torch.Tensor.cpu, (given, more))
-        return [x.to(device) for x in aten.forward(*given, **more)]
+        values, arrays = tree_map_only(torch.Tensor, torch.Tensor.cpu, (vars(inputs), arrays))
+        return [x.to(device) for x in aten.forward(KernelInputs(**values), *arrays, **results)]
 
 
 class Tables(torch_gradients.Both):
@@ -149,10 +150,9 @@ class Tables(torch_gradients.Both):
         lse = torch.where(seen, self.lse * math.log2(math.e), 0.0)
         stats = torch.stack([lse, torch.ones_like(lse), delta, torch.full_like(lse, math.nan)], -1)
         gradients = [g for g in backward_of(self.plan).gradients if g.index]
-        buffers = captured(
-            self.plan, self.source, self.g, *self.qkv, self.dout, stats, self.slots, self.tables,
-            Target("triton", *self.case.block), gradients, deterministic=self.deterministic,
-        )  # fmt: skip
+        target = Target("triton", *self.case.block)
+        inputs = replace(self.inputs, spans=self.source, target=target, deterministic=self.deterministic)
+        buffers = captured(inputs, *self.qkv, self.dout, stats, gradients)
         return folded(gradients, buffers, self.g, self.slots, self.tables)
 
     def check(self, tolerance=2e-5):

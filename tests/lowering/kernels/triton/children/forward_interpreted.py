@@ -14,7 +14,7 @@ from frisket.dsl.ir import lit, var
 from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, KernelInputs, Target, make_plan
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import source as triton_source
@@ -169,7 +169,8 @@ def test_launch_reads_no_table_with_bounds():
     case = Case(causal)
     made = make_plan(causal, None, "causal", bounds=CLOSED["causal"][1])
     arrays = (torch.as_tensor(np.asarray(x)).transpose(1, 2) for x in cases.arrays(case))
-    check(case, *triton_torch.forward(made, None, cases.geometry(case), *arrays, {}, {}, Target("triton", 32, 32)))
+    inputs = KernelInputs(made, None, cases.geometry(case), Target("triton", 32, 32), {}, {})
+    check(case, *triton_torch.forward(inputs, *arrays))
 
 
 def test_launch_without_guard():
@@ -185,9 +186,8 @@ def test_launch_with_a_scale_that_cannot_be_folded(scale):
     arrays = [np.asarray(x).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
     g = Geometry(1, 2, 2, 150, 150, 32, 32, scale)
     made = make_plan(causal, None)
-    out, lse, _ = triton_torch.forward(
-        made, cases.Source(case), g, *map(torch.tensor, arrays), {}, {}, Target("triton", 64, 64)
-    )
+    inputs = KernelInputs(made, cases.Source(case), g, Target("triton", 64, 64), {}, {})
+    out, lse, _ = triton_torch.forward(inputs, *map(torch.tensor, arrays))
     want, want_lse = dense.attention(*arrays, causal, None, scale=scale, params={}, tables={})
     np.testing.assert_allclose(out.numpy(), want, atol=2e-6)
     np.testing.assert_allclose(lse.numpy(), want_lse, atol=2e-6)
@@ -242,9 +242,9 @@ def test_launch_refuses_tables_that_do_not_fit():
     case = CASES["documents"]
     made, wrong = cases.plan(case), {"t0": torch.zeros(2, 3)}
     arrays = [torch.zeros(1, 2, 333, 32)] * 3
-    target = Target("triton", 64, 64)
+    inputs = KernelInputs(made, cases.Source(case), cases.geometry(case), Target("triton", 64, 64), {}, wrong)
     with pytest.raises(ParameterError) as caught:
-        triton_torch.forward(made, cases.Source(case), cases.geometry(case), *arrays, {}, wrong, target)
+        triton_torch.forward(inputs, *arrays)
     assert str(caught.value) == "table `doc` has 1 axes of at least one entry, not shape [2, 3]"
 
 

@@ -9,7 +9,7 @@ from support import stored_cases
 from support.stored_cases import SOFTCAP, STORED, Stored, decode
 from support.triton.call import poisoned
 
-from frisket.lowering.plan import Target
+from frisket.lowering.plan import KernelInputs, Target
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import torch as triton_torch
 
@@ -26,10 +26,9 @@ def run(stored, **target):
     made = stored_cases.problem(stored)
     tables = {n: tensor(x) for n, x in made.plan.table_values(made.tables).items()}
     arrays = [tensor(x) for x in (made.q.transpose(0, 2, 1, 3), made.k, made.v)]
-    out, lse, _ = triton_torch.forward(
-        made.plan, cases.Source(stored.case), cases.geometry(stored.case), *arrays, {}, tables,
-        Target("triton", *stored.case.block, **target),
-    )  # fmt: skip
+    target = Target("triton", *stored.case.block, **target)
+    inputs = KernelInputs(made.plan, cases.Source(stored.case), cases.geometry(stored.case), target, {}, tables)
+    out, lse, _ = triton_torch.forward(inputs, *arrays)
     assert out.dtype == arrays[0].dtype
     stored_cases.check(stored, made, out.double(), lse)
     return out, lse
