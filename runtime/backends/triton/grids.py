@@ -26,6 +26,7 @@ from frisket.lowering.derive import Gradient, alone
 from frisket.lowering.kernels.triton import cotangents
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.decode import emit, packed, rows_of_a_tile
+from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.rows import axes_of
 from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target, make_plan
@@ -67,25 +68,25 @@ def grid_of(rows: int, heads: int, batch: int, target: Target) -> Grid:
 
 
 class ForwardKind(NamedTuple):
-    """The facts by which launches of one forward differ. `device_slots` have their values on the device, `top` and
+    """The facts by which launches of one forward differ. `device_slots` have their values on the device, `row_max` and
     `lse_residual` are results next to out and lse, and `described` arrays are read by tensor descriptors."""
 
     device_slots: tuple[str, ...] = ()
     sinks: bool = False
-    top: bool = False
+    row_max: bool = False
     lse_residual: bool = False
     described: bool = False
 
     @property
     def tensors(self) -> dict[str, Access]:
         """The parameters behind the arrays, in the order in which a call brings them."""
-        more = {"Top": self.top, "Low": self.lse_residual, "Sinks": self.sinks}
+        more = {"Top": self.row_max, "Low": self.lse_residual, "Sinks": self.sinks}
         return {"Out": "o", "Lse": "", **{n: "" for n, there in more.items() if there}}
 
     @property
-    def flags(self) -> dict[str, bool]:
-        """The flags by which the text of a kernel differs."""
-        return {"sinks": self.sinks, "top": self.top, "low": self.lse_residual}
+    def optional(self) -> OptionalArrays:
+        """The part of it that the text of a kernel depends on."""
+        return OptionalArrays(self.sinks, self.row_max, self.lse_residual)
 
 
 @dataclass(frozen=True)
@@ -470,7 +471,7 @@ class Parts(DividedLaunch):
     ) -> None:
         g, target = context.geometry, chosen.target
         dims = context.dims(kind.device_slots)
-        kernels = emitted_kernels(emit, plan, chosen.text_target, dims, **chosen.flags, **kind.flags)
+        kernels = emitted_kernels(emit, plan, chosen.text_target, dims, kind.optional, **chosen.flags)
         self.splits, self.partial_shapes = target.splits, chosen.results(g)
         partial: dict[str, Access] = dict.fromkeys(self.partial_shapes, "")
         self.first = context.launch(

@@ -89,11 +89,11 @@ def forward(
     block = (target.block_q, target.block_k) if few is None else few.block
     records = None if spans is None else partial(spans.rows, block)
     if few is None:
-        source = _source(triton_forward.emit, plan, target, dims, **kind.flags)
+        source = _source(triton_forward.emit, plan, target, dims, kind.optional)
         grid, arrays = triton_grids.of_forward(g, target), inputs | last
         outputs = call.run(source, "attention_forward", grid, target, arrays, results, records, pool=k.shape[0])
         return tuple(outputs[n] for n in results)
-    source = _source(triton_decode.emit, plan, few.text_target, dims, **few.flags, **kind.flags)
+    source = _source(triton_decode.emit, plan, few.text_target, dims, kind.optional, **few.flags)
     arrays, shapes = (inputs | last, results) if few.alone else (inputs, few.results(g))
     sizes: dict[str, Any] = {"splits": few.target.splits, "batches": g.batch, "pool": k.shape[0]}
     outputs = call.run(source, "attention_decode", few.grid(g), few.target, arrays, shapes, records, **sizes)

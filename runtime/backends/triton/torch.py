@@ -75,7 +75,7 @@ def launched(
     g, q = context.geometry, arrays[0]
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
-    largest, lse_residual = (torch.empty_like(lse) if use else None for use in (kind.top, kind.lse_residual))
+    largest, lse_residual = (torch.empty_like(lse) if use else None for use in (kind.row_max, kind.lse_residual))
     more = [x for x in (largest, lse_residual) if x is not None]
     if sinks is not None:
         more.append(sinks.contiguous().resolve_neg())
@@ -97,7 +97,7 @@ def _launch(context: LaunchContext, spans: SpanSource | None, kind: grids.Forwar
     if described:
         inputs |= {n: block for n, block in blocks(g, target).items() if n in inputs}
     parts = grids.of_call(plan, spans, g, target, processors)
-    kernels = emitted_kernels(triton_forward.emit, plan, target, dims, listed=parts is not None, **kind.flags)
+    kernels = emitted_kernels(triton_forward.emit, plan, target, dims, kind.optional, listed=parts is not None)
     if spans is not None and parts is not None:
         sums: dict[str, tuple[int, ...]] = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
         names, slots = ("attention_forward", "attention_combine"), kind.device_slots
