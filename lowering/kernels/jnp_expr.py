@@ -23,17 +23,26 @@ from .expr import SHARED, machine
 from .text import parts
 
 JNP: dict[str, str] = SHARED | {
-    "abs": "jnp.abs({})", "sign": "sign({})",
-    "min": "jnp.minimum({}, {})", "max": "jnp.maximum({}, {})", "pow": "jnp.power({}, {})",
-    "floordiv": "floordiv({}, {})", "mod": "mod({}, {})", "shl": "shl({}, {})", "shr": "shr({}, {})",
-    "wrap": "wrapped({}, {})", "not": "jnp.logical_not({})", "where": "jnp.where({}, {}, {})",
-    "int": "to_int({})", "float": "{}.astype(Float)", "floor": "to_int(jnp.floor({}))",
-    "exp": "jnp.exp({})", "exp2": "jnp.exp2({})", "log": "jnp.log({})", "log2": "jnp.log2({})",
-    "log1p": "jnp.log1p({})", "tanh": "jnp.tanh({})", "sigmoid": "lax.logistic({})",
-    "sin": "jnp.sin({})", "cos": "jnp.cos({})", "tan": "jnp.tan({})",
-    "sqrt": "jnp.sqrt({})", "rsqrt": "lax.rsqrt({})", "erf": "lax.erf({})",
-    "isfinite": "jnp.isfinite({})", "random": "random(*)",
-}  # fmt: skip
+    "abs": "jnp.abs({})",
+    "sign": "sign({})",
+    "min": "jnp.minimum({}, {})",
+    "max": "jnp.maximum({}, {})",
+    "pow": "jnp.power({}, {})",
+    **{n: f"{n}({{}}, {{}})" for n in "floordiv mod shl shr".split()},
+    "wrap": "wrapped({}, {})",
+    "not": "jnp.logical_not({})",
+    "where": "jnp.where({}, {}, {})",
+    "int": "to_int({})",
+    "float": "{}.astype(Float)",
+    "floor": "to_int(jnp.floor({}))",
+    **{n: f"jnp.{n}({{}})" for n in "exp exp2 log log2 log1p tanh".split()},
+    "sigmoid": "lax.logistic({})",
+    **{n: f"jnp.{n}({{}})" for n in "sin cos tan sqrt".split()},
+    "rsqrt": "lax.rsqrt({})",
+    "erf": "lax.erf({})",
+    "isfinite": "jnp.isfinite({})",
+    "random": "random(*)",
+}
 
 PRELUDE = parts(__package__, "jnp")
 
@@ -56,11 +65,9 @@ def operators(int64: bool = False, float64: bool = False) -> dict[str, Callable[
     import jax.numpy as jnp
     from jax import lax
 
-    names: dict[str, Any] = {
-        "jnp": jnp, "lax": lax,
-        "Int": jnp.int64 if int64 else jnp.int32, "Float": jnp.float64 if float64 else jnp.float32,
-        "WIDTH": 64 if int64 else 32, "LARGEST": 2.0**62 if int64 else 2147483520.0,
-    }  # fmt: skip
+    width, largest = (64, 2.0**62) if int64 else (32, 2147483520.0)
+    Int, Float = jnp.int64 if int64 else jnp.int32, jnp.float64 if float64 else jnp.float32
+    names: dict[str, Any] = {"jnp": jnp, "lax": lax, "Int": Int, "Float": Float, "WIDTH": width, "LARGEST": largest}
     for definition in PRELUDE.values():
         exec(definition, names)
 

@@ -25,7 +25,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, param, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.derive import over
-from frisket.lowering.kernels.expr import ATOM, COMPARISON, PREFIX, Text, machine, printed
+from frisket.lowering.kernels.expr import ATOM, COMPARISON, PREFIX, Language, Text, machine, printed
 from frisket.lowering.kernels.jnp_expr import JNP, prelude
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import LoopPlan
@@ -204,7 +204,7 @@ def written(
 
     count = itertools.count()
     root = substitute(root, at_hand)
-    page = printed([root], JNP, leaf, lambda e, level: f"{temporary}{next(count)}", "pallas-tpu")
+    page = printed([root], Language("pallas-tpu", JNP), leaf, lambda e, level: f"{temporary}{next(count)}")
     return [f"{line.name} = {line.text}" for line in page.lines], page.values[root]
 
 

@@ -358,7 +358,7 @@ class TritonWriter:
         self.used = frozenset[str]().union(*map(uses, roots))
         self.decisive = expr_triton.decisive(roots)
         self.approximate = dims.half and target.tanh == "approximate"
-        self.printed = expr.printed(roots, expr_triton.TRITON, self._leaf, self._name, "Triton", inner=inner, when=when)
+        self.printed = expr.printed(roots, expr_triton.LANGUAGE, self._leaf, self._name, inner, when)
         self.hoisted: set[str] = set()  # lines that stand before the loops
 
     # -- expressions ------------------------------------------------------------------------------

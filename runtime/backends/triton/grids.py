@@ -85,7 +85,7 @@ class ForwardKind(NamedTuple):
 
     @property
     def optional(self) -> OptionalArrays:
-        """The part of it that the text of a kernel depends on."""
+        """The optional arrays of the kernel, by which its text differs."""
         return OptionalArrays(self.sinks, self.row_max, self.lse_residual)
 
 

@@ -299,7 +299,7 @@ def printed(e):
     def leaf(node, args):
         return Text(node.name) if node.op in ("var", "param") else expr_triton.operator(node, args, False)
 
-    made = expr.printed([e], expr_triton.TRITON, leaf, lambda node, level: f"n{level}", "Triton")
+    made = expr.printed([e], expr_triton.LANGUAGE, leaf, lambda node, level: f"n{level}")
     return [f"{line.name} = {line.text}" for line in made.lines], made.values[e]
 
 
