@@ -349,7 +349,8 @@ def target_name(
     import jax
 
     capsule: Any = jax.ffi.pycapsule
-    kernel = KERNELS[kind](plan, target, CppArrays(head_dim, v_dim, *dtypes, permuted=permuted), named=False)
+    dtype, kv_dtype = (*dtypes, "")[:2]
+    kernel = KERNELS[kind](plan, target, CppArrays(head_dim, v_dim, dtype, kv_dtype, permuted), named=False)
     source = kernel.source()
     key = hashlib.sha256(source.encode()).hexdigest()[:24]
     with _lock:

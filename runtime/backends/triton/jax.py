@@ -165,14 +165,17 @@ def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = 
     """The tiles of a call, for this machine's GPU; `narrow` says that rows see a few hundred keys at most."""
     if tile is not None:
         return _precise(triton_tiles.of_tile(tile, geometry, dtype, architecture()), dtype)
-    chosen = triton_tiles.default_target(
-        geometry, dtype, keys=_keys_seen(plan, narrow), curved=plan.score_class == "general",
-        reads=triton_tiles.reads_of(plan.mask, plan.score), arch=architecture(),
+    traits = triton_tiles.ProgramTraits(
+        keys=_keys_seen(plan, narrow),
+        curved=plan.score_class == "general",
+        reads=triton_tiles.reads_of(plan.mask, plan.score),
         stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
-        paged=plan.pages is not None, unwritten=plan.unwritten, descriptors=False,  # jax-triton passes none
-        limit=gpu_here()[2],
-    )  # fmt: skip
-    return _precise(chosen, dtype)
+        paged=plan.pages is not None,
+        unwritten=plan.unwritten,
+    )
+    # jax-triton passes no descriptors
+    gpu: dict[str, Any] = {"arch": architecture(), "descriptors": False, "limit": gpu_here()[2]}
+    return _precise(triton_tiles.default_target(geometry, dtype, traits, **gpu), dtype)
 
 
 def _keys_seen(plan: LoopPlan, narrow: bool) -> float:

@@ -37,9 +37,14 @@ QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dty
 
 
 def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    plan: LoopPlan,
+    target: Target,
+    g: Geometry,
+    dtype: str,
+    sinks: bool = False,
+    learned: Collection[str] = (),
     spans: SpanSource | None = None,
-) -> tuple[str, Target]:  # fmt: skip
+) -> tuple[str, Target]:
     """The module's text and the target it runs with. `learned` are the user's names of what gradients flow to beside
     the arrays; `spans` say which rows of tiles are long, so that a call divides them."""
     dims = dims_of(plan, g, dtype, learned)

@@ -89,9 +89,15 @@ class LaunchContext:
     differ in the tables of a device alone share it, and their `spans` are asked at every launch."""
 
     def __init__(
-        self, plan: LoopPlan, geometry: Geometry, target: Target, q: Tensor, k: Tensor, spans: Any = None,
+        self,
+        plan: LoopPlan,
+        geometry: Geometry,
+        target: Target,
+        q: Tensor,
+        k: Tensor,
+        spans: Any = None,
         launches: dict[Any, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.plan, self.geometry, self.device = plan, geometry, q.device
         self.dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k)]
         self._arrays = plan, target, geometry.head_dim, geometry.v_dim, *self.dtypes, q.device

@@ -30,7 +30,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.triton.kernels import compile_reports, compiled_for
 from frisket.runtime.backends.triton.source import load
-from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, default_target, of_kernel, reads_of
+from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, ProgramTraits, default_target, of_kernel, reads_of
 from frisket.runtime.backends.triton.torch import forward
 
 causal = q >= k
@@ -51,7 +51,7 @@ def report(name, dim, dtype, arch="sm_90"):
     plan = PLANS[name]
     reads, keys = reads_of(plan.mask, plan.score), math.inf if plan.mask is None else MEDIUM
     geometry = Geometry(1, 8, 8, 4096, 4096, dim, dim, dim**-0.5)
-    target = default_target(geometry, dtype, keys=keys, reads=reads, arch=arch)
+    target = default_target(geometry, dtype, ProgramTraits(keys, reads=reads), arch=arch)
     dims = Dims(dim, dim, dtype)
     return next(compile_reports(emit(plan, target, dims), plan, target, dims, arch))
 
