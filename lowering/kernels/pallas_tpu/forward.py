@@ -126,7 +126,7 @@ def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, options
     takes JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `walk.TpuWalk` or
     `walk.TpuSearch`, and numbers and tables in the order of the plan; it gives (out, lse, top)."""
     check(plan, target, dtype)
-    sinks, search, low = options.sinks, options.search, options.lse_residual
+    sinks, search, lse_residual = options.sinks, options.search, options.lse_residual
     inputs = pallas_inputs.place(roots(plan), strided=options.strided, program_heads=options.program_heads)
     program = pallas_walk.TpuProgram(options.program_heads, geometry.heads // geometry.kv_heads)
     words = program.holes
@@ -167,10 +167,10 @@ def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, options
         # in a tile with the mask a weight may be the scale of a value that was never written
         weigh=_assigned(plan.weight, inputs, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)"),
         sink=TEXT["sink"].strip().splitlines() if sinks else [],
-        low_ref=" low_ref," * low,
-        low=filled(TEXT["low"], part=words["part"]).splitlines() if low else [],
-        named=", low" * low,
-        rows=2 + low,
+        low_ref=" low_ref," * lse_residual,
+        low=filled(TEXT["low"], part=words["part"]).splitlines() if lse_residual else [],
+        named=", low" * lse_residual,
+        rows=2 + lse_residual,
         out=_out(plan, sinks, words["own"]),
         lengths=_lengths(plan),
         cast=[] if dtype != "float16" else CAST_QUERY if options.kv_8bit else CAST_ALL,
