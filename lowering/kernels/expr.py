@@ -35,6 +35,15 @@ SIGNS = dict(pair.split(":") for pair in _SIGNS.split())
 SHARED = {"neg": "-{}", "bitnot": "~{}"} | {op: f"{{}} {sign} {{}}" for op, sign in SIGNS.items()}
 
 
+def calls(operands: str, functions: str) -> dict[str, str]:
+    """The rows of operators that are calls of functions.
+
+    >>> calls("{}, {}", "min:minimum max:maximum")
+    {'min': 'minimum({}, {})', 'max': 'maximum({}, {})'}
+    """
+    return {op: f"{function}({operands})" for op, function in (pair.split(":") for pair in functions.split())}
+
+
 @dataclass(frozen=True)
 class Language:
     """A language that kernels are printed in: its name for error texts, and the text of each operator."""

@@ -19,30 +19,20 @@ from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 
-from .expr import SHARED, machine
+from .expr import SHARED, calls, machine
 from .text import parts
 
-JNP: dict[str, str] = SHARED | {
-    "abs": "jnp.abs({})",
-    "sign": "sign({})",
-    "min": "jnp.minimum({}, {})",
-    "max": "jnp.maximum({}, {})",
-    "pow": "jnp.power({}, {})",
-    **{n: f"{n}({{}}, {{}})" for n in "floordiv mod shl shr".split()},
-    "wrap": "wrapped({}, {})",
-    "not": "jnp.logical_not({})",
-    "where": "jnp.where({}, {}, {})",
-    "int": "to_int({})",
-    "float": "{}.astype(Float)",
-    "floor": "to_int(jnp.floor({}))",
-    **{n: f"jnp.{n}({{}})" for n in "exp exp2 log log2 log1p tanh".split()},
-    "sigmoid": "lax.logistic({})",
-    **{n: f"jnp.{n}({{}})" for n in "sin cos tan sqrt".split()},
-    "rsqrt": "lax.rsqrt({})",
-    "erf": "lax.erf({})",
-    "isfinite": "jnp.isfinite({})",
-    "random": "random(*)",
-}
+_OF_TWO = """
+min:jnp.minimum max:jnp.maximum pow:jnp.power floordiv:floordiv mod:mod shl:shl shr:shr wrap:wrapped
+"""
+_OF_ONE = """
+exp:jnp.exp exp2:jnp.exp2 log:jnp.log log2:jnp.log2 log1p:jnp.log1p tanh:jnp.tanh sigmoid:lax.logistic
+sin:jnp.sin cos:jnp.cos tan:jnp.tan sqrt:jnp.sqrt rsqrt:lax.rsqrt erf:lax.erf isfinite:jnp.isfinite
+"""
+JNP: dict[str, str] = SHARED | calls("{}", "abs:jnp.abs sign:sign") | calls("{}, {}", _OF_TWO)
+JNP |= {"not": "jnp.logical_not({})", "where": "jnp.where({}, {}, {})"}
+JNP |= {"int": "to_int({})", "float": "{}.astype(Float)", "floor": "to_int(jnp.floor({}))"}
+JNP |= calls("{}", _OF_ONE) | {"random": "random(*)"}
 
 PRELUDE = parts(__package__, "jnp")
 

@@ -25,27 +25,16 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, transform, uses, walk
 from frisket.dsl.types import BOOL
 
-from .expr import PRECEDENCE, PREFIX, SHARED, Language, Text, named_lines
+from .expr import PRECEDENCE, PREFIX, SHARED, Language, Text, calls, named_lines
 from .text import Names, Page, parts
 
 NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
 
-TORCH: dict[str, str] = SHARED | {
-    **{n: f"{{}}.{n}()" for n in "abs exp exp2 log log2 log1p tanh sigmoid".split()},
-    **{n: f"{{}}.{n}()" for n in "sin cos tan sqrt rsqrt erf isfinite".split()},
-    **{n: f"{n}({{}}, {{}})" for n in "floordiv mod shl shr".split()},
-    "sign": "sign({})",
-    "min": "minimum({}, {})",
-    "max": "maximum({}, {})",
-    "pow": "torch.pow({}, {})",
-    "wrap": "wrapped({}, {})",
-    "not": "~{}",
-    "where": "torch.where({}, {}, {})",
-    "int": "to_int({})",
-    "float": "{}.to(torch.float64)",
-    "floor": "to_int(torch.floor({}))",
-    "random": "random",
-}
+_METHODS = "abs exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf isfinite"
+_OF_TWO = "min:minimum max:maximum pow:torch.pow floordiv:floordiv mod:mod shl:shl shr:shr wrap:wrapped"
+TORCH: dict[str, str] = SHARED | {n: f"{{}}.{n}()" for n in _METHODS.split()} | calls("{}, {}", _OF_TWO)
+TORCH |= {"sign": "sign({})", "not": "~{}", "where": "torch.where({}, {}, {})", "random": "random"}
+TORCH |= {"int": "to_int({})", "float": "{}.to(torch.float64)", "floor": "to_int(torch.floor({}))"}
 LANGUAGE = Language("torch", TORCH)
 
 PRELUDE = parts(__package__, "torch")

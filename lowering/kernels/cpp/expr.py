@@ -19,32 +19,19 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.dsl.work import wrapping
 from frisket.lowering.kernels import expr as exprs
 
-CPP: dict[str, str] = exprs.SHARED | {
-    **{n: f"{n}({{}})" for n in "sign exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf".split()},
-    "abs": "magnitude({})",
-    "min": "minimum({}, {})",
-    "max": "maximum({}, {})",
-    "pow": "power({}, {})",
-    "floordiv": "floordiv({}, {})",
-    "mod": "modulo({}, {})",
-    "shl": "shift_left({}, {})",
-    "shr": "shift_right({}, {})",
-    **{f"wrapping_{op}": f"wrapping_{op}({{}}, {{}})" for op in ("add", "sub", "mul")},
-    "wrapping_neg": "wrapping_neg({})",
-    "wrapping_shl": "shift_left({}, {})",
-    "wrapping_pow": "power({}, {})",
-    "wrap": "wrapped({}, {})",
-    "not": "!{}",
-    "where": "select({}, {}, {})",
-    "int": "to_int({})",
-    "float": "to_real({})",
-    "floor": "to_int(floor({}))",
-    "isfinite": "finite({})",
-    "random": "uniform({})",
-    # the form that `prepared` gives to random
-    "seeded": "seeded({})",
-    "stirred": "stirred({}, {})",
-}
+_OF_ONE = """
+abs:magnitude sign:sign int:to_int float:to_real exp:exp exp2:exp2 log:log log2:log2 log1p:log1p tanh:tanh
+sigmoid:sigmoid sin:sin cos:cos tan:tan sqrt:sqrt rsqrt:rsqrt erf:erf isfinite:finite random:uniform
+seeded:seeded wrapping_neg:wrapping_neg
+"""
+_OF_TWO = """
+min:minimum max:maximum pow:power floordiv:floordiv mod:modulo shl:shift_left shr:shift_right wrap:wrapped
+stirred:stirred wrapping_add:wrapping_add wrapping_sub:wrapping_sub wrapping_mul:wrapping_mul
+wrapping_shl:shift_left wrapping_pow:power
+"""
+# `seeded` and `stirred` are the form that `prepared` gives to random
+CPP: dict[str, str] = exprs.SHARED | exprs.calls("{}", _OF_ONE) | exprs.calls("{}, {}", _OF_TWO)
+CPP |= {"not": "!{}", "where": "select({}, {}, {})", "floor": "to_int(floor({}))"}
 LANGUAGE = exprs.Language("C++", CPP)
 
 _SIGNS = ("|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* /")  # from loose to tight

@@ -13,30 +13,22 @@ import re
 
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, INT, Type
-from frisket.lowering.kernels.expr import PRECEDENCE, PREFIX, SHARED, Language, Text
+from frisket.lowering.kernels.expr import PRECEDENCE, PREFIX, SHARED, Language, Text, calls
 from frisket.lowering.kernels.text import parts
 from frisket.lowering.simplify.affine import interval
 
-CUTE: dict[str, str] = SHARED | {
-    "bitnot": "inverted({})",  # see `operator`
-    "not": "{} ^ True",
-    **{n: f"{n}({{}})" for n in "abs sign sigmoid random".split()},
-    **{n: f"cute.math.{n}({{}})" for n in "exp exp2 log log2 log1p sin cos tan sqrt rsqrt erf".split()},
-    "min": "minimum({}, {})",
-    "max": "maximum({}, {})",
-    "pow": "cute.math.pow({}, {})",
-    "floordiv": "quotient({}, {})",
-    "mod": "modulo({}, {})",
-    "shl": "shifted_left({}, {})",
-    "shr": "shifted_right({}, {})",
-    "where": "cute.where({}, {}, {})",
-    "wrap": "wrapped({}, {})",
-    "int": "to_int({})",
-    "float": "{}.to(Float32)",
-    "floor": "to_int(cute.math.floor({}))",
-    "tanh": "cute.math.tanh({}, fastmath=True)",
-    "isfinite": "finite({})",
-}
+_OF_ONE = """
+abs:abs sign:sign int:to_int sigmoid:sigmoid isfinite:finite random:random
+exp:cute.math.exp exp2:cute.math.exp2 log:cute.math.log log2:cute.math.log2 log1p:cute.math.log1p
+sin:cute.math.sin cos:cute.math.cos tan:cute.math.tan sqrt:cute.math.sqrt rsqrt:cute.math.rsqrt erf:cute.math.erf
+"""
+_OF_TWO = """
+min:minimum max:maximum pow:cute.math.pow floordiv:quotient mod:modulo shl:shifted_left shr:shifted_right wrap:wrapped
+"""
+CUTE: dict[str, str] = SHARED | calls("{}", _OF_ONE) | calls("{}, {}", _OF_TWO)
+CUTE |= {"bitnot": "inverted({})", "not": "{} ^ True"}  # see `operator`
+CUTE |= {"where": "cute.where({}, {}, {})", "float": "{}.to(Float32)", "floor": "to_int(cute.math.floor({}))"}
+CUTE |= {"tanh": "cute.math.tanh({}, fastmath=True)"}
 LANGUAGE = Language("CuTe", CUTE)
 
 PRELUDE = parts(__package__, "functions")

@@ -19,23 +19,17 @@ from collections.abc import Iterable
 from frisket.dsl.ir import SIZES, Expr, make, substitute, walk
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.lowering.kernels import jnp_expr as expr_jnp
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, Language, Text, levels, printed
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, Language, Text, calls, levels, printed
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import parts
 from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.plan import LoopPlan
 
-MOSAIC_GPU: dict[str, str] = expr_jnp.JNP | {
-    "not": "opposite({})",
-    "where": "choose({}, {}, {})",
-    "floor": "whole(to_int, {})",
-    "pow": "power({}, {})",
-    "tan": "jnp.sin({0}) / jnp.cos({0})",
-    "sqrt": "root({})",
-    "isfinite": "finite({})",
-    **{n: f"{n}({{}})" for n in "log1p tanh erf sign".split()},
-}
-_SPREAD = {n: f"{n}({{}})" for n in "down across tiled tanh_approximate".split()}
+_OF_ONE = "not:opposite sqrt:root isfinite:finite log1p:log1p tanh:tanh erf:erf sign:sign"
+MOSAIC_GPU: dict[str, str] = expr_jnp.JNP | calls("{}", _OF_ONE)
+MOSAIC_GPU |= {"where": "choose({}, {}, {})", "pow": "power({}, {})"}
+MOSAIC_GPU |= {"floor": "whole(to_int, {})", "tan": "jnp.sin({0}) / jnp.cos({0})"}
+_SPREAD = calls("{}", "down:down across:across tiled:tiled tanh_approximate:tanh_approximate")
 LANGUAGE = Language("pallas-gpu", MOSAIC_GPU | _SPREAD)
 
 PRELUDE = {
