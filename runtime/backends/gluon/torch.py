@@ -90,8 +90,9 @@ def _launch(context: triton_launch.LaunchContext, spans: SpanSource | None, kind
     # `blocks` twice: in front for the order of Q, K and V, behind because Out has a descriptor too
     arrays: dict[str, triton_launch.Access] = {**blocks, **kind.tensors, **blocks}
     records = None if spans is None else spans.rows
-    launch = partial(context.launch, records=records, device_slots=kind.device_slots, STAGES=target.num_stages)
-    return launch(kernels, "attention_forward", of_forward(g, target), target, arrays, launcher=GluonLaunch)
+    grid, slots = of_forward(g, target), kind.device_slots
+    config = triton_launch.LaunchConfig(kernels, "attention_forward", grid, target, arrays, slots)
+    return context.launch(config, records=records, launcher=GluonLaunch, STAGES=target.num_stages)
 
 
 class GluonLaunch(triton_launch.Launch):

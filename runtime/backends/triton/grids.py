@@ -34,7 +34,17 @@ from frisket.runtime.calls.arrays import uploaded
 from frisket.runtime.plans.device import FlatPlan, Values
 
 from . import tiles as triton_tiles
-from .launch import GRID, Access, KernelArgs, KernelModule, Launch, LaunchContext, emitted_kernels, span_tables
+from .launch import (
+    GRID,
+    Access,
+    KernelArgs,
+    KernelModule,
+    Launch,
+    LaunchConfig,
+    LaunchContext,
+    emitted_kernels,
+    span_tables,
+)
 
 Tensor = Any
 CapturedResult = tuple[str, tuple[int, ...]]  # the name of the parameter, and the shape
@@ -474,17 +484,14 @@ class Parts(DividedLaunch):
         kernels = emitted_kernels(emit, plan, chosen.text_target, dims, kind.optional, **chosen.flags)
         self.splits, self.partial_shapes = target.splits, chosen.results(g)
         partial: dict[str, Access] = dict.fromkeys(self.partial_shapes, "")
-        self.first = context.launch(
-            kernels, "attention_decode", chosen.grid(g), target,
-            {"Q": "q", "K": "k", "V": "v", **(kind.tensors if chosen.alone else partial)},
-            records=None if spans is None else spans.rows, block=chosen.block, device_slots=kind.device_slots,
-            splits=target.splits, batches=g.batch,
-        )  # fmt: skip
+        tensors: dict[str, Access] = {"Q": "q", "K": "k", "V": "v", **(kind.tensors if chosen.alone else partial)}
+        config = LaunchConfig(kernels, "attention_decode", chosen.grid(g), target, tensors, kind.device_slots)
+        records, numbers = None if spans is None else spans.rows, {"splits": target.splits, "batches": g.batch}
+        self.first = context.launch(config, records=records, block=chosen.block, **numbers)
         if not chosen.alone:
-            self.combine = Launch(
-                kernels.kernels["attention_combine"], {}, NOTHING, (g.q_len, g.heads, g.batch), chosen.combine_target,
-                context.device, chosen.numbers(g), partial | kind.tensors, (),
-            )  # fmt: skip
+            grid, tensors = (g.q_len, g.heads, g.batch), partial | kind.tensors
+            config = LaunchConfig(kernels, "attention_combine", grid, chosen.combine_target, tensors)
+            self.combine = Launch(config, NOTHING, context.device, chosen.numbers(g))
 
 
 # -- long rows of tiles -------------------------------------------------------------------------------
@@ -593,16 +600,13 @@ class RowLaunches(DividedLaunch):
         self.partial_shapes = {n: ((parts.places, rows, *shape), np.float32) for n, shape in sums.items()}
         partial: dict[str, Access] = dict.fromkeys(sums, "")
         at = uploaded(parts.at, device)
-        self.first = context.launch(
-            kernels, names[0], grid_of(parts.programs.shape[1], heads, g.batch, target), target,
-            inputs | results | partial, records=records, device_slots=device_slots,
-            Parts=uploaded(parts.programs, device), At=at,
-        )  # fmt: skip
+        grid = grid_of(parts.programs.shape[1], heads, g.batch, target)
+        config = LaunchConfig(kernels, names[0], grid, target, inputs | results | partial, device_slots)
+        self.first = context.launch(config, records=records, Parts=uploaded(parts.programs, device), At=at)
         slices = span_tables(records(self.first.tile), device)["SliceOf"]
         listed = {"Rows": uploaded(parts.rows, device), "SliceOf": slices, "At": at}
         numbers = {"heads": g.heads, "q_len": g.q_len, "kv_len": g.kv_len, "queries": rows, "scale": g.scale}
-        self.combine = Launch(
-            kernels.kernels[names[1]], {}, NOTHING, (parts.rows.shape[1] * rows, heads, g.batch),
-            replace(target, num_warps=2), device, numbers | listed, partial | results, (),
-        )  # fmt: skip
+        grid, tile = (parts.rows.shape[1] * rows, heads, g.batch), replace(target, num_warps=2)
+        config = LaunchConfig(kernels, names[1], grid, tile, partial | results)
+        self.combine = Launch(config, NOTHING, device, numbers | listed)
         self.inputs = len(inputs)
