@@ -486,8 +486,9 @@ class Parts(DividedLaunch):
         partial: dict[str, Access] = dict.fromkeys(self.partial_shapes, "")
         tensors: dict[str, Access] = {"Q": "q", "K": "k", "V": "v", **(kind.tensors if chosen.alone else partial)}
         config = LaunchConfig(kernels, "attention_decode", chosen.grid(g), target, tensors, kind.device_slots)
-        records, numbers = None if spans is None else spans.rows, {"splits": target.splits, "batches": g.batch}
-        self.first = context.launch(config, records=records, block=chosen.block, **numbers)
+        records = None if spans is None else spans.rows
+        sizes: dict[str, Any] = {"splits": target.splits, "batches": g.batch}
+        self.first = context.launch(config, records=records, block=chosen.block, **sizes)
         if not chosen.alone:
             grid, tensors = (g.q_len, g.heads, g.batch), partial | kind.tensors
             config = LaunchConfig(kernels, "attention_combine", grid, chosen.combine_target, tensors)
