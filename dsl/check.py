@@ -189,10 +189,8 @@ class Checker(Walk):
                     args = [frame.text[a.start : a.stop] for a in nodes]
                     pairs = [f"{c} = {a}" for c, a in zip(COORDINATES[-more:], args[n - more :])]
                     shown = ", ".join(args[: n - more] + pairs)
-                    return self.report(
-                        frame, node, f"`{name}` does not take {n} arguments",
-                        f"coordinates are keywords: `{name}({shown})`",
-                    )  # fmt: skip
+                    message = f"`{name}` does not take {n} arguments"
+                    return self.report(frame, node, message, f"coordinates are keywords: `{name}({shown})`")
             return self.arity(node, frame, _signatures(overloads).removeprefix("it is "), n)
         return self._expand(node, frame, definition, nodes, coordinates)
 
@@ -227,11 +225,9 @@ class Checker(Walk):
                 # names the culprit when the parameter turns out to be unused
                 self.passed.setdefault(bare, (definition, param))
         moves = self.integers(frame, "a coordinate", (yield from self.parts(list(coordinates.values()), frame)))
-        inner = Frame(
-            # errors inside the library are shown at the call in the text, which is all that its writer sees
-            definition.text, names, frame.site or (node if definition.library else None),
-            definition, frame, frame.depth + 1,
-        )  # fmt: skip
+        # errors inside the library are shown at the call in the text, which is all that its writer sees
+        site = frame.site or (node if definition.library else None)
+        inner = Frame(definition.text, names, site, definition, frame, frame.depth + 1)
         for (_, advice), condition in zip(definition.checks, definition.conditions):
             holds = yield condition.body, replace(inner, text=condition.text)
             if holds.expr is not None:
@@ -312,10 +308,8 @@ def _root(checker: Checker, kind: str, node: Node) -> Expr | None:
         checker.prefer(value, FLOAT)
         if value.expr is not None and value.expr.type is BOOL:
             checker.narrow(root, node, value, {INT, FLOAT})
-            checker.report(
-                root, node, "a score mod needs a number, this is a Bool",
-                "write it as the mask, or choose with it: `score if ... else -inf`",
-            )  # fmt: skip
+            remedy = "write it as the mask, or choose with it: `score if ... else -inf`"
+            checker.report(root, node, "a score mod needs a number, this is a Bool", remedy)
             return None
     e = value.expr
     if e is not None and kind == "score":

@@ -248,10 +248,8 @@ class Undecided(FrisketError):  # noqa: N818 (a public name)
     """
 
 
-GLYPHS = {
-    "≥": ">=", "≤": "<=", "≠": "!=", "∧": "&", "∨": "|", "¬": "~", "⊕": "^", "×": "*", "·": "*", "÷": "/", "−": "-",
-    "∞": "inf", "π": "pi", "≪": "<<", "≫": ">>",
-}  # fmt: skip
+_GLYPHS = "≥:>= ≤:<= ≠:!= ∧:& ∨:| ¬:~ ⊕:^ ×:* ·:* ÷:/ −:- ∞:inf π:pi ≪:<< ≫:>>"
+GLYPHS = dict(pair.split(":") for pair in _GLYPHS.split())
 TURNED = {("=", ">"): ">=", ("=", "<"): "<="}  # two signs in the other order
 POSITIONS = {
     **dict.fromkeys(("q_idx", "query_idx", "query", "qi", "q_index", "row", "i"), "q"),

@@ -322,25 +322,25 @@ def uniform(*counters: Array) -> Array:
     return np.asarray(x >> 8).astype(np.float64) * 2.0**-24  # 24 bits are exact in float32, which kernels draw in
 
 
-OPERATORS: dict[str, Callable[..., Array]] = {
-    "neg": _checked(operator.neg), "abs": _checked(abs), "sign": np.sign,
-    "add": _checked(operator.add), "sub": _checked(operator.sub), "mul": _checked(operator.mul),
-    "min": np.minimum, "max": np.maximum, "pow": _pow, "div": np.divide,
-    "floordiv": _floordiv, "mod": _mod,
-    "bitand": np.bitwise_and, "bitor": np.bitwise_or, "bitxor": np.bitwise_xor, "bitnot": np.invert,
-    "shl": _shl, "shr": _shr,
-    "wrap": lambda x, bits: reduce(lambda x, shift: shift(x, 64 - np.clip(bits, 0, 64)), (_shifted, _shr), x),
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "eq": np.equal, "ne": np.not_equal,
-    "and": lambda *a: reduce(np.logical_and, a), "or": lambda *a: reduce(np.logical_or, a),
-    "xor": np.logical_xor, "not": np.logical_not, "where": np.where,
-    "int": _int, "float": lambda x: x.astype(np.float64), "floor": lambda x: _int(np.floor(x)),
-    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "log1p": np.log1p,
-    "tanh": np.tanh, "sigmoid": lambda x: 0.5 * (1 + np.tanh(0.5 * x)), "sin": np.sin, "cos": np.cos,
-    "tan": np.tan, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "erf": lambda x: _erf(x),
-    "isfinite": np.isfinite, "random": uniform,
-}  # fmt: skip
+def _wrap(x: Array, bits: Array) -> Array:
+    over = 64 - np.clip(bits, 0, 64)
+    return _shr(_shifted(x, over), over)
+
+
+OPERATORS: dict[str, Callable[..., Array]] = {"neg": _checked(operator.neg), "abs": _checked(abs), "sign": np.sign}
+OPERATORS |= {"add": _checked(operator.add), "sub": _checked(operator.sub), "mul": _checked(operator.mul)}
+OPERATORS |= {"div": np.divide, "floordiv": _floordiv, "mod": _mod, "pow": _pow, "min": np.minimum, "max": np.maximum}
+OPERATORS |= {"bitand": np.bitwise_and, "bitor": np.bitwise_or, "bitxor": np.bitwise_xor, "bitnot": np.invert}
+OPERATORS |= {"shl": _shl, "shr": _shr, "wrap": _wrap}
+OPERATORS |= {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+OPERATORS |= {"eq": np.equal, "ne": np.not_equal}
+OPERATORS |= {"and": lambda *a: reduce(np.logical_and, a), "or": lambda *a: reduce(np.logical_or, a)}
+OPERATORS |= {"xor": np.logical_xor, "not": np.logical_not, "where": np.where}
+OPERATORS |= {"int": _int, "float": lambda x: x.astype(np.float64), "floor": lambda x: _int(np.floor(x))}
+OPERATORS |= {"exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "log1p": np.log1p}
+OPERATORS |= {"tanh": np.tanh, "sigmoid": lambda x: 0.5 * (1 + np.tanh(0.5 * x)), "erf": lambda x: _erf(x)}
+OPERATORS |= {"sin": np.sin, "cos": np.cos, "tan": np.tan, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)}
+OPERATORS |= {"isfinite": np.isfinite, "random": uniform}
 # as OPERATORS, modulo 2**64
-MODULAR: dict[str, Callable[..., Array]] = {
-    "neg": np.negative, "add": np.add, "sub": np.subtract, "mul": np.multiply, "pow": np.power, "shl": _shifted,
-}  # fmt: skip
+MODULAR: dict[str, Callable[..., Array]] = {"neg": np.negative, "add": np.add, "sub": np.subtract, "mul": np.multiply}
+MODULAR |= {"pow": np.power, "shl": _shifted}

@@ -149,8 +149,11 @@ def misused(w: Walk, node: Node, frame: Frame, args: list[Node]) -> Value:
 
 
 CALLED: dict[str, Callable[[Walk, Node, Frame, list[Node]], Value | Steps]] = {
-    "segment": segment, "extent": extent, "dot": dot, "any": misused, "all": misused, "sum": misused,
-}  # fmt: skip
+    "segment": segment,
+    "extent": extent,
+    "dot": dot,
+    **dict.fromkeys(("any", "all", "sum"), misused),
+}
 
 
 def reduce(w: Walk, node: Node, frame: Frame) -> Steps:
@@ -186,10 +189,8 @@ def _range(w: Walk, kind: str, bounds: list[Expr], node: Node, frame: Frame) -> 
     """Whether the bounds of a range are known when the text is read, and the range is of a sane size."""
     leaves = [n for n in ir.walk(*bounds) if not n.args]
     if any(n.op not in ("lit", "extent") for n in leaves):
-        w.report(
-            frame, node, f"the bounds of `{kind}` must be known when the text is read",
-            "write numbers, or take them from a table: `0..extent(t, 0)`",
-        )  # fmt: skip
+        message = f"the bounds of `{kind}` must be known when the text is read"
+        w.report(frame, node, message, "write numbers, or take them from a table: `0..extent(t, 0)`")
         return False
     if any(n.op == "extent" for n in leaves):  # a table has its lengths when it is bound
         return True

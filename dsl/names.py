@@ -38,10 +38,8 @@ class KnownNames(Operators):
         if guess.rank is None:
             guess.rank = rank
         if guess.rank != rank:
-            self.report(
-                frame, node, f"`{name}` is {ranked(guess.rank)} elsewhere and {ranked(rank)} here",
-                "use two names, or the same number of indices",
-            )  # fmt: skip
+            message = f"`{name}` is {ranked(guess.rank)} elsewhere and {ranked(rank)} here"
+            self.report(frame, node, message, "use two names, or the same number of indices")
             return None
         return guess
 

@@ -61,11 +61,11 @@ class Guess:
 
 Part = tuple[Node, Value]
 ERROR = Value(None)
-SIGNS = {
-    "+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floordiv", "%": "mod", "<<": "shl", ">>": "shr",
-    "<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne", "**": "pow",
-    "|": "or", "or": "or", "&": "and", "and": "and", "^": "xor", "xor": "xor",
-}  # fmt: skip
+_SIGNS = """
++:add -:sub *:mul /:div //:floordiv %:mod <<:shl >>:shr <:lt <=:le >:gt >=:ge ==:eq !=:ne **:pow
+|:or or:or &:and and:and ^:xor xor:xor
+"""
+SIGNS = dict(pair.split(":") for pair in _SIGNS.split())
 ON_INTS = frozenset({"//", "%", "<<", ">>"})
 
 
@@ -164,10 +164,9 @@ class Operators:
         if self.narrow(frame, node, value, {BOOL}):
             return value.expr
         if value.expr is not None:
-            self.report(
-                frame, node, f"{label} takes a Bool, {self.quote(frame, node)} is {value.expr.type.with_article}",
-                f"compare it with something, for example `{_compared(self.quote(frame, node))}`",
-            )  # fmt: skip
+            shown = self.quote(frame, node)
+            message = f"{label} takes a Bool, {shown} is {value.expr.type.with_article}"
+            self.report(frame, node, message, f"compare it with something, for example `{_compared(shown)}`")
         return None
 
     # -- operators ----------------------------------------------------------------------------------
@@ -272,10 +271,9 @@ class Operators:
         inner, value = part
         if sign != "not" and inner.kind not in ("name", "lookup", "call", "reduce", "parens", "not", "number"):
             shown = frame.text[inner.start : inner.stop]
-            return self.report(
-                frame, node, f"`{sign}` before {self.quote(frame, inner)} reads differently here and in Python",
-                f"put it in parentheses: `{sign}({shown})`" if len(shown) < 60 else "use parentheses",
-            )  # fmt: skip
+            message = f"`{sign}` before {self.quote(frame, inner)} reads differently here and in Python"
+            remedy = f"put it in parentheses: `{sign}({shown})`" if len(shown) < 60 else "use parentheses"
+            return self.report(frame, node, message, remedy)
         if sign == "~":
             self.narrow(frame, inner, value, {BOOL, INT})
             self.prefer(value, BOOL)
@@ -305,10 +303,8 @@ class Operators:
             flex = flex if y.flex and n.flex else frozenset()  # a branch whose type is fixed decides that of both
         elif BOOL in types:
             bad, good = ((yn, nn), (nn, yn))[n.expr.type is BOOL]
-            return self.report(
-                frame, bad, f"{label} gives {self.quote(frame, bad)}, a Bool, or {self.quote(frame, good)}, a number",
-                "both must be Bools or both numbers",
-            )  # fmt: skip
+            message = f"{label} gives {self.quote(frame, bad)}, a Bool, or {self.quote(frame, good)}, a number"
+            return self.report(frame, bad, message, "both must be Bools or both numbers")
         else:
             joined, flex = self.joined([y, n], [y.expr, n.expr])
         return ERROR if cond is None else Value(build("where", cond, *joined), flex)
@@ -369,10 +365,8 @@ class Function(NamedTuple):
     apply: Meaning
 
 
-CONSTANTS: dict[str, Expr] = {
-    "inf": ir.INF, "nan": lit(math.nan), "pi": lit(math.pi), "e": lit(math.e),
-    "true": ir.TRUE, "false": ir.FALSE, "True": ir.TRUE, "False": ir.FALSE,
-}  # fmt: skip
+CONSTANTS: dict[str, Expr] = {"inf": ir.INF, "nan": lit(math.nan), "pi": lit(math.pi), "e": lit(math.e)}
+CONSTANTS |= {"true": ir.TRUE, "false": ir.FALSE, "True": ir.TRUE, "False": ir.FALSE}
 
 LEAVES = {n: ir.var(n) for n in (*ir.COORDINATES, *ir.SIZES)} | {"score": ir.SCORE} | CONSTANTS
 RESERVED = frozenset({*LEAVES, *CALL_KEYWORDS})

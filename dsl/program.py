@@ -94,9 +94,19 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
     lone = exprs.get("expr")
     sites = [(s, ir.expanded(e)) for s, e in sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))]
     return Parsed(
-        text, name, exprs.get("mask"), exprs.get("score"), lone, reader.defaults, reader.declared, notes, sites,
-        dict(checker.needs), frozenset(checker.changed_meanings), shown,
-    )  # fmt: skip
+        source=text,
+        name=name,
+        mask=exprs.get("mask"),
+        score=exprs.get("score"),
+        expr=lone,
+        defaults=reader.defaults,
+        declared=reader.declared,
+        notes=notes,
+        sites=sites,
+        needs=dict(checker.needs),
+        changed=frozenset(checker.changed_meanings),
+        shown=shown,
+    )
 
 
 def _elaborate(checker: Checker, roots: dict[str, Node], early: list[Problem]) -> dict[str, Expr]:
@@ -293,10 +303,8 @@ class _StatementReader:
             inferred = type_of(name, value)[1]
             fits = inferred is declared.type or (inferred, declared.type) == (INT, FLOAT)
         if not fits or value is None:
-            self.report(
-                node, f"the default of `{name}` is not {declared.type}",
-                "write a literal of the declared type" if declared.rank == 0 else "tables have no default",
-            )  # fmt: skip
+            remedy = "write a literal of the declared type" if declared.rank == 0 else "tables have no default"
+            self.report(node, f"the default of `{name}` is not {declared.type}", remedy)
             return
         self.defaults[name] = float(value) if declared.type is FLOAT else value
 

@@ -21,14 +21,19 @@ from .types import BOOL, FLOAT, INT, Type
 
 MAX_NODES = 20_000
 THEN, OR, XOR, AND, NOT, COMPARE, SHIFT, SUM, PRODUCT, UNARY, POWER, ATOM = range(-1, 11)
-INFIX: dict[str, tuple[str, int]] = {
-    "or": ("|", OR), "bitor": ("|", OR), "xor": ("^", XOR), "bitxor": ("^", XOR),
-    "and": ("&", AND), "bitand": ("&", AND),
-    "lt": ("<", COMPARE), "le": ("<=", COMPARE), "gt": (">", COMPARE), "ge": (">=", COMPARE),
-    "eq": ("==", COMPARE), "ne": ("!=", COMPARE), "shl": ("<<", SHIFT), "shr": (">>", SHIFT),
-    "add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT),
-    "floordiv": ("//", PRODUCT), "mod": ("%", PRODUCT), "pow": ("**", POWER),
-}  # fmt: skip
+_INFIX = {
+    OR: "or:| bitor:|",
+    XOR: "xor:^ bitxor:^",
+    AND: "and:& bitand:&",
+    COMPARE: "lt:< le:<= gt:> ge:>= eq:== ne:!=",
+    SHIFT: "shl:<< shr:>>",
+    SUM: "add:+ sub:-",
+    PRODUCT: "mul:* div:/ floordiv:// mod:%",
+    POWER: "pow:**",
+}
+INFIX = {
+    op: (sign, level) for level, text in _INFIX.items() for op, _, sign in (x.partition(":") for x in text.split())
+}
 # Operators whose type is that of their operands.
 SAME = frozenset("add sub mul min max neg abs sign where pow reduce bitand bitor bitxor bitnot".split())
 JOINING = frozenset("add sub mul min max where".split()) | COMPARISONS

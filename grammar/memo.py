@@ -181,9 +181,12 @@ class Remembered(Protocol[P, R_co]):
 
 
 def memo(
-    entries: int = 0, by: Literal["value", "identity", "weak"] = "value", group: str = "", bytes: int = BYTES,
+    entries: int = 0,
+    by: Literal["value", "identity", "weak"] = "value",
+    group: str = "",
+    bytes: int = BYTES,
     weigh: Weigh | None = None,
-) -> Callable[[Callable[P, R]], Remembered[P, R]]:  # fmt: skip
+) -> Callable[[Callable[P, R]], Remembered[P, R]]:
     """A function that remembers `entries` answers in at most `bytes`, or in the table of a group.
 
     `by="value"`: equal arguments have one answer. `by="identity"`: the same objects have one answer, and the table

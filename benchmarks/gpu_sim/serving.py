@@ -30,7 +30,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Pages, make_plan
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.grids import Shares, shares
 from frisket.runtime.backends.triton.source import load
-from frisket.runtime.backends.triton.tiles import MEDIUM, default_target, of_kernel
+from frisket.runtime.backends.triton.tiles import MEDIUM, ProgramTraits, default_target, of_kernel
 
 from . import flex as flex_kernels
 from .compiled import Compiled, kept, remembered
@@ -171,9 +171,8 @@ def divided(step: Step, whole: bool = False) -> Shares:
     they are the forward's: a program for every tile of queries of every head."""
     plan, gpu = plan_of(step.kv_dtype, step.page), GPUS[step.arch]
     stored = bool(step.kv_dtype or step.page)
-    tile = default_target(
-        step.geometry, "bfloat16", keys=MEDIUM, stored=stored, paged=step.page > 0, unwritten=True, arch=step.arch
-    )
+    traits = ProgramTraits(MEDIUM, stored=stored, paged=step.page > 0, unwritten=True)
+    tile = default_target(step.geometry, "bfloat16", traits, arch=step.arch)
     found = None if whole else shares(plan, None, step.geometry, tile, step.dims, gpu.processors)
     return found or Shares(replace(tile, splits=1), tile.block_q, 1, (tile.block_q, tile.block_k))
 

@@ -33,9 +33,13 @@ class Array:
     __slots__ = ("_element", "_known", "_seen", "_values", "pieces", "shape", "source")
 
     def __init__(
-        self, shape: Shape, element: Element, known: Callable[[], Any] | None = None, source: str = "",
+        self,
+        shape: Shape,
+        element: Element,
+        known: Callable[[], Any] | None = None,
+        source: str = "",
         pieces: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.shape, self._element, self._known = shape, element, known
         self.source, self.pieces = source, pieces
         # elements are read again by each user: a chain of squares would double at every link
@@ -338,11 +342,8 @@ class Reductions:
         return element
 
     def table(self) -> dict[str, Callable[..., Element]]:
-        return {
-            "reduce_sum": self.reduce("sum"), "reduce_max": self.reduce("max"), "reduce_min": self.reduce("min"),
-            "reduce_or": self.reduce("any"), "reduce_and": self.reduce("all"), "reduce_prod": self.reduce("mul"),
-            "dot_general": self.dot_general,
-        }  # fmt: skip
+        kinds = {"sum": "sum", "max": "max", "min": "min", "or": "any", "and": "all", "prod": "mul"}
+        return {f"reduce_{n}": self.reduce(kind) for n, kind in kinds.items()} | {"dot_general": self.dot_general}
 
 
 def _first(op: str) -> Callable[..., Element]:
@@ -376,7 +377,17 @@ def _first(op: str) -> Callable[..., Element]:
 _fresh = count()
 
 SHAPED: dict[str, Callable[..., Element]] = {
-    "broadcast_in_dim": _broadcast_in_dim, "squeeze": _squeeze, "reshape": _reshape, "transpose": _transpose,
-    "slice": _slice, "rev": _rev, "iota": _iota, "concatenate": _concatenate, "stack": _stack,
-    "dynamic_slice": _dynamic_slice, "gather": _gather, "argmax": _first("gt"), "argmin": _first("lt"),
-}  # fmt: skip
+    "broadcast_in_dim": _broadcast_in_dim,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "slice": _slice,
+    "rev": _rev,
+    "iota": _iota,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "dynamic_slice": _dynamic_slice,
+    "gather": _gather,
+    "argmax": _first("gt"),
+    "argmin": _first("lt"),
+}

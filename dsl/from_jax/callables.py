@@ -46,9 +46,12 @@ class Reader:
     """A reader of the equations of a jaxpr. `rewritten` finds the one operator that jnp writes as several."""
 
     def __init__(
-        self, naming: Naming, names: Sequence[tuple[str, Any]] = (), rewritten: Callable[[Expr], Expr] = lambda e: e,
+        self,
+        naming: Naming,
+        names: Sequence[tuple[str, Any]] = (),
+        rewritten: Callable[[Expr], Expr] = lambda e: e,
         widths: Widths | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.naming, self.names, self.rewritten, self.widths = naming, names, rewritten, widths
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.offsets: dict[tuple[int, int], tuple[Array, Any]] = {}  # for searchsorted, by the id of an array and side

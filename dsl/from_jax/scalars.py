@@ -50,8 +50,11 @@ def literal(value: Any, dtype: Any) -> Expr:
 # -- arithmetic -------------------------------------------------------------------------------------
 
 ON_TRUTH: dict[str, Callable[[Expr, Expr], Expr]] = {
-    "lt": lambda x, y: ~x & y, "le": lambda x, y: ~x | y, "gt": lambda x, y: x & ~y, "ge": lambda x, y: x | ~y,
-}  # fmt: skip
+    "lt": lambda x, y: ~x & y,
+    "le": lambda x, y: ~x | y,
+    "gt": lambda x, y: x & ~y,
+    "ge": lambda x, y: x | ~y,
+}
 
 
 def _arithmetic(op: str) -> Meaning:
@@ -199,20 +202,30 @@ SCALARS: dict[str, Meaning] = {
     **{op: _arithmetic(op) for op in ("add", "sub", "mul", "max", "min")},
     **{op: _comparison(op) for op in sorted(COMPARISONS)},
     **{op: _function(op) for op in sorted(FLOAT_FUNCTIONS - {"sigmoid"}) + ["neg", "abs", "sign"]},
-    "logistic": _function("sigmoid"), "is_finite": _function("isfinite"),
-    "div": _div, "rem": _rem, "pow": _pow, "integer_pow": _integer_pow,
+    "logistic": _function("sigmoid"),
+    "is_finite": _function("isfinite"),
+    "div": _div,
+    "rem": _rem,
+    "pow": _pow,
+    "integer_pow": _integer_pow,
     "square": lambda _, x: x * x,
     "expm1": lambda _, x: expm1(x),
     "erfc": lambda _, x: 1.0 - build("erf", x),
-    "floor": lambda _, x: _floor(x), "ceil": lambda _, x: _ceil(x), "round": _round,
-    "and": lambda _, x, y: x & y, "or": lambda _, x, y: x | y, "xor": lambda _, x, y: x ^ y,
+    "floor": lambda _, x: _floor(x),
+    "ceil": lambda _, x: _ceil(x),
+    "round": _round,
+    "and": lambda _, x, y: x & y,
+    "or": lambda _, x, y: x | y,
+    "xor": lambda _, x, y: x ^ y,
     "not": lambda _, x: ~x,
-    "shift_left": lambda _, x, y: x << y, "shift_right_arithmetic": lambda _, x, y: x >> y,
+    "shift_left": lambda _, x, y: x << y,
+    "shift_right_arithmetic": lambda _, x, y: x >> y,
     "shift_right_logical": _shift_right_logical,
     "select_n": lambda _, which, *cases: choose(which, *cases),
-    "clamp": _clamp, "convert_element_type": _convert,
-    "copy": _same, "copy_p": _same, "reduce_precision": _same, "optimization_barrier": _same, "stop_gradient": _same,
-}  # fmt: skip
+    "clamp": _clamp,
+    "convert_element_type": _convert,
+    **dict.fromkeys("copy copy_p reduce_precision optimization_barrier stop_gradient".split(), _same),
+}
 
 RANDOM = (
     "jax.random inside a mask: positions draw nothing; write `random(seed, b, h, q, k)` in text, "
@@ -220,13 +233,9 @@ RANDOM = (
 )
 LOOP = "a loop that runs until a condition holds; write a Python loop over a fixed range, or a reduction over an axis"
 CALLBACK = "a callback into Python; leave it out"
-REASONS = {
-    "while": LOOP, "debug_callback": CALLBACK, "pure_callback": CALLBACK, "io_callback": CALLBACK,
-    **dict.fromkeys(
-        ("random_bits", "random_fold_in", "random_seed", "random_wrap", "random_unwrap", "random_split",
-         "random_gamma", "random_clone", "threefry2x32"), RANDOM,
-    ),
-}  # fmt: skip
+REASONS = {"while": LOOP, "threefry2x32": RANDOM}
+REASONS |= {f"random_{n}": RANDOM for n in "bits fold_in seed wrap unwrap split gamma clone".split()}
+REASONS |= dict.fromkeys(("debug_callback", "pure_callback", "io_callback"), CALLBACK)
 
 
 def argument(shape: tuple[int, ...], dtype: Any) -> Any:

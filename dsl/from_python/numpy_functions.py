@@ -27,13 +27,14 @@ from .user_line import fail
 ELEMENT: dict[str, Type] = {"b": BOOL, "i": INT, "u": INT, "f": FLOAT}
 Naming = Callable[[str, Any], str]  # the name a table gets, from the one it wishes for and its array
 
-UFUNCS: dict[str, str] = {
-    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
-    "floor_divide": "floordiv", "remainder": "mod", "mod": "mod", "power": "pow", "float_power": "pow",
-    "left_shift": "shl", "right_shift": "shr", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
-    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne",
-    "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor",
-}  # fmt: skip
+# numpy's names of the operators that take two, and the language's
+_UFUNCS = """
+add:add subtract:sub multiply:mul divide:div true_divide:div floor_divide:floordiv remainder:mod mod:mod
+power:pow float_power:pow left_shift:shl right_shift:shr minimum:min maximum:max fmin:min fmax:max
+less:lt less_equal:le greater:gt greater_equal:ge equal:eq not_equal:ne
+bitwise_and:and bitwise_or:or bitwise_xor:xor
+"""
+UFUNCS = dict(pair.split(":") for pair in _UFUNCS.split())
 UNARY: dict[str, Callable[[Expr], Expr]] = {
     "logical_not": lambda x: build("not", truth(x)),
     "absolute": lambda x: build("abs", number(x)),

@@ -371,10 +371,8 @@ def choice(condition: Any, yes: Any, no: Any, label: str) -> Symbol:
 
 
 # Python's names of the operators that take two, and the language's.
-ARITHMETIC = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod", "pow": "pow",
-    "lshift": "shl", "rshift": "shr", "and": "and", "or": "or", "xor": "xor",
-}  # fmt: skip
+ARITHMETIC = {n: n for n in "add sub mul floordiv mod pow and or xor".split()}
+ARITHMETIC |= {"truediv": "div", "lshift": "shl", "rshift": "shr"}
 COMPARISONS = "lt le gt ge eq ne".split()
 
 

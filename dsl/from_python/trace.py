@@ -142,10 +142,8 @@ def _arguments(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
     except (TypeError, ValueError):
         raise TraceError(f"{fn!r} has no signature; wrap it: `lambda q, k: ...`") from None
     fixed = fn.keywords if isinstance(fn, functools.partial) else {}
-    free = [
-        n for n, p in parameters.items()
-        if n not in fixed and (p.default is p.empty or n in ORDER) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]  # fmt: skip
+    single = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    free = [n for n, p in single.items() if n not in fixed and (p.default is p.empty or n in ORDER)]
     if free and set(free) <= set(ORDER):
         by_place = [n for n in free if parameters[n].kind is not inspect.Parameter.KEYWORD_ONLY]
         if set(COORDINATES) <= set(by_place) and (pairs := _swapped(by_place)):

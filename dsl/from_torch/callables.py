@@ -222,8 +222,10 @@ class Front:
         symbols = [x for x in inputs if isinstance(x, Symbol)]
         captured = [x for x in inputs if not isinstance(x, Symbol) and id(x) not in self.constants]
         if name in RANDOM or (name.endswith("_") and name.strip("_") in RANDOM):
-            fail(f"`torch.{name}` gives other numbers at every call; "
-                 "in the language it is `random(seed, b, h, q, k)`, or capture a tensor of random numbers")  # fmt: skip
+            fail(
+                f"`torch.{name}` gives other numbers at every call; "
+                "in the language it is `random(seed, b, h, q, k)`, or capture a tensor of random numbers"
+            )
         if (_in_place(name) or kwargs.get("out") is not None) and (symbols or captured):
             fail(f"`{name}` changes a tensor in place: write the new value, as in `x = x + 1`")
         if name in FACTORIES and symbols:
@@ -329,8 +331,10 @@ class Front:
             if not isinstance(x, self.torch.Tensor):
                 continue
             if self.read is None:
-                fail("the function computes with the values of a captured tensor, and a graph of torch does not know "
-                     "them yet: compute it outside, and capture the result")  # fmt: skip
+                fail(
+                    "the function computes with the values of a captured tensor, and a graph of torch does not know "
+                    "them yet: compute it outside, and capture the result"
+                )
             self.read[id(x)] = x
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -171,15 +171,16 @@ def _one(name: str, make: Callable[[Expr], Expr], kind: Callable[[Expr], Expr]) 
     return call
 
 
-BINARY = {
-    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "true_divide": "div",
-    "truediv": "div", "floor_divide": "floordiv", "floordiv": "floordiv", "remainder": "mod", "mod": "mod",
-    "pow": "pow", "maximum": "max", "minimum": "min", "fmax": "max", "fmin": "min",
-    "lt": "lt", "less": "lt", "le": "le", "less_equal": "le", "gt": "gt", "greater": "gt", "ge": "ge",
-    "greater_equal": "ge", "eq": "eq", "ne": "ne", "not_equal": "ne",
-    "and": "and", "or": "or", "xor": "xor", "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor",
-    "lshift": "shl", "rshift": "shr", "bitwise_left_shift": "shl", "bitwise_right_shift": "shr",
-}  # fmt: skip
+# torch's names of the operators that take two, and the language's
+_BINARY = """
+add:add sub:sub subtract:sub mul:mul multiply:mul true_divide:div truediv:div
+floor_divide:floordiv floordiv:floordiv remainder:mod mod:mod pow:pow
+maximum:max minimum:min fmax:max fmin:min
+lt:lt less:lt le:le less_equal:le gt:gt greater:gt ge:ge greater_equal:ge eq:eq ne:ne not_equal:ne
+and:and or:or xor:xor bitwise_and:and bitwise_or:or bitwise_xor:xor
+lshift:shl rshift:shr bitwise_left_shift:shl bitwise_right_shift:shr
+"""
+BINARY = dict(pair.split(":") for pair in _BINARY.split())
 SWAPPED = {f"r{name}": op for name, op in {**ARITHMETIC, "div": "div"}.items()}
 
 
@@ -281,8 +282,10 @@ def sign(input: Any) -> Symbol:
 
 def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Symbol:
     # torch goes straight to x above the threshold, where the difference is below its precision
-    return elementwise(lambda x: _softplus(real(x) * float(beta)) / float(beta) if beta != 1 else _softplus(real(x)),
-                       input, label="`softplus`")  # fmt: skip
+    def apply(x: Expr) -> Expr:
+        return _softplus(real(x) * float(beta)) / float(beta) if beta != 1 else _softplus(real(x))
+
+    return elementwise(apply, input, label="`softplus`")
 
 
 def gelu(input: Any, approximate: str = "none") -> Symbol:
@@ -339,19 +342,28 @@ SCALARS: dict[str, Function] = {
     "hypot": _on_floats("hypot", lambda x, y: build("sqrt", x * x + y * y)),
     "copysign": _on_floats("copysign", lambda x, y: where(_signbit(y), -abs(x), abs(x))),
     "heaviside": lambda input, values: elementwise(_heaviside, input, values, label="`heaviside`"),
-    "lerp": lerp, "addcmul": _added("mul"), "addcdiv": _added("div"),
+    "lerp": lerp,
+    "addcmul": _added("mul"),
+    "addcdiv": _added("div"),
     "logical_not": lambda input: elementwise(lambda x: build("not", truth(x)), input, label="`logical_not`"),
     "invert": lambda input: ~operand(input, "`~`"),
     "bitwise_not": lambda input: ~operand(input, "`~`"),
     "float_power": lambda input, exponent: apply_binary("pow", to(input, dtype="float"), exponent),
-    "div": div, "divide": div, "fmod": fmod, "clamp": clamp, "clip": clamp,
+    **dict.fromkeys(("div", "divide"), div),
+    "fmod": fmod,
+    **dict.fromkeys(("clamp", "clip"), clamp),
     "clamp_min": lambda input, min: clamp(input, min=min),
     "clamp_max": lambda input, max: clamp(input, max=max),
     "where": chosen,
     "masked_fill": lambda input, mask, value: choice(mask, value, input, "`masked_fill`"),
-    "sign": sign, "sgn": sign, "softplus": softplus, "gelu": gelu, "nan_to_num": nan_to_num,
-    "to": to, "type": typed, "astype": typed, "type_as": lambda input, other: to(input, other.dtype),
-}  # fmt: skip
+    **dict.fromkeys(("sign", "sgn"), sign),
+    "softplus": softplus,
+    "gelu": gelu,
+    "nan_to_num": nan_to_num,
+    "to": to,
+    **dict.fromkeys(("type", "astype"), typed),
+    "type_as": lambda input, other: to(input, other.dtype),
+}
 
 
 def _reduce(kind: str) -> Function:
@@ -399,8 +411,16 @@ def prod(input: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Symbol
     return reduce(partial(apply_binary, "mul"), moveaxis(x, dim or 0, 0), Symbol(lit(1)))
 
 
-def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord: Any = None, dtype: Any = None,
-         out: Any = None) -> Symbol:  # fmt: skip
+def norm(
+    input: Any,
+    p: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    ord: Any = None,
+    dtype: Any = None,
+    out: Any = None,
+) -> Symbol:
     x = to(input, dtype="float")
     p = ord if ord is not None else 2 if p in (None, "fro") else p
     if p == 2:
@@ -544,26 +564,37 @@ def same(input: Any, *_: Any, **__: Any) -> Symbol:
     return operand(input, "a copy")
 
 
-REDUCTIONS: dict[str, Function] = {
-    "sum": _reduce("sum"), "any": _reduce("any"), "all": _reduce("all"), "amax": _reduce("max"),
-    "amin": _reduce("min"), "mean": mean,
-}  # fmt: skip
+REDUCTIONS: dict[str, Function] = {n: _reduce(n) for n in ("sum", "any", "all")}
+REDUCTIONS |= {"amax": _reduce("max"), "amin": _reduce("min"), "mean": mean}
 
 ARRAYS: dict[str, Function] = {
     **REDUCTIONS,
-    "max": _extreme("max"), "min": _extreme("min"), "prod": prod, "norm": norm, "vector_norm": norm,
-    "dot": dot, "vdot": dot, "inner": inner, "vecdot": dot,
+    "max": _extreme("max"),
+    "min": _extreme("min"),
+    "prod": prod,
+    **dict.fromkeys(("norm", "vector_norm"), norm),
+    **dict.fromkeys(("dot", "vdot", "vecdot"), dot),
+    "inner": inner,
     "matmul": lambda input, other: product(operand(input, "`@`"), operand(other, "`@`")),
     "mv": lambda input, vec: product(operand(input, "`@`"), operand(vec, "`@`")),
     "rmatmul": lambda input, other: product(operand(other, "`@`"), operand(input, "`@`")),
-    "isin": isin, "embedding": embedding, "linear": linear,
+    "isin": isin,
+    "embedding": embedding,
+    "linear": linear,
     "take": lambda input, index: indexed(reshape(input, -1), operand(index, "`take`")),
     "index_select": lambda input, dim, index: select(input, dim, index),
     "getitem": lambda input, key: indexed(operand(input, "an index"), key),
-    "stack": stack, "permute": permute, "moveaxis": moveaxis, "movedim": moveaxis, "transpose": transpose,
-    "swapaxes": transpose, "swapdims": transpose, "t": turned, "T": turned, "mT": turned,
-    "unsqueeze": unsqueeze, "squeeze": squeeze, "reshape": reshape, "view": reshape, "flatten": flatten,
-    "expand": expand, "broadcast_to": expand, "select": select,
+    "stack": stack,
+    "permute": permute,
+    **dict.fromkeys(("moveaxis", "movedim"), moveaxis),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transpose),
+    **dict.fromkeys(("t", "T", "mT"), turned),
+    "unsqueeze": unsqueeze,
+    "squeeze": squeeze,
+    **dict.fromkeys(("reshape", "view"), reshape),
+    "flatten": flatten,
+    **dict.fromkeys(("expand", "broadcast_to"), expand),
+    "select": select,
     "expand_as": lambda input, other: expand(input, operand(other, "`expand_as`").shape),
-    "clone": same, "contiguous": same, "cpu": same, "cuda": same,
-}  # fmt: skip
+    **dict.fromkeys(("clone", "contiguous", "cpu", "cuda"), same),
+}

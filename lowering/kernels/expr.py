@@ -23,19 +23,33 @@ LEVELS = {"q": ROW, "k": COLUMN, "score": POSITION}
 MOVING = frozenset(LEVELS)
 
 ATOM = 10
-PRECEDENCE = {
-    "<": 1, "<=": 1, ">": 1, ">=": 1, "==": 1, "!=": 1, "|": 2, "^": 3, "&": 4, "<<": 5, ">>": 5,
-    "+": 6, "-": 6, "*": 7, "/": 7, "//": 7, "%": 7,
-}  # fmt: skip
+_BINDING = ("< <= > >= == !=", "|", "^", "&", "<< >>", "+ -", "* / // %")  # signs, the weakest first
+PRECEDENCE = {sign: binds for binds, signs in enumerate(_BINDING, 1) for sign in signs.split()}
 PREFIX = 8
 ASSOCIATIVE = {"|", "&", "^"}
 COMPARISON = 1
 LONG = 72  # characters of an expression that earn it a name
-SIGNS = {  # of operators that every language writes between its operands
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "bitand": "&", "bitor": "|", "bitxor": "^",
-    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
-}  # fmt: skip
+# operators that every language writes between their operands
+_SIGNS = "add:+ sub:- mul:* div:/ bitand:& bitor:| bitxor:^ lt:< le:<= gt:> ge:>= eq:== ne:!= and:& or:| xor:^"
+SIGNS = dict(pair.split(":") for pair in _SIGNS.split())
 SHARED = {"neg": "-{}", "bitnot": "~{}"} | {op: f"{{}} {sign} {{}}" for op, sign in SIGNS.items()}
+
+
+def calls(operands: str, functions: str) -> dict[str, str]:
+    """The rows of operators that are calls of functions.
+
+    >>> calls("{}, {}", "min:minimum max:maximum")
+    {'min': 'minimum({}, {})', 'max': 'maximum({}, {})'}
+    """
+    return {op: f"{function}({operands})" for op, function in (pair.split(":") for pair in functions.split())}
+
+
+@dataclass(frozen=True)
+class Language:
+    """A language that kernels are printed in: its name for error texts, and the text of each operator."""
+
+    name: str
+    operators: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -87,9 +101,14 @@ Leaf = Callable[[Expr, list[Text]], Text | None]  # the text of a node that is n
 
 
 def printed(
-    roots: Iterable[Expr], table: Mapping[str, str], leaf: Leaf, name: Callable[[Expr, int], str], backend: str,
-    inner: Collection[Expr] = (), when: Mapping[str, int] = LEVELS, early: Collection[Expr] = (),
-) -> Printed:  # fmt: skip
+    roots: Iterable[Expr],
+    language: Language,
+    leaf: Leaf,
+    name: Callable[[Expr, int], str],
+    inner: Collection[Expr] = (),
+    when: Mapping[str, int] = LEVELS,
+    early: Collection[Expr] = (),
+) -> Printed:
     """Print `roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
     node of a level; the roots in `inner` are used per position, those in `early` too and computed as early as possible.
     Raises LoweringError for an operator without a row."""
@@ -103,7 +122,7 @@ def printed(
     texts: dict[Expr, Text] = {}
     for node in known:
         args = [texts[a] for a in node.args]
-        text = leaf(node, args) or operator(node, args, table, backend)
+        text = leaf(node, args) or operator(node, args, language)
         # a value that its user needs later is computed as soon as it is known
         sooner = any(known[u] != known[node] for u in users[node])
         sooner |= node in inner and known[node] in (SCALAR, ROW)
@@ -128,7 +147,7 @@ def unknown(node: Expr, backend: str) -> LoweringError:
 
 
 def named_lines(
-    root: Expr, leaf: Leaf, table: Mapping[str, str], backend: str, users: Mapping[Expr, int], name: Callable[[], str]
+    root: Expr, leaf: Leaf, language: Language, users: Mapping[Expr, int], name: Callable[[], str]
 ) -> tuple[list[str], Text]:
     """The lines that name nodes with several `users` or of a long text, and the text of the value; the rest as of
     `printed`."""
@@ -136,7 +155,7 @@ def named_lines(
     texts: dict[Expr, Text] = {}
     for node in walk(root):
         args = [texts[a] for a in node.args]
-        text = leaf(node, args) or operator(node, args, table, backend)
+        text = leaf(node, args) or operator(node, args, language)
         if node.args and (users[node] > 1 or (users[node] and len(text.text) > LONG)):
             lines.append(f"{(known := name())} = {text.text}")
             text = Text(known)
@@ -144,11 +163,11 @@ def named_lines(
     return lines, texts[root]
 
 
-def operator(node: Expr, args: list[Text], table: Mapping[str, str], backend: str) -> Text:
+def operator(node: Expr, args: list[Text], language: Language) -> Text:
     """The text of an operator: one row of the table, filled in."""
-    row = table.get(node.op)
+    row = language.operators.get(node.op)
     if row is None:
-        raise unknown(node, backend)
+        raise unknown(node, language.name)
     infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
     if infix:
         symbol = infix[1]

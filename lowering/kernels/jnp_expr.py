@@ -19,21 +19,20 @@ from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 
-from .expr import SHARED, machine
+from .expr import SHARED, calls, machine
 from .text import parts
 
-JNP: dict[str, str] = SHARED | {
-    "abs": "jnp.abs({})", "sign": "sign({})",
-    "min": "jnp.minimum({}, {})", "max": "jnp.maximum({}, {})", "pow": "jnp.power({}, {})",
-    "floordiv": "floordiv({}, {})", "mod": "mod({}, {})", "shl": "shl({}, {})", "shr": "shr({}, {})",
-    "wrap": "wrapped({}, {})", "not": "jnp.logical_not({})", "where": "jnp.where({}, {}, {})",
-    "int": "to_int({})", "float": "{}.astype(Float)", "floor": "to_int(jnp.floor({}))",
-    "exp": "jnp.exp({})", "exp2": "jnp.exp2({})", "log": "jnp.log({})", "log2": "jnp.log2({})",
-    "log1p": "jnp.log1p({})", "tanh": "jnp.tanh({})", "sigmoid": "lax.logistic({})",
-    "sin": "jnp.sin({})", "cos": "jnp.cos({})", "tan": "jnp.tan({})",
-    "sqrt": "jnp.sqrt({})", "rsqrt": "lax.rsqrt({})", "erf": "lax.erf({})",
-    "isfinite": "jnp.isfinite({})", "random": "random(*)",
-}  # fmt: skip
+_OF_TWO = """
+min:jnp.minimum max:jnp.maximum pow:jnp.power floordiv:floordiv mod:mod shl:shl shr:shr wrap:wrapped
+"""
+_OF_ONE = """
+exp:jnp.exp exp2:jnp.exp2 log:jnp.log log2:jnp.log2 log1p:jnp.log1p tanh:jnp.tanh sigmoid:lax.logistic
+sin:jnp.sin cos:jnp.cos tan:jnp.tan sqrt:jnp.sqrt rsqrt:lax.rsqrt erf:lax.erf isfinite:jnp.isfinite
+"""
+JNP: dict[str, str] = SHARED | calls("{}", "abs:jnp.abs sign:sign") | calls("{}, {}", _OF_TWO)
+JNP |= {"not": "jnp.logical_not({})", "where": "jnp.where({}, {}, {})"}
+JNP |= {"int": "to_int({})", "float": "{}.astype(Float)", "floor": "to_int(jnp.floor({}))"}
+JNP |= calls("{}", _OF_ONE) | {"random": "random(*)"}
 
 PRELUDE = parts(__package__, "jnp")
 
@@ -56,11 +55,9 @@ def operators(int64: bool = False, float64: bool = False) -> dict[str, Callable[
     import jax.numpy as jnp
     from jax import lax
 
-    names: dict[str, Any] = {
-        "jnp": jnp, "lax": lax,
-        "Int": jnp.int64 if int64 else jnp.int32, "Float": jnp.float64 if float64 else jnp.float32,
-        "WIDTH": 64 if int64 else 32, "LARGEST": 2.0**62 if int64 else 2147483520.0,
-    }  # fmt: skip
+    width, largest = (64, 2.0**62) if int64 else (32, 2147483520.0)
+    Int, Float = jnp.int64 if int64 else jnp.int32, jnp.float64 if float64 else jnp.float32
+    names: dict[str, Any] = {"jnp": jnp, "lax": lax, "Int": Int, "Float": Float, "WIDTH": width, "LARGEST": largest}
     for definition in PRELUDE.values():
         exec(definition, names)
 

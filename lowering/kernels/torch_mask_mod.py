@@ -25,22 +25,17 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, transform, uses, walk
 from frisket.dsl.types import BOOL
 
-from .expr import PRECEDENCE, PREFIX, SHARED, Text, named_lines
+from .expr import PRECEDENCE, PREFIX, SHARED, Language, Text, calls, named_lines
 from .text import Names, Page, parts
 
 NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
 
-TORCH: dict[str, str] = SHARED | {
-    "abs": "{}.abs()", "sign": "sign({})",
-    "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "torch.pow({}, {})",
-    "floordiv": "floordiv({}, {})", "mod": "mod({}, {})", "shl": "shl({}, {})", "shr": "shr({}, {})",
-    "wrap": "wrapped({}, {})", "not": "~{}", "where": "torch.where({}, {}, {})",
-    "int": "to_int({})", "float": "{}.to(torch.float64)", "floor": "to_int(torch.floor({}))",
-    "exp": "{}.exp()", "exp2": "{}.exp2()", "log": "{}.log()", "log2": "{}.log2()", "log1p": "{}.log1p()",
-    "tanh": "{}.tanh()", "sigmoid": "{}.sigmoid()", "sin": "{}.sin()", "cos": "{}.cos()", "tan": "{}.tan()",
-    "sqrt": "{}.sqrt()", "rsqrt": "{}.rsqrt()", "erf": "{}.erf()",
-    "isfinite": "{}.isfinite()", "random": "random",
-}  # fmt: skip
+_METHODS = "abs exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf isfinite"
+_OF_TWO = "min:minimum max:maximum pow:torch.pow floordiv:floordiv mod:mod shl:shl shr:shr wrap:wrapped"
+TORCH: dict[str, str] = SHARED | {n: f"{{}}.{n}()" for n in _METHODS.split()} | calls("{}, {}", _OF_TWO)
+TORCH |= {"sign": "sign({})", "not": "~{}", "where": "torch.where({}, {}, {})", "random": "random"}
+TORCH |= {"int": "to_int({})", "float": "{}.to(torch.float64)", "floor": "to_int(torch.floor({}))"}
+LANGUAGE = Language("torch", TORCH)
 
 PRELUDE = parts(__package__, "torch")
 
@@ -90,7 +85,7 @@ def _function(
 
     root = transform(root, _folded)
     users = Counter(a for node in walk(root) for a in dict.fromkeys(node.args))
-    lines, value = named_lines(root, leaf, TORCH, "torch", users, lambda: names.numbered("x"))
+    lines, value = named_lines(root, leaf, LANGUAGE, users, lambda: names.numbered("x"))
     body = Page()
     with body.block(f"def make({', '.join(known.values())}):"):
         with body.block(f"def {name}({'score, ' * scored}b, h, q_idx, kv_idx):"):

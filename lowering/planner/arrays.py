@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from frisket.dsl.ir import SIZES, Expr, walk
@@ -18,7 +18,7 @@ from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels import jnp_expr as expr_jnp
 from frisket.lowering.kernels import torch_mask_mod as expr_torch
-from frisket.lowering.kernels.expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Text, machine, printed
+from frisket.lowering.kernels.expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Language, Text, machine, printed
 from frisket.lowering.kernels.text import Names, Page, filled, parts
 
 from .planner import RANGES, SEARCHES, Planner
@@ -32,11 +32,10 @@ _JOINS = {"range_min": ("minimum", "maximum"), "range_max": ("maximum", "minimum
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """The vocabulary of one backend: operators (rows of `kernels.expr`), the functions their text calls, and a header
+    """The vocabulary of one backend: its language, the functions their text calls, and a header
     with the functions of `skeletons/headers.tpl`, in which `$int` and `$float` are dtypes."""
 
-    name: str
-    table: Mapping[str, str]
+    language: Language
     prelude: Callable[[tuple[Expr, ...]], str]
     header: str
     dtypes: tuple[tuple[str, str], tuple[str, str]]  # (Int, Float), without and with 64-bit integers
@@ -55,11 +54,9 @@ def _torch_prelude(roots: tuple[Expr, ...]) -> str:
     return "\n".join(text for name, text in expr_torch.PRELUDE.items() if f"{name}(" in rows and name not in in_header)
 
 
-JNP = Words(
-    "JAX", expr_jnp.JNP, _jnp_prelude, HEADERS["jnp"], (("jnp.int32", "jnp.float32"), ("jnp.int64", "jnp.float64")),
-    "jnp.inf",
-)  # fmt: skip
-TORCH = Words("torch", expr_torch.TORCH, _torch_prelude, HEADERS["torch"], (("", ""), ("", "")), "math.inf")
+_JNP_DTYPES = ("jnp.int32", "jnp.float32"), ("jnp.int64", "jnp.float64")
+JNP = Words(Language("JAX", expr_jnp.JNP), _jnp_prelude, HEADERS["jnp"], _JNP_DTYPES, "jnp.inf")
+TORCH = Words(expr_torch.LANGUAGE, _torch_prelude, HEADERS["torch"], (("", ""), ("", "")), "math.inf")
 
 
 def _plain(op: str, by: Expr) -> bool:
@@ -101,9 +98,7 @@ def of_sizes(e: Expr) -> bool:
 class PlannerBody:
     """The Exprs of a planner as lines of one language, and the names of what they read."""
 
-    def __init__(
-        self, plan: Planner, roots: Iterable[Expr], names: Names, table: Mapping[str, str], language: str
-    ) -> None:
+    def __init__(self, plan: Planner, roots: Iterable[Expr], names: Names, language: Language) -> None:
         self.plan, self.names, self.roots = plan, names, tuple(machine(e) for e in roots)
         self.known = {n: names.new(n) for n in (*plan.scalars, *plan.tables)}
         self.free = {n.name for n in walk(*self.roots) if n.op == "var"}
@@ -117,7 +112,7 @@ class PlannerBody:
         self.built: dict[str, str] = {}  # what is made of a table first: text -> name
         # an interval's k0 and k1 are the first and last key of the call, a piece's are its own
         when = {"q0": ROW, "q1": ROW} if plan.seen else WHEN
-        self.lines = printed(self.roots, table, self.leaf, lambda e, at: names.numbered("x"), language, when=when)
+        self.lines = printed(self.roots, language, self.leaf, lambda e, at: names.numbered("x"), when=when)
 
     def leaf(self, e: Expr, args: list[Text]) -> Text | None:
         """The text of what no operator table can write."""
@@ -151,7 +146,7 @@ class _ArrayBody(PlannerBody):
 
     def __init__(self, plan: Planner, words: Words, names: Names) -> None:
         self.words = words
-        super().__init__(plan, plan.roots, names, words.table, words.name)
+        super().__init__(plan, plan.roots, names, words.language)
 
     # -- leaves ---------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.dsl.work import wrapping
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.cpp.expr import BINDS, CPP
-from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Line, Text, machine
+from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Language, Line, Text, machine
 from frisket.lowering.kernels.text import Names, Page
 
 from .arrays import PlannerBody, sides
@@ -81,7 +81,7 @@ class _CppBody(PlannerBody):
     def __init__(self, plan: Planner) -> None:
         self.places, self.types = words(plan), table_types(plan)
         names = Names(re.findall(r"[A-Za-z_]\w*", prelude() + _IDS))
-        super().__init__(plan, map(wrapping, questions(plan)), names, {}, "C++")
+        super().__init__(plan, map(wrapping, questions(plan)), names, Language("C++", {}))
 
     # -- expressions --------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from frisket.dsl.ir import SIZES, Expr
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
-from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Text, machine
+from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Language, Text, machine
 from frisket.lowering.kernels.text import Names, Page, filled, parts
 from frisket.lowering.kernels.triton import expr as expr_triton
 
@@ -86,7 +86,7 @@ class _TritonBody(PlannerBody):
         self.types = table_types(plan)
         self.entries: dict[str, TablePointer] = {}
         self.ranges: dict[tuple[str, tuple[int, ...]], Ranged] = {}
-        super().__init__(plan, plan.roots, Names(_reserved_names()), TRITON, "Triton")
+        super().__init__(plan, plan.roots, Names(_reserved_names()), Language("Triton", TRITON))
 
     # -- expressions --------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_tpu import backward as pallas_tpu_backward
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
+from frisket.lowering.kernels.pallas_tpu.walk import TpuOptions
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, make_plan
 from frisket.runtime.backends.pallas_tpu import jax as runtime
 
@@ -73,8 +74,8 @@ def forward(
     target = runtime.target(plan, geometry, dtype, block)
     block = target.block_q, target.block_k
     walk, heads = shared(geometry, dtype, block)
-    flags = full, strided, False, full, heads, runtime.searches(walk)
-    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
+    options = pallas_tpu.ForwardOptions(strided, heads, runtime.searches(walk), sinks=full, lse_residual=full)
+    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, options)
     slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if full else {}).values())
     numbers = (
         walk,
@@ -118,8 +119,8 @@ def stored(
     target = runtime.target(plan, geometry, dtype)
     block = target.block_q, target.block_k
     walk, heads = shared(geometry, dtype, block)
-    flags = False, True, kv_dtype != dtype, False, heads, runtime.searches(walk)
-    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
+    options = pallas_tpu.ForwardOptions(True, heads, runtime.searches(walk), kv_8bit=kv_dtype != dtype)
+    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, options)
     pool = (100, page, 4) if page else (2, 4096, 4)
     tables = {"pages": ((2, 4096 // page) if page else (), "int32")} | dict.fromkeys(("start", "end"), ((2,), "int32"))
     tables |= dict.fromkeys(("k_scale", "v_scale"), (pool, "float32"))
@@ -155,8 +156,8 @@ def backward(
         walk, heads = causal_walk(geometry, block), 1
     else:
         walk, heads = shared(geometry, dtype, block)
-    flags = strided, heads, runtime.searches(walk)
-    made = runtime._gradient_kernel(which, plan, own, geometry, dtype, wanted, *flags)
+    options = TpuOptions(strided, heads, runtime.searches(walk))
+    made = runtime._gradient_kernel(which, plan, own, geometry, dtype, wanted, options)
     assert made is not None
     slots, tables = list(plan.slot_values({}).values()), [plan.table_values(case.tables)[t.name] for t in plan.tables]
 

@@ -12,7 +12,7 @@ from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import call as cpp_call
-from .forward import ARITHMETIC, CppKernel, part
+from .forward import ARITHMETIC, CppArrays, CppKernel, part
 
 OVER = {"head": "HEADS", "row": "ROWS_OF_QUERIES", "column": "COLUMNS", "diagonal": "DIAGONALS", "scatter": "ENTRIES"}
 ARGUMENTS = "const Fixed &fixed, const Row &row, const Column &column, Vec score"
@@ -29,13 +29,10 @@ class BackwardKernel(CppKernel):
     calling convention. `Call.gradients` has a zeroed buffer, or null where none is wanted, for each of
     `backward_of(plan).gradients`; so have dq, dk, dv. For one number of threads equal calls give equal bits."""
 
-    def __init__(
-        self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, named: bool = True,
-        permuted: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, plan: LoopPlan, target: Target, arrays: CppArrays, named: bool = True) -> None:
         if plan.weight is not None or plan.pages is not None:
             raise LoweringError("stored keys and values have no gradients; call the attention on plain arrays")
-        super().__init__(plan, target, head_dim, v_dim, dtype, named=named, permuted=permuted)
+        super().__init__(plan, target, arrays, named)
 
     def source_roots(self) -> dict[str, Expr | None]:
         derived = backward_of(self.plan)

@@ -19,21 +19,20 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.dsl.work import wrapping
 from frisket.lowering.kernels import expr as exprs
 
-CPP: dict[str, str] = exprs.SHARED | {
-    "abs": "magnitude({})", "sign": "sign({})",
-    "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "power({}, {})",
-    "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})", "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
-    **{f"wrapping_{op}": f"wrapping_{op}({{}}, {{}})" for op in ("add", "sub", "mul")},
-    "wrapping_neg": "wrapping_neg({})", "wrapping_shl": "shift_left({}, {})", "wrapping_pow": "power({}, {})",
-    "wrap": "wrapped({}, {})", "not": "!{}", "where": "select({}, {}, {})",
-    "int": "to_int({})", "float": "to_real({})", "floor": "to_int(floor({}))",
-    "exp": "exp({})", "exp2": "exp2({})", "log": "log({})", "log2": "log2({})", "log1p": "log1p({})",
-    "tanh": "tanh({})", "sigmoid": "sigmoid({})", "sin": "sin({})", "cos": "cos({})", "tan": "tan({})",
-    "sqrt": "sqrt({})", "rsqrt": "rsqrt({})", "erf": "erf({})",
-    "isfinite": "finite({})", "random": "uniform({})",
-    # the form that `prepared` gives to random
-    "seeded": "seeded({})", "stirred": "stirred({}, {})",
-}  # fmt: skip
+_OF_ONE = """
+abs:magnitude sign:sign int:to_int float:to_real exp:exp exp2:exp2 log:log log2:log2 log1p:log1p tanh:tanh
+sigmoid:sigmoid sin:sin cos:cos tan:tan sqrt:sqrt rsqrt:rsqrt erf:erf isfinite:finite random:uniform
+seeded:seeded wrapping_neg:wrapping_neg
+"""
+_OF_TWO = """
+min:minimum max:maximum pow:power floordiv:floordiv mod:modulo shl:shift_left shr:shift_right wrap:wrapped
+stirred:stirred wrapping_add:wrapping_add wrapping_sub:wrapping_sub wrapping_mul:wrapping_mul
+wrapping_shl:shift_left wrapping_pow:power
+"""
+# `seeded` and `stirred` are the form that `prepared` gives to random
+CPP: dict[str, str] = exprs.SHARED | exprs.calls("{}", _OF_ONE) | exprs.calls("{}, {}", _OF_TWO)
+CPP |= {"not": "!{}", "where": "select({}, {}, {})", "floor": "to_int(floor({}))"}
+LANGUAGE = exprs.Language("C++", CPP)
 
 _SIGNS = ("|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* /")  # from loose to tight
 BINDS = {sign: n for n, signs in enumerate(_SIGNS, 1) for sign in signs.split()}
@@ -42,6 +41,7 @@ WORD = ("seeded", "stirred")  # operators with a 32-bit word for a value
 FIRST = var("first")  # the first key of a vector
 WHEN = {**exprs.LEVELS, "first": exprs.COLUMN}
 VARIABLES = {"q": "row.q", "k": "column.k", "first": "column.first", "score": "score"}
+CPP_TYPES = {INT: ("Int", "Ints"), FLOAT: ("Real", "Vec"), BOOL: ("bool", "Bits")}  # of one value, and of a vector
 SPREAD = {INT: "ints({})", FLOAT: "reals({})", BOOL: "bits({})"}
 
 
@@ -161,9 +161,7 @@ class Forms:
 
     def type(self, node: Expr) -> str:
         """The C++ type of a value."""
-        one, many = ("Word", "Words") if node.op in WORD else {
-            INT: ("Int", "Ints"), FLOAT: ("Real", "Vec"), BOOL: ("bool", "Bits"),
-        }[node.type]  # fmt: skip
+        one, many = ("Word", "Words") if node.op in WORD else CPP_TYPES[node.type]
         return many if self.wide[node] else one
 
     def leaf(self, node: Expr, args: list[exprs.Text]) -> exprs.Text:
@@ -204,7 +202,7 @@ class Forms:
     def _operator(self, node: Expr, args: list[exprs.Text]) -> exprs.Text:
         row = CPP.get(node.op)
         if row is None:
-            raise exprs.unknown(node, "C++")
+            raise exprs.unknown(node, LANGUAGE.name)
         infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
         if infix is None and row[0] not in "-~!":
             args = self._spread(node, args)  # functions are overloaded for numbers or for vectors, not for both at once

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import COMPARISONS, TRUE, Expr, make, renamed, substitute, uses, var, walk
+from frisket.dsl.ir import COMPARISONS, SIZES, TRUE, Expr, make, renamed, substitute, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
@@ -45,24 +46,33 @@ COSTLY = frozenset("lookup pow exp exp2 log log2 log1p tanh sigmoid sin cos tan 
 KEYS = 16  # tiles of keys are whole vectors, the widest of which has 16 lanes
 
 
+@dataclass(frozen=True)
+class CppArrays:
+    """The properties of the arrays on which a kernel's text depends: head sizes, the dtype of q, k, v and out, that of
+    k and v where it is another one, of 8 bits, and whether tables give the order of rows."""
+
+    head_dim: int
+    v_dim: int
+    dtype: str
+    kv_dtype: str = ""
+    permuted: bool = False
+
+
 class CppKernel:
     """The parts of one C++ source, that of `int64_t frisket_forward(const Call *)` and the same behind XLA's calling
-    convention; the backward is written from them. `dtype` is that of q, k, v and out, `stored` that of k and v where it
-    is another one, of 8 bits. The same input gives the same text.
+    convention; the backward is written from them. The same input gives the same text.
 
     Numbers of the mask and score mod that no speed depends on are slots: the plan's, and behind them `literals`.
     Without `named` the text leaves out the user's names and numbers, so that masks of one shape are one text.
     """
 
-    def __init__(
-        self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "",
-        named: bool = True, permuted: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, plan: LoopPlan, target: Target, arrays: CppArrays, named: bool = True) -> None:
+        dtype, kv_dtype = arrays.dtype, arrays.kv_dtype
         if dtype not in DTYPES:
             raise LoweringError(f"the C++ kernels take {', '.join(DTYPES)}, not {dtype}; convert q, k and v")
-        if stored not in ("", dtype, *EIGHT):
+        if kv_dtype not in ("", dtype, *EIGHT):
             raise LoweringError(
-                f"the C++ kernels take k and v of {dtype} with such a q, or of {', '.join(EIGHT)}, not {stored}; "
+                f"the C++ kernels take k and v of {dtype} with such a q, or of {', '.join(EIGHT)}, not {kv_dtype}; "
                 "convert k and v"
             )
         if target.block_k % KEYS or target.block_q < 1:  # a vector of keys must not cross the end of a tile
@@ -70,9 +80,8 @@ class CppKernel:
                 f"C++ tiles have a multiple of {KEYS} keys, this one is {target.block_q} queries by "
                 f"{target.block_k} keys; take 64 by 64"
             )
-        self.plan, self.target, self.dtype, self.stored = plan, target, dtype, stored or dtype
-        self.head_dim, self.v_dim, self.named, self.permuted = head_dim, v_dim, named, permuted
-        self.double = dtype == "float64"
+        self.plan, self.target, self.arrays, self.named = plan, target, arrays, named
+        self.kv_dtype, self.double = kv_dtype or dtype, dtype == "float64"
         self.roots = self.source_roots()  # a method, since a backward has more functions
         paged = [t.name for t in plan.tables if plan.pages is not None and t.source in SCALES]
         self.ready = {
@@ -92,10 +101,8 @@ class CppKernel:
         self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64, self.lifted)
         self.locals = Names({*KEYWORDS, *NUMBERS, "distances", *self.names.values(), *self.lifted.values()})
         scale = self.ready.get("scale_of_value")  # kept for the rows, which would each look it up again
-        self.printed = expr.printed(
-            list(self.ready.values()), expr_cpp.CPP, self.forms.leaf, self._name, "C++",
-            inner=list(self.ready.values()), when=expr_cpp.WHEN, early=[] if scale is None else [scale],
-        )  # fmt: skip
+        inner, early = list(self.ready.values()), [] if scale is None else [scale]
+        self.printed = expr.printed(inner, expr_cpp.LANGUAGE, self.forms.leaf, self._name, inner, expr_cpp.WHEN, early)
         # of the prepared roots: a name that was simplified away needs no argument
         self.used = frozenset[str]().union(*map(uses, self.ready.values()))
         self.page = Page()
@@ -148,7 +155,9 @@ class CppKernel:
             *map(part, ARITHMETIC),
             self.expressions(),
             self.storage(),
-            *map(part, ("scores", "forward", *(["bytes"] if self.stored == "int8" else []), "forward_work", "decode")),
+            *map(
+                part, ("scores", "forward", *(["bytes"] if self.kv_dtype == "int8" else []), "forward_work", "decode")
+            ),
             self.entries(),
         ]
         return "\n".join(parts)
@@ -156,14 +165,13 @@ class CppKernel:
     def head(self) -> str:
         """The head of the source: a comment, the constants, and the record of a call."""
         page, t = Page(), self.target
-        real, half = DTYPES[self.dtype]
-        size = f"{self.head_dim}" if self.head_dim == self.v_dim else f"{self.head_dim} (values {self.v_dim})"
+        real, half = DTYPES[self.arrays.dtype]
+        dim, v_dim, dtype = self.arrays.head_dim, self.arrays.v_dim, self.arrays.dtype
+        size = f"{dim}" if dim == v_dim else f"{dim} (values {v_dim})"
         page.line("// Attention in C++, written by frisket for", "//")
         page.line(*(f"//     {line}".rstrip() for line in self._shown().split("\n")), "//")
-        note = "" if self.stored == self.dtype else f" beside keys and values of {self.stored}"
-        page.line(
-            f"// Head size {size}, {self.dtype}{note}; tiles of {t.block_k} keys by as many queries as the call says."
-        )
+        note = "" if self.kv_dtype == dtype else f" beside keys and values of {self.kv_dtype}"
+        page.line(f"// Head size {size}, {dtype}{note}; tiles of {t.block_k} keys by as many queries as the call says.")
         page.line("", "#include <stddef.h>", "#include <stdint.h>", "")
         page.line(f"#define REAL_BYTES {8 if self.double else 4}")
         page.line(f"#define INT_BYTES {8 if self.plan.int64 else 4}")
@@ -172,7 +180,7 @@ class CppKernel:
             page.line("#define SIX  // a matrix unit, if there is one, multiplies float32 by six products of bfloat16")
         page.line(f"typedef {'double' if self.double else 'float'} Real;  // scores, weights, sums")
         page.line(f"typedef {'int64_t' if self.plan.int64 else 'int32_t'} Int;")
-        entry, eight = EIGHT.get(self.stored, ("Entry", 0))
+        entry, eight = EIGHT.get(self.kv_dtype, ("Entry", 0))
         kinds = ", ".join(["0: as those of q", *(f"{n}: {x}" for x, (_, n) in EIGHT.items())])
         page.line(f"#define EIGHT {eight}  // entries of k and v are {kinds}")
         page.line(f"typedef {real} Entry;  // of q and out", f"typedef {entry} Stored;  // of k and v", "")
@@ -181,16 +189,19 @@ class CppKernel:
             page.line(f"const bool {name} = {'true' if root in self.ready else 'false'};")
         # constants rather than macros: the compiler checks the branches that it drops
         page.line(f"const bool BY_HEAD = {'true' if 'h' in self.used else 'false'};  // heads differ")
-        page.line(f"const bool MOVED = {'true' if self.permuted else 'false'};  // rows are in the order of tables")
+        page.line(
+            f"const bool MOVED = {'true' if self.arrays.permuted else 'false'};  // rows are in the order of tables"
+        )
         page.line("// Tiles without a predicate look at positions too.")
         page.line("const bool POSITIONS = SCORED || DROPPED || SCALED;", "")
         return f"{page}{cpp_call.text()}\nnamespace {{\n"
 
     def constants(self) -> dict[str, int]:
-        most = tallest(self.head_dim, self.v_dim, self.target.precision == "bf16x6")  # one text for every length
+        head_dim, v_dim = self.arrays.head_dim, self.arrays.v_dim
+        most = tallest(head_dim, v_dim, self.target.precision == "bf16x6")  # one text for every length
         # tiles of any call have to fit the buffers, whose size is a constant
         tile = {"BLOCK_Q": max(self.target.block_q, most), "BLOCK_K": self.target.block_k}
-        return tile | {"HEAD_DIM": self.head_dim, "V_DIM": self.v_dim, "PAGE": self.plan.page}
+        return tile | {"HEAD_DIM": head_dim, "V_DIM": v_dim, "PAGE": self.plan.page}
 
     def entries(self) -> str:
         """The exported functions of the kernels."""
@@ -411,10 +422,8 @@ LOOKUPS = ("lookup", "ahead", "behind")
 SINGLE = {INT: "Int", FLOAT: "Real", BOOL: "bool"}
 VALUES = {INT: "(Int){}.i", FLOAT: "(Real){}.f", BOOL: "{}.i != 0"}
 STORED = {INT: "Int", FLOAT: "Real", BOOL: "uint8_t"}
-SOURCES = {
-    "B": "call->size_b", "H": "call->size_h", "Q_LEN": "call->size_q", "KV_LEN": "call->size_k",
-    "b": "call->b_origin + batch", "h": "call->h_origin + head",
-}  # fmt: skip
+SOURCES = {name: f"call->size_{axis}" for name, axis in zip(SIZES, "bhqk", strict=True)}
+SOURCES |= {"b": "call->b_origin + batch", "h": "call->h_origin + head"}
 
 
 def spread(node: Expr, text: str) -> str:

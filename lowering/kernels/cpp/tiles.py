@@ -31,10 +31,10 @@ SIX_QUERIES, SIX_KEYS, SIX_DIM = 64, 1024, 64  # of a call whose float32 a matri
 MAX_DECODE_QUERIES = 16  # queries of a call that decodes: read once, in small steps
 
 
-def pays(g: Geometry, dtype: str, narrow: bool) -> bool:
+def pays(g: Geometry, dtype: str, is_local_window: bool) -> bool:
     """Whether a matrix unit of bfloat16 multiplies float32 faster than vectors do, in six products."""
     long = g.q_len >= SIX_QUERIES and g.kv_len >= SIX_KEYS and min(g.head_dim, g.v_dim) >= SIX_DIM
-    return dtype == "float32" and not g.kv_dtype and not narrow and long
+    return dtype == "float32" and not g.kv_dtype and not is_local_window and long
 
 
 @memo(group="expressions")
@@ -62,17 +62,19 @@ def _parts(e: Expr) -> list[Expr]:
     return [e] if uses(e) & {"q", "k"} else []
 
 
-def tiles(g: Geometry, dtype: str, narrow: bool, six: bool = False) -> tuple[int, int]:
-    """The queries and keys of a tile: `tiles(geometry, "float32", narrow=False)`. `narrow`: rows see few keys, or
-    several runs of them. `six`: float32 is multiplied on a matrix unit. All numbers of queries share a text."""
+def tiles(g: Geometry, dtype: str, is_local_window: bool, six: bool = False) -> tuple[int, int]:
+    """The queries and keys of a tile: `tiles(geometry, "float32", is_local_window=False)`. `is_local_window`: rows see
+    few keys, or several runs of them. `six`: float32 is multiplied on a matrix unit. All numbers of queries share a
+    text."""
     if six:
         return next((n for n in (192, 128) if g.batch * g.heads * -(-g.q_len // n) >= ITEMS * n // 192), 64), 64
     entry = 8 if dtype == "float64" else 4
     keys = 128 if dtype in ("bfloat16", "float16") or max(g.head_dim, g.v_dim) > 128 else 64
-    keys = 256 if dtype == "bfloat16" and not narrow and g.q_len > MAX_DECODE_QUERIES and g.kv_len >= 1024 else keys
+    many = g.q_len > MAX_DECODE_QUERIES and g.kv_len >= 1024
+    keys = 256 if dtype == "bfloat16" and not is_local_window and many else keys
     while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:
         keys //= 2
-    queries = 96 if narrow else tallest(g.head_dim, g.v_dim)
+    queries = 96 if is_local_window else tallest(g.head_dim, g.v_dim)
     if 0 < g.q_len <= MAX_DECODE_QUERIES:  # a tile full of queries needs no mask where they see all of its keys
         return g.q_len, keys
     while queries > 32 and g.batch * g.heads * -(-g.q_len // queries) < ITEMS:

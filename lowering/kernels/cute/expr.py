@@ -13,23 +13,23 @@ import re
 
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, INT, Type
-from frisket.lowering.kernels.expr import PRECEDENCE, PREFIX, SHARED, Text
+from frisket.lowering.kernels.expr import PRECEDENCE, PREFIX, SHARED, Language, Text, calls
 from frisket.lowering.kernels.text import parts
 from frisket.lowering.simplify.affine import interval
 
-CUTE: dict[str, str] = SHARED | {
-    "bitnot": "inverted({})", "not": "{} ^ True",  # see `operator`
-    "abs": "abs({})", "sign": "sign({})",
-    "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "cute.math.pow({}, {})",
-    "floordiv": "quotient({}, {})", "mod": "modulo({}, {})",
-    "shl": "shifted_left({}, {})", "shr": "shifted_right({}, {})", "where": "cute.where({}, {}, {})",
-    "wrap": "wrapped({}, {})", "int": "to_int({})", "float": "{}.to(Float32)", "floor": "to_int(cute.math.floor({}))",
-    "exp": "cute.math.exp({})", "exp2": "cute.math.exp2({})", "log": "cute.math.log({})",
-    "log2": "cute.math.log2({})", "log1p": "cute.math.log1p({})", "tanh": "cute.math.tanh({}, fastmath=True)",
-    "sigmoid": "sigmoid({})", "sin": "cute.math.sin({})", "cos": "cute.math.cos({})", "tan": "cute.math.tan({})",
-    "sqrt": "cute.math.sqrt({})", "rsqrt": "cute.math.rsqrt({})", "erf": "cute.math.erf({})",
-    "isfinite": "finite({})", "random": "random({})",
-}  # fmt: skip
+_OF_ONE = """
+abs:abs sign:sign int:to_int sigmoid:sigmoid isfinite:finite random:random
+exp:cute.math.exp exp2:cute.math.exp2 log:cute.math.log log2:cute.math.log2 log1p:cute.math.log1p
+sin:cute.math.sin cos:cute.math.cos tan:cute.math.tan sqrt:cute.math.sqrt rsqrt:cute.math.rsqrt erf:cute.math.erf
+"""
+_OF_TWO = """
+min:minimum max:maximum pow:cute.math.pow floordiv:quotient mod:modulo shl:shifted_left shr:shifted_right wrap:wrapped
+"""
+CUTE: dict[str, str] = SHARED | calls("{}", _OF_ONE) | calls("{}, {}", _OF_TWO)
+CUTE |= {"bitnot": "inverted({})", "not": "{} ^ True"}  # see `operator`
+CUTE |= {"where": "cute.where({}, {}, {})", "float": "{}.to(Float32)", "floor": "to_int(cute.math.floor({}))"}
+CUTE |= {"tanh": "cute.math.tanh({}, fastmath=True)"}
+LANGUAGE = Language("CuTe", CUTE)
 
 PRELUDE = parts(__package__, "functions")
 TYPES: dict[Type, str] = {BOOL: "Boolean", INT: "Int32"}  # Float32 beside them

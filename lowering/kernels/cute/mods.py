@@ -115,7 +115,7 @@ class _Writer:
         # a function has numbers from x0 on, whatever was written before: texts are compared
         names = Names({"grad", *POSITIONS.values(), *self.tables, *self.scalars, *expr.PRELUDE, "cute", "cutlass"})
         users = Counter(a for node in walk(root) for a in node.args)
-        lines, value = named_lines(root, self._leaf, expr.CUTE, "CuTe", users, lambda: names.numbered("x"))
+        lines, value = named_lines(root, self._leaf, expr.LANGUAGE, users, lambda: names.numbered("x"))
         page = Page()
         with page.block(self._head(name)):
             page.line(*self._arguments(root), *lines)

@@ -25,8 +25,9 @@ from frisket.dsl.work import HEAVY
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, levels
 from frisket.lowering.kernels.text import skeleton
+from frisket.lowering.kernels.triton.forward import NO_ARRAYS, OptionalArrays
 from frisket.lowering.kernels.triton.rows import RowKernel
-from frisket.lowering.kernels.triton.writer import Dims, TritonKernel, arguments, module, padded
+from frisket.lowering.kernels.triton.writer import Dims, KernelTraits, TritonKernel, arguments, module, padded
 from frisket.lowering.plan import LoopPlan, Target
 
 FORWARD, BLACKWELL, MODULE = (skeleton(__package__, name) for name in ("forward", "blackwell", "module"))
@@ -64,11 +65,9 @@ FUNCTIONS = {  # that not every kernel needs
 }
 
 
-def emit(
-    plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False
-) -> str:
+def emit(plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays = NO_ARRAYS) -> str:
     """The text of the forward's module: `emit(plan, target, Dims(128, 128, "bfloat16", group=4))`; the same input gives
-    the same text. `sinks`, `top` and `low` are those of Triton's forward; a LoweringError says what `refusal` says."""
+    the same text. A LoweringError says what `refusal` says."""
     if why := refusal(plan, dims):
         raise LoweringError(f"the Gluon kernel {why}\n  {INSTEAD}")
     groups, rows = groups_of(target.arch, dims.head_dim, dims.v_dim)
@@ -76,7 +75,7 @@ def emit(
         tile = f"{target.block_q} x {target.block_k}"
         raise LoweringError(f"the Gluon kernel tiles {groups * rows} queries and 32, 64 or 128 keys, not {tile}")
     kernel = BlackwellForward if target.arch == "sm_100" else GluonForward
-    writer = kernel(plan, target, dims, sinks, top, low)
+    writer = kernel(plan, target, dims, optional)
     return translated(module("Attention forward", plan, dims, [writer.kernel()], MODULE))
 
 
@@ -123,13 +122,13 @@ class GluonForward(RowKernel):
 
     skeleton = FORWARD
     of_group: tuple[str, ...] = ("q_full", "turns")  # barriers
-    gathers = False  # a vector of a tile's diagonals would take shared memory of both warp groups
 
-    def __init__(self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> None:
-        self.target, self.sinks, self.top, self.low = target, sinks, top, low
+    def __init__(self, plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays) -> None:
+        self.target, self.optional = target, optional
         self.keep_mask = [] if plan.keep_mask is None else [expr.machine(plan.keep_mask)]
         self.groups, self.queries = groups_of(target.arch, dims.head_dim, dims.v_dim)
-        super().__init__(plan, dims, target, self.keep_mask)
+        # a vector of a tile's diagonals would take shared memory of both warp groups
+        super().__init__(plan, dims, target, self.keep_mask, KernelTraits(gathers=False))
         self.spread = False  # only Triton's interpreter spreads a scalar Bool over a tile
 
     def kernel(self) -> TritonKernel:
@@ -148,7 +147,8 @@ class GluonForward(RowKernel):
         common, closed = super().holes(), self.closed_form()
         self.hoisted = set()  # lines so far are in the kernel, the next ones in `consume`, which computes them again
         rate = self.plan.rate
-        results = [("Top", self.top), ("Low", self.low), ("Sinks", self.sinks)]
+        optional = self.optional
+        results = [("Top", optional.row_max), ("Low", optional.lse_residual), ("Sinks", optional.sinks)]
         return {
             **common,
             **closed,
@@ -161,16 +161,16 @@ class GluonForward(RowKernel):
             "rows": self.queries,
             "halves": [{"half": half} for half in range(self.groups)],
             "results": "".join(f" {n}," for n, use in results if use),
-            "sinks": self.sinks,
-            "largest": self.top,
-            "low": self.low,
+            "sinks": optional.sinks,
+            "largest": optional.row_max,
+            "low": optional.lse_residual,
             "guard": self.plan.guard,
             "walk": "Spans, Count, entry, records" if self.tabled else "lo, full_lo, full_hi, hi",
             "passed": self._passed(common),
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
             "hoisted": self.before_tiles(),
             "tiles": self.tiles(),
-            "rescale": "rescale" if self.sinks else "1.0",
+            "rescale": "rescale" if optional.sinks else "1.0",
             "whole": "total" if rate is None else f"(total * (1.0 - {self.arguments[rate].name}))",
         }
 
@@ -189,16 +189,13 @@ class GluonForward(RowKernel):
         ahead = "gl.where(j < left, lo + j, j - left + full_hi)"
         first = {
             "which": "The first tile, with the mask even where it shows all.",
-            "tile": "gl.where(left > 0, lo, gl.where(borders > 0, full_hi, full_lo))", "range": "",
-        }  # fmt: skip
-        edge = {
-            "which": "Border tiles, before and behind the full ones: the mask is a predicate.",
-            "tile": ahead, "range": "1, borders",
-        }  # fmt: skip
-        full = {
-            "which": "Full tiles: every position is visible.",
-            "tile": "j - borders + full_lo", "range": "gl.maximum(borders, 1), hi - lo",
-        }  # fmt: skip
+            "tile": "gl.where(left > 0, lo, gl.where(borders > 0, full_hi, full_lo))",
+            "range": "",
+        }
+        which = "Border tiles, before and behind the full ones: the mask is a predicate."
+        edge = {"which": which, "tile": ahead, "range": "1, borders"}
+        which = "Full tiles: every position is visible."
+        full = {"which": which, "tile": "j - borders + full_lo", "range": "gl.maximum(borders, 1), hi - lo"}
         return [
             {**first, "loop": False, "running": 0, "border": True, **self.tile("inside"), "positioned": True},
             {**edge, "loop": True, "running": 1, "border": True, **self.tile("inside"), "positioned": True},
@@ -240,7 +237,7 @@ class BlackwellForward(GluonForward):
             "last": self.groups - 1,
             "width": width,
             "parts": padded(self.dims.v_dim) // width,
-            "slack": "" if self.top else f" + {SLACK}",
+            "slack": "" if self.optional.row_max else f" + {SLACK}",
             "warps": str([4] * (self.groups - 1) + [1, 1]),
             "registers": str([240] * (self.groups - 1) + [24, 24]),
         }

@@ -150,8 +150,9 @@ class _GpuKernel:
             hidden = [*assignments, f"p = jnp.where({value}, p, 0.0)"]
         # the axis across, whose last tile may be cut; of the own rows those outside are not stored
         block = "BLOCK_K" if self.owned == "q" else "BLOCK_Q"
-        lines += ["if border:", *(f"    {line}" for line in hidden), f"    if length % {block}:",
-                  f"        p = jnp.where(across(tile * {block} + steps_along(1) < length), p, 0.0)"]  # fmt: skip
+        lines += ["if border:", *(f"    {line}" for line in hidden)]
+        lines += [f"    if length % {block}:"]
+        lines += [f"        p = jnp.where(across(tile * {block} + steps_along(1) < length), p, 0.0)"]
         if self.plan.keep_mask is not None:
             assignments, value = self.e.written(self.plan.keep_mask, "r")
             lines += [*assignments, f"kept = jnp.where({value}, 1.0 / (1.0 - {self.plan.rate}), 0.0)"]
@@ -188,19 +189,28 @@ class _GpuKernel:
         owned, across = sides if self.owned == "q" else reversed(sides)
         check_tile(t, sides[owned], sides[across], g)
         shared = pallas_gpu.TEXT
+        functions = [shared["shared"], shared["interpreted" if self.interpretable else "on_device"]]
+        functions += [shared["pairs"] if self.owned == "q" else TEXT["pairs_turned"]] * bool(e.inputs.pairs)
+        if e.inputs.distances:
+            across_axis = "k" if self.owned == "q" else "q"
+            functions += ["\n\n", filled(shared["distances"], down=self.owned, across=across_axis)]
         narrow = [NARROW] if sides[across] == 32 else []
-        pairs = shared["pairs"] if self.owned == "q" else TEXT["pairs_turned"]
-        distances = filled(shared["distances"], down=self.owned, across="k" if self.owned == "q" else "q")
         head = filled(
             TEXT["head"],
             what=self.what,
             text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
-            block_q=t.block_q, block_k=t.block_k, own=owned, across=across, dim=dims(g.head_dim), dim_v=dims(g.v_dim),
-            group=g.heads // g.kv_heads, stages=stages(g, sides[owned], sides[across]), scale=repr(float(g.scale)),
+            block_q=t.block_q,
+            block_k=t.block_k,
+            own=owned,
+            across=across,
+            dim=dims(g.head_dim),
+            dim_v=dims(g.v_dim),
+            group=g.heads // g.kv_heads,
+            stages=stages(g, sides[owned], sides[across]),
+            scale=repr(float(g.scale)),
             narrow=narrow,
-            shared=(shared["shared"] + (shared["interpreted"] if self.interpretable else shared["on_device"])
-            + pairs * bool(e.inputs.pairs) + f"\n\n{distances}" * bool(e.inputs.distances)).strip("\n").splitlines(),
-        )  # fmt: skip
+            shared="".join(functions).strip("\n").splitlines(),
+        )
         products = TEXT["products_interpreted"] if self.interpretable else TEXT["products"]
         before = [*pallas_inputs.before(plan, e.inputs), *e.lined()]
         holes["walk"] = "GpuWalk.in_order" if owned == "q" else "pallas_gpu.walked"

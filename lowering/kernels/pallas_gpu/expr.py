@@ -19,17 +19,18 @@ from collections.abc import Iterable
 from frisket.dsl.ir import SIZES, Expr, make, substitute, walk
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.lowering.kernels import jnp_expr as expr_jnp
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, Text, levels, printed
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, Language, Text, calls, levels, printed
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import parts
 from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.plan import LoopPlan
 
-MOSAIC_GPU: dict[str, str] = expr_jnp.JNP | {
-    "not": "opposite({})", "where": "choose({}, {}, {})", "floor": "whole(to_int, {})", "pow": "power({}, {})",
-    "log1p": "log1p({})", "tanh": "tanh({})", "tan": "jnp.sin({0}) / jnp.cos({0})", "sqrt": "root({})",
-    "erf": "erf({})", "isfinite": "finite({})", "sign": "sign({})",
-}  # fmt: skip
+_OF_ONE = "not:opposite sqrt:root isfinite:finite log1p:log1p tanh:tanh erf:erf sign:sign"
+MOSAIC_GPU: dict[str, str] = expr_jnp.JNP | calls("{}", _OF_ONE)
+MOSAIC_GPU |= {"where": "choose({}, {}, {})", "pow": "power({}, {})"}
+MOSAIC_GPU |= {"floor": "whole(to_int, {})", "tan": "jnp.sin({0}) / jnp.cos({0})"}
+_SPREAD = calls("{}", "down:down across:across tiled:tiled tanh_approximate:tanh_approximate")
+LANGUAGE = Language("pallas-gpu", MOSAIC_GPU | _SPREAD)
 
 PRELUDE = {
     "look": pallas_inputs.TEXT["look"],
@@ -159,8 +160,7 @@ class Expressions:
         if known[root] == 0:  # a number has no tile to be spread over
             whole = make("tiled", (whole,), None, root.type)
         count = itertools.count()
-        rows = MOSAIC_GPU | {n: f"{n}({{}})" for n in ("down", "across", "tiled", "tanh_approximate")}
-        page = printed([whole], rows, _leaf, lambda e, level: f"{temporary}{next(count)}", "pallas-gpu", when=self.when)
+        page = printed([whole], LANGUAGE, _leaf, lambda e, level: f"{temporary}{next(count)}", when=self.when)
         return [f"{line.name} = {line.text}" for line in page.lines], page.values[whole]
 
     def _over(self, e: Expr, at: int, user: int) -> Expr:

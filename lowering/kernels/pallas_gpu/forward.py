@@ -147,12 +147,17 @@ def check_tile(target: Target, geometry: Geometry) -> None:
 
 
 def emit(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, interpreted: bool = False,
-    low: bool = False,
-) -> str:  # fmt: skip
-    """The source of a module, whose `attention_forward` gives (out, lse, largest score), and with `low` what rounding
-    took from lse; the same input gives the same text, which holds no length. `interpreted` text runs in Mosaic GPU's
-    interpreter, which has less."""
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    sinks: bool = False,
+    interpreted: bool = False,
+    lse_residual: bool = False,
+) -> str:
+    """The source of a module, whose `attention_forward` gives (out, lse, largest score), and with `lse_residual` what
+    rounding took from lse; the same input gives the same text, which holds no length. `interpreted` text runs in Mosaic
+    GPU's interpreter, which has less."""
     check_tile(target, geometry)
     if why := refused(plan, geometry, dtype, {}):
         raise LoweringError(why)
@@ -165,7 +170,9 @@ def emit(
     return filled(
         TEXT["forward"],
         text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
-        block_q=target.block_q, block_k=target.block_k, dim=dim,
+        block_q=target.block_q,
+        block_k=target.block_k,
+        dim=dim,
         dim_v=v_dim,
         group=geometry.heads // geometry.kv_heads,
         stages=min(target.num_stages, stages(target.block_q, target.block_k, dim, v_dim)),
@@ -181,18 +188,18 @@ def emit(
         score=([] if folded else ["s *= SCALE"]) + _written(plan, e, plan.score, "y", "s = {}"),
         seen=_written(plan, e, plan.mask, "x", "s = jnp.where({}, s, -jnp.inf)"),
         kept=_written(plan, e, plan.keep_mask, "z", "weights = jnp.where({}, p, 0.0)"),
-        finish=_finish(plan, sinks, low),
-        ends=["ends[wg, 2] = low"] if low else [],
-        stored=["plgpu.copy_smem_to_gmem(ends.at[wg, 2], low_ref.at[batch, head, line])"] if low else [],
-        low_ref=" low_ref," * low,
-        named=", low" * low,
-        rows=2 + low,
+        finish=_finish(plan, sinks, lse_residual),
+        ends=["ends[wg, 2] = low"] if lse_residual else [],
+        stored=["plgpu.copy_smem_to_gmem(ends.at[wg, 2], low_ref.at[batch, head, line])"] if lse_residual else [],
+        low_ref=" low_ref," * lse_residual,
+        named=", low" * lse_residual,
+        rows=2 + lse_residual,
         before=[*pallas_inputs.before(plan, e.inputs), *e.lined(), *["sinks = jnp.asarray(sinks, Float)"] * sinks],
         result="query" if dim == v_dim else "result",
         room="" if dim == v_dim else " result,",
         rooms=[] if dim == v_dim else ["plgpu.SMEM((2, HALF, DIM_V), dtype, transforms=TILED),"],
         fast=str(rough),
-    )  # fmt: skip
+    )
 
 
 def _lines(*texts: str) -> list[str]:
@@ -213,9 +220,9 @@ def _written(plan: LoopPlan, e: Expressions, root: Expr | None, temporary: str, 
     return [*e.each(plan, root), *assignments, use.format(value)]
 
 
-def _finish(plan: LoopPlan, sinks: bool, low: bool) -> list[str]:
-    """The lines of `lse`, `largest`, with `low` the rounding error of lse, and `weight`, the factor of the
-    accumulator."""
+def _finish(plan: LoopPlan, sinks: bool, lse_residual: bool) -> list[str]:
+    """The lines of `lse`, `largest`, `weight`, the factor of the accumulator, and with `lse_residual` of `low`, the
+    rounding error of lse."""
     # the kernel works in exponents of 2, which the machine has an instruction for
     lines = ["largest = top * LN2", "weight = 1.0"]
     if plan.guard:
@@ -233,7 +240,7 @@ def _finish(plan: LoopPlan, sinks: bool, low: bool) -> list[str]:
         lines += ["total = jnp.where(empty, 1.0, total)"]
     formula = "(top + jnp.log2(total)) * LN2"
     lines.append(f"lse = jnp.where(empty, -jnp.inf, {formula})" if plan.guard else f"lse = {formula}")
-    if low:
+    if lse_residual:
         formula = "(top - jnp.maximum(lse * LOG2E, LOWEST) + jnp.log2(total)) * LN2"
         lines += ["# by the product that the backward begins with, rounded, so that no compiler joins it to the sum"]
         lines.append(f"low = jnp.where(empty, 0.0, {formula})" if plan.guard else f"low = {formula}")

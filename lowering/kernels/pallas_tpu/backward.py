@@ -17,7 +17,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from types import MappingProxyType
 
 from frisket.dsl.ir import Expr, build, lit, param
 from frisket.dsl.show import show
@@ -29,14 +28,14 @@ from frisket.lowering.plan import Geometry, LoopPlan, Slot, TableUse, Target
 from . import inputs as pallas_inputs
 from .forward import check, head
 from .inputs import Down, TableInputs, place
-from .walk import TpuProgram, locate, names, passed, static_arguments
+from .walk import TpuOptions, TpuProgram, locate, names, passed, static_arguments
 
 TEXT = parts(__package__, "backward")
 LARGEST = 512  # a side of a tile that nobody asks for
 ONE = lit(1.0)
 ATOMS = r"[\w.]+(\[[\w., ]+\])?"
 LINES = "lines = (q_tiles * BLOCK_Q + k_tiles * BLOCK_K) // 128  # of sums by distance"
-NONE: Mapping[int, Gradient] = MappingProxyType({})
+DEFAULTS = TpuOptions()
 CAST = [
     "dtype = query.dtype  # TPUs compute no float16",
     "query, key, value, dout = (x.astype(Float) for x in (query, key, value, dout))",
@@ -72,39 +71,43 @@ def with_tiles(target: Target) -> Target:
 
 
 def dq(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: Collection[str], strided: bool = True,
-    together: int = 1, search: bool = False,
-) -> Source | None:  # fmt: skip
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    grad_names: Collection[str],
+    options: TpuOptions = DEFAULTS,
+) -> Source | None:
     """The kernel that owns rows of query tiles; None where no gradient of it is wanted."""
     mine = {i: g for i, g in captured(plan, grad_names) if g.over in ("head", "row", "diagonal")}
     arrays = {"q"} & set(grad_names)
     if not mine and not arrays:
         return None
-    return _TpuQueryGradients(
-        plan, target.dq or target, geometry, dtype, mine, arrays, strided=strided, together=together, search=search
-    ).source()
+    return _TpuQueryGradients(plan, target.dq or target, geometry, dtype, options, mine, arrays).source()
 
 
 def dkv(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: Collection[str], strided: bool = True,
-    search: bool = False,
-) -> Source | None:  # fmt: skip
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    grad_names: Collection[str],
+    options: TpuOptions = DEFAULTS,
+) -> Source | None:
     """The kernel that owns rows of key tiles; None where no gradient of it is wanted."""
     mine = {i: g for i, g in captured(plan, grad_names) if g.over == "column"}
     arrays = {"k", "v"} & set(grad_names)
     if not mine and not arrays:
         return None
-    return _TpuKeyGradients(
-        plan, target.dkv or target, geometry, dtype, mine, arrays, strided=strided, search=search
-    ).source()
+    return _TpuKeyGradients(plan, target.dkv or target, geometry, dtype, options, mine, arrays).source()
 
 
 def terms(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, n: int, strided: bool = True, search: bool = False
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, n: int, options: TpuOptions = DEFAULTS
 ) -> Source:
     """The kernel of the shares of all positions in the gradient of this number."""
     gradients = {n: backward_of(plan).gradients[n]}
-    return _Terms(plan, target.dq or target, geometry, dtype, gradients, strided=strided, search=search).source()
+    return _Terms(plan, target.dq or target, geometry, dtype, options, gradients).source()
 
 
 def captured(plan: LoopPlan, grad_names: Collection[str]) -> list[tuple[int, Gradient]]:
@@ -120,10 +123,15 @@ class _TpuKernel:
     zeros: tuple[str, ...] = ()  # operands that the first result begins as
 
     def __init__(
-        self, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, gradients: Mapping[int, Gradient] = NONE,
-        arrays: Collection[str] = (), *, strided: bool = True, together: int = 1, search: bool = False,
-    ) -> None:  # fmt: skip
-        """`strided` and `together` are as of `TableInputs`, `search` as of `forward.emit`."""
+        self,
+        plan: LoopPlan,
+        target: Target,
+        geometry: Geometry,
+        dtype: str,
+        options: TpuOptions,
+        gradients: Mapping[int, Gradient],
+        arrays: Collection[str] = (),
+    ) -> None:
         check(plan, target, dtype)
         derived = backward_of(plan)
         self.plan, self.target, self.geometry, self.dtype = plan, target, geometry, dtype
@@ -132,9 +140,9 @@ class _TpuKernel:
         self.inner = bool({"q", "k"} & set(arrays) or gradients)  # whether dm is wanted; for dv alone p suffices
         # a full tile has no empty row: its scores are -inf only where a score mod makes them so
         self.careful = derived.guard or (plan.guard and plan.score is not None)
-        self.group, self.search = geometry.heads // geometry.kv_heads, search
+        self.group, self.search = geometry.heads // geometry.kv_heads, options.search
         keys = self.down == "k"
-        self.program = TpuProgram(self.group if keys else together, self.group, keys)
+        self.program = TpuProgram(self.group if keys else options.program_heads, self.group, keys)
         self.survivor = build("div", ONE, build("sub", ONE, param(plan.rate, FLOAT))) if plan.rate else None
         roots = [
             plan.mask,
@@ -144,7 +152,8 @@ class _TpuKernel:
             self.survivor,
             *(g.weight for g in gradients.values()),
         ]
-        self.inputs: TableInputs = place([e for e in roots if e is not None], self.down, strided, together)
+        present = [e for e in roots if e is not None]
+        self.inputs: TableInputs = place(present, self.down, options.strided, options.program_heads)
         self.turned = "{}.swapaxes(1, 2)" + (".astype(dtype)" if dtype == "float16" else "")
         self.functions: list[str] = []
         self.scratch: list[str] = []
@@ -399,10 +408,9 @@ class _Terms(_TpuQueryRows):
     def build(self) -> list[str]:
         self.numbers()
         ((i, g),) = self.gradients.items()
-        self.gives(
-            i, "terms", "pl.BlockSpec((1, 1, BLOCK_Q, BLOCK_K), lambda *at: place(*at))", "zeros.shape, Float", "{}",
-            f"what positions add to that of {self.read(g)}, in whole tiles [batch, heads, .., ..]",
-        )  # fmt: skip
+        spec = "pl.BlockSpec((1, 1, BLOCK_Q, BLOCK_K), lambda *at: place(*at))"
+        description = f"what positions add to that of {self.read(g)}, in whole tiles [batch, heads, .., ..]"
+        self.gives(i, "terms", spec, "zeros.shape, Float", "{}", description)
         self.start.append("terms_ref[0, 0] = jnp.zeros((BLOCK_Q, BLOCK_K), Float)")  # where the row visits nothing
         assignments, added = self.times("ds", g.weight)
         return [*self.tile(), *assignments, *self.present(added), "terms_ref[0, 0] = present"]

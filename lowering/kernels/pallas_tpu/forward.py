@@ -6,6 +6,7 @@ The walk over the tiles is `walk.py`, what expressions read is `inputs.py`; both
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from textwrap import wrap
 
 from frisket.dsl.errors import LoweringError
@@ -84,9 +85,14 @@ def check(plan: LoopPlan, target: Target, dtype: str) -> None:
 
 
 def head(
-    title: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, needs_math: bool,
-    constants: Collection[str] = (),
-) -> str:  # fmt: skip
+    title: str,
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    needs_math: bool,
+    constants: Collection[str],
+) -> str:
     """The head of the module: a docstring of its computation, imports, constants."""
     return filled(
         TEXT["head"],
@@ -103,19 +109,26 @@ def head(
     )
 
 
-def emit(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, strided: bool = True,
-    narrow: bool = False, low: bool = False, together: int = 1, search: bool = False,
-) -> str:  # fmt: skip
+@dataclass(frozen=True)
+class ForwardOptions(pallas_walk.TpuOptions):
+    """The facts of a call that the text of the forward depends on, besides those of the device and the walk."""
+
+    sinks: bool = False  # the call has attention sinks
+    kv_8bit: bool = False  # keys and values have 8 bits: they are converted tile by tile
+    lse_residual: bool = False  # the rounding error of lse is a result too, which a backward takes
+
+
+DEFAULTS = ForwardOptions()
+
+
+def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, options: ForwardOptions = DEFAULTS) -> str:
     """The source of a module. Its `attention_forward(query, key, value, walk, origin, sizes, slots, tables, sinks)`
-    takes JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `walk.TpuWalk`, with
-    `search` a `walk.TpuSearch`, and numbers and tables in the order of the plan; it gives (out, lse, top). With `sinks`
-    it has them; `strided` is as of `TableInputs`; `narrow` says that keys and values have 8 bits: they are converted
-    tile by tile; `low` asks for the rounding error of lse too, which a backward takes; `together` query heads of a
-    group are one program."""
+    takes JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `walk.TpuWalk` or
+    `walk.TpuSearch`, and numbers and tables in the order of the plan; it gives (out, lse, top)."""
     check(plan, target, dtype)
-    inputs = pallas_inputs.place(roots(plan), strided=strided, together=together)
-    program = pallas_walk.TpuProgram(together, geometry.heads // geometry.kv_heads)
+    sinks, search, lse_residual = options.sinks, options.search, options.lse_residual
+    inputs = pallas_inputs.place(roots(plan), strided=options.strided, program_heads=options.program_heads)
+    program = pallas_walk.TpuProgram(options.program_heads, geometry.heads // geometry.kv_heads)
     words = program.holes
     walk = pallas_walk.names(search)
     numbers = [*walk, "ints", "q_origin", "k_origin", *pallas_inputs.floats(plan), *["sinks"] * sinks]
@@ -130,12 +143,13 @@ def emit(
     lengths = ["q_len", "kv_len"] if unwritten else ["kv_len"]
     blocks = inputs.blocks
     shapes = [f"{n}_shape" for n in inputs.picked]
+    at_key = TEXT["at_page" if plan.pages else "at_key"]
     return head("Attention forward", plan, target, geometry, dtype, inputs.needs_math, program.constants) + filled(
         TEXT["skeleton"],
         **words,
         wide=pallas_inputs.TEXT["wide"].strip().splitlines(),
         definitions=_paged(plan, target, parts) + pallas_inputs.definitions(inputs, turns=unwritten),
-        locate=pallas_walk.locate(search, together, grouped=False).splitlines(),
+        locate=pallas_walk.locate(search, options.program_heads, grouped=False).splitlines(),
         walk=", ".join(walk),
         tables=len(walk),
         sizes=pallas_walk.static_arguments(search, False, words["programs"], "q_tiles", "k_tiles"),
@@ -146,20 +160,20 @@ def emit(
         turned=pallas_inputs.turned(inputs),
         here=pallas_inputs.coordinate_lines(plan, inputs),
         score=_assigned(plan.score, inputs, "y", "s = jnp.broadcast_to({}, s.shape)"),
-        stored=[f"v = {_together(value, narrow)}"],
-        keys=_together(key, narrow),
+        stored=[f"v = {_together(value, options.kv_8bit)}"],
+        keys=_together(key, options.kv_8bit),
         seen=_seen(plan, inputs, unwritten),
         drop=_assigned(plan.keep_mask, inputs, "z", "p = jnp.where({}, p, 0.0)"),
         # in a tile with the mask a weight may be the scale of a value that was never written
         weigh=_assigned(plan.weight, inputs, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)"),
         sink=TEXT["sink"].strip().splitlines() if sinks else [],
-        low_ref=" low_ref," * low,
-        low=filled(TEXT["low"], part=words["part"]).splitlines() if low else [],
-        named=", low" * low,
-        rows=2 + low,
+        low_ref=" low_ref," * lse_residual,
+        low=filled(TEXT["low"], part=words["part"]).splitlines() if lse_residual else [],
+        named=", low" * lse_residual,
+        rows=2 + lse_residual,
         out=_out(plan, sinks, words["own"]),
         lengths=_lengths(plan),
-        cast=[] if dtype != "float16" else CAST_QUERY if narrow else CAST_ALL,
+        cast=[] if dtype != "float16" else CAST_QUERY if options.kv_8bit else CAST_ALL,
         narrowed=".astype(dtype)" if dtype == "float16" else "",
         before=[
             *pallas_inputs.before(plan, inputs),
@@ -173,9 +187,7 @@ def emit(
             + [inputs.picked.get(n, n) for n in inputs.scalars]
         ),
         number=len(numbers) + len(inputs.scalars),
-        at_key=filled(
-            TEXT["at_page" if plan.pages else "at_key"], pages=3 + len(numbers) - 1 - 2, kv_head=words["kv_head"],
-        ).splitlines(),
+        at_key=filled(at_key, pages=3 + len(numbers) - 1 - 2, kv_head=words["kv_head"]).splitlines(),
         of_keys=_specs(plan, parts),
         given=", ".join([f"{n}={n}" for n in lengths] + [f"{n}_shape={n}.shape" for n in inputs.picked]),
         specs=pallas_inputs.specs(inputs),
@@ -183,7 +195,7 @@ def emit(
         operands=", ".join(
             ["*scalars", "query", "key, value" if parts == 1 else "*[key] * PARTS, *[value] * PARTS", *blocks]
         ),
-    )  # fmt: skip
+    )
 
 
 def _paged(plan: LoopPlan, target: Target, parts: int) -> list[str]:
@@ -211,11 +223,11 @@ def _specs(plan: LoopPlan, parts: int) -> list[str]:
     return [f"*(pl.BlockSpec((1, 1, ROWS, {n}), at_page(part)) for part in range(PARTS))," for n in ("dim", "v_dim")]
 
 
-def _together(names: list[str], narrow: bool) -> str:
+def _together(names: list[str], kv_8bit: bool) -> str:
     """The text of the keys or values of a tile, in the dtype of the queries."""
     if len(names) > 1:
         return f"together(q_ref.dtype, {', '.join(names)})"
-    return f"{names[0]}[0, 0]{'.astype(q_ref.dtype)' if narrow else ''}"
+    return f"{names[0]}[0, 0]{'.astype(q_ref.dtype)' if kv_8bit else ''}"
 
 
 def _seen(plan: LoopPlan, inputs: pallas_inputs.TableInputs, unwritten: bool) -> list[str]:

@@ -25,7 +25,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, param, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.derive import over
-from frisket.lowering.kernels.expr import ATOM, COMPARISON, PREFIX, Text, machine, printed
+from frisket.lowering.kernels.expr import ATOM, COMPARISON, PREFIX, Language, Text, machine, printed
 from frisket.lowering.kernels.jnp_expr import JNP, prelude
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import LoopPlan
@@ -62,7 +62,7 @@ class TableInputs:
     roots: tuple[Expr, ...]
     down: Down
     strided: bool = True  # TPUs from v5 on roll each row by another number
-    together: int = 1  # query heads of a program, each with values of the positions down
+    program_heads: int = 1  # query heads of a program, each with values of the positions down
     heads: dict[Expr, str] = field(default_factory=dict)
     queries: dict[Expr, str] = field(default_factory=dict)
     keys: dict[Expr, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class TableInputs:
     @property
     def scratch_index(self) -> str:
         """The index of a head's share of scratch."""
-        return "..." if self.together == 1 else "part"
+        return "..." if self.program_heads == 1 else "part"
 
     def outside(self) -> dict[Expr, str]:
         """The nodes computed before the kernel."""
@@ -113,9 +113,9 @@ class TableInputs:
         return [*self.queries.values(), *self.keys.values(), *self.distances.values(), *self.pairs.values()]
 
 
-def place(roots: Iterable[Expr], down: Down = "q", strided: bool = True, together: int = 1) -> TableInputs:
+def place(roots: Iterable[Expr], down: Down = "q", strided: bool = True, program_heads: int = 1) -> TableInputs:
     """Decide for every lookup of these expressions how its values reach the kernel."""
-    inputs = TableInputs(tuple(mosaic(e) for e in roots), down, strided, together)
+    inputs = TableInputs(tuple(mosaic(e) for e in roots), down, strided, program_heads)
     for root in inputs.roots:
         _place(root, inputs)
     for node in inputs.left():
@@ -204,7 +204,7 @@ def written(
 
     count = itertools.count()
     root = substitute(root, at_hand)
-    page = printed([root], JNP, leaf, lambda e, level: f"{temporary}{next(count)}", "pallas-tpu")
+    page = printed([root], Language("pallas-tpu", JNP), leaf, lambda e, level: f"{temporary}{next(count)}")
     return [f"{line.name} = {line.text}" for line in page.lines], page.values[root]
 
 
@@ -259,12 +259,17 @@ def definitions(inputs: TableInputs, turns: bool = False) -> list[str]:
     """The constants and functions that the kernel and the code before it need, above the kernel; with `turns` the
     kernel has use for `turned` itself."""
     constants, functions = prelude(*inputs.roots)
-    optional = (
-        (TEXT["look"], inputs.outside()), (TEXT["turn"], inputs.scratch_values or turns), (TEXT["pick"], inputs.picked),
-        (TEXT["share"], inputs.blocks), (TEXT["per_query"], inputs.queries), (TEXT["per_key"], inputs.keys),
-        (TEXT["per_pair"], inputs.pairs), (_distances(inputs), inputs.distances),
-    )  # fmt: skip
-    functions += [what for what, needed in optional if needed]
+    optional: dict[str, object] = {
+        "look": inputs.outside(),
+        "turn": inputs.scratch_values or turns,
+        "pick": inputs.picked,
+        "share": inputs.blocks,
+        "per_query": inputs.queries,
+        "per_key": inputs.keys,
+        "per_pair": inputs.pairs,
+    }
+    functions += [TEXT[name] for name, needed in optional.items() if needed]
+    functions += [_distances(inputs)] if inputs.distances else []
     return constants + [line for what in functions for line in f"\n\n{what.strip()}".splitlines()]
 
 
@@ -302,7 +307,7 @@ def turned(inputs: TableInputs) -> list[str]:
 
 def scratch(inputs: TableInputs) -> list[str]:
     """The scratch arrays of a row of tiles."""
-    size = ("" if inputs.together == 1 else "HEADS, ") + ("BLOCK_Q" if inputs.down == "q" else "BLOCK_K")
+    size = ("" if inputs.program_heads == 1 else "HEADS, ") + ("BLOCK_Q" if inputs.down == "q" else "BLOCK_K")
     return [f"pltpu.VMEM(({size}, 1), {memory(e.type)})," for e in inputs.scratch_values]
 
 

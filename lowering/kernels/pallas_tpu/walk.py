@@ -68,6 +68,23 @@ class TpuSearch(NamedTuple):
     records: Any
 
 
+@dataclass(frozen=True)
+class TpuOptions:
+    """The facts of a device and of a walk that the text of a kernel depends on."""
+
+    strided: bool = True  # TPUs from v5 on roll each row by another number
+    program_heads: int = 1  # query heads of a group that are one program
+    search: bool = False  # the walk is a `TpuSearch`
+
+
+class WalkHeads(NamedTuple):
+    """The query heads of a program: `group` of a key head, of which `fold` repeat one walk, or `parts` of one slice."""
+
+    group: int
+    fold: int
+    parts: int
+
+
 def names(search: bool) -> tuple[str, ...]:
     """The vectors of a walk, as kernels call them."""
     return (TpuSearch if search else TpuWalk)._fields[1:]
@@ -103,7 +120,7 @@ def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1, parts: int = 
         room = _steps_at_most(length, fold * parts)
     bits = [(n - 1).bit_length() for n in (rows, max(group, parts), columns)]
     if room and slices * room <= words and sum(bits) + FLAGS < 32:
-        return _listed(xp, bounds, length, programs, group, fold, parts, room, bits)
+        return _listed(xp, bounds, length, programs, WalkHeads(group, fold, parts), room, bits)
     return _search(xp, bounds, length, _repeated(slice_of[:, ::fold]), most // parts, fold)
 
 
@@ -116,9 +133,9 @@ def _steps_at_most(length: Any, times: int) -> int:
 
 
 def _listed(
-    xp: Any, bounds: Any, length: Any, slice_of: NDArray[np.int32], group: int, fold: int, parts: int, room: int,
-    bits: list[int],
-) -> TpuWalk:  # fmt: skip
+    xp: Any, bounds: Any, length: Any, slice_of: NDArray[np.int32], heads: WalkHeads, room: int, bits: list[int]
+) -> TpuWalk:
+    group, fold, parts = heads
     bounds, length = xp.tile(bounds, (1, 1, fold, 1)), xp.tile(length, (1, 1, fold))
     slices, _, number = length.shape
     seen = length.sum(-1) > 0

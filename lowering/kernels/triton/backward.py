@@ -27,9 +27,14 @@ DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole 
 
 
 def emit(
-    plan: LoopPlan, target: Target, dims: writer.Dims, grad_names: Collection[str], *, dlse: bool = True,
+    plan: LoopPlan,
+    target: Target,
+    dims: writer.Dims,
+    grad_names: Collection[str],
+    *,
+    dlse: bool = True,
     listed: Collection[str] = (),
-) -> str:  # fmt: skip
+) -> str:
     """The text of the backward's module: `emit(plan, target, Dims(128, 128, "bfloat16"), {"q", "k", "v"})`. The kernels
     compute the gradients of the arrays, tables and slots in `grad_names` (plan names), with or without a cotangent of
     lse; the same input gives the same text. A table lists the programs of the kernels that are `listed`, of which
@@ -40,9 +45,14 @@ def emit(
 
 
 def kernels(
-    plan: LoopPlan, target: Target, dims: writer.Dims, grad_names: Collection[str], *, dlse: bool = True,
+    plan: LoopPlan,
+    target: Target,
+    dims: writer.Dims,
+    grad_names: Collection[str],
+    *,
+    dlse: bool = True,
     listed: Collection[str] = (),
-) -> list[writer.TritonKernel]:  # fmt: skip
+) -> list[writer.TritonKernel]:
     """The kernels that these gradients take. Of `target` their text depends on the order of rows, the precision, tensor
     descriptors and on whether each thread of dkv has a load of two numbers of a query."""
     if dims.kv_dtype:
@@ -89,14 +99,14 @@ class _DqKernel(GradientKernel):
         self, plan: LoopPlan, target: Target, dims: writer.Dims, grad_names: Collection[str], listed: bool = False
     ) -> None:
         self.dq = "q" in grad_names
-        self.listed = self.parted = listed
         summed = [s for s in sums(plan, grad_names) if s.along == "q"]
-        super().__init__(plan, target, dims, summed, slope=self.dq, gradients="q" * self.dq)
+        traits = writer.KernelTraits(listed=listed, parted=listed)
+        super().__init__(plan, target, dims, traits, "q" * self.dq, summed)
         self.described = target.descriptors and describable(plan, dims)
 
     def kernels(self) -> list[writer.TritonKernel]:
         kernel = writer.launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
-        return [kernel, *[self.part.kernel("attention_dq_sums", "q_len", self.buffers())] * self.listed]
+        return [kernel, *[self.part.kernel("attention_dq_sums", "q_len", self.buffers())] * self.traits.listed]
 
     def holes(self) -> dict[str, Any]:
         return {
@@ -112,18 +122,23 @@ class _DkvKernel(GradientKernel):
     """The kernel of dk and dv, or of one of them, and of sums of captured gradients over queries."""
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: writer.Dims, grad_names: Collection[str], listed: bool = False,
+        self,
+        plan: LoopPlan,
+        target: Target,
+        dims: writer.Dims,
+        grad_names: Collection[str],
+        listed: bool = False,
         name: str = "attention_dkv",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.dk, self.dv = "k" in grad_names, "v" in grad_names
-        self.listed = self.parted = listed
         known = writer.arguments(plan)
         self.rows_of_tables = {known[n].name: axis for n, axis in writer.rows_of_tables(plan).items()}
         self.by_pairs = 2 * target.block_q >= WARP * target.num_warps
         summed = [s for s in sums(plan, grad_names) if s.along == "k"]
         written = [n for n in "kv" if n in grad_names]
-        super().__init__(plan, target, dims, summed, slope=self.dk, swapped=True, gradients=written)
+        traits = writer.KernelTraits(swapped=True, listed=listed, parted=listed)
+        super().__init__(plan, target, dims, traits, written, summed)
         self.described = target.descriptors and describable(plan, dims)
 
     def address(self, table: writer.Argument, args: Sequence[Text]) -> str:
@@ -141,7 +156,7 @@ class _DkvKernel(GradientKernel):
     def kernels(self) -> list[writer.TritonKernel]:
         grid, text = self.grid_of("key tiles", "key heads"), self.filled(DKV)
         kernel = writer.launched(self.name, text, grid, self.target, swapped=True)
-        return [kernel, *[self.part.kernel(f"{self.name}_sums", "kv_len", self.buffers())] * self.listed]
+        return [kernel, *[self.part.kernel(f"{self.name}_sums", "kv_len", self.buffers())] * self.traits.listed]
 
     def holes(self) -> dict[str, Any]:
         return {

@@ -27,7 +27,7 @@ from frisket.lowering.plan import LoopPlan, Target
 from .forward import PartSums
 from .rows import RowKernel
 from .units import machine
-from .writer import Dims, TritonKernel, arguments, check_tile, launched, masked, module, reserved_names
+from .writer import Dims, KernelTraits, TritonKernel, arguments, check_tile, launched, masked, module, reserved_names
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,24 @@ class GradientKernel(RowKernel):
     weights of a tile before dropout, `dm` is the cotangent of its modified scores, `ds` the cotangent of the plain
     ones.
 
-    `slope` says that the kernel wants ds, `summed` are the sums it takes of dm; where it wants neither, p suffices.
-    `others` are other expressions that it uses per position, `gradients` those among "qkv" that it writes."""
-
-    selects = True
+    `gradients` are those among "qkv" that the kernel writes: those of q and k want ds. `summed` are the sums it takes
+    of dm; where it wants neither, p suffices. `others` are other expressions that it uses per position."""
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: Dims, summed: Iterable[Sum], *, slope: bool, swapped: bool = False,
-        others: Iterable[Expr] = (), gradients: Iterable[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        plan: LoopPlan,
+        target: Target,
+        dims: Dims,
+        traits: KernelTraits,
+        gradients: Collection[str] = (),
+        summed: Iterable[Sum] = (),
+        others: Iterable[Expr] = (),
+    ) -> None:
         check_tile(target)
         self.target = target
         derived = backward_of(plan)
         self.careful = derived.guard  # 0 * inf is NaN where nothing is seen
+        slope = bool({"q", "k"}.intersection(gradients))
         self.slope = machine(derived.slope, dims) if slope and derived.slope is not None else None
         self.keep_mask = None if plan.keep_mask is None else expr.machine(plan.keep_mask)
         self.sums = [(s, machine(s.gradient.weight, dims)) for s in summed]
@@ -81,14 +86,15 @@ class GradientKernel(RowKernel):
         arrays = [
             (f"D{n.upper()}", f"d{n}", "e" if n == "v" and dims.v_dim != dims.head_dim else "d") for n in gradients
         ]
-        self.part = PartSums(dims, arrays, [(s.buffer, s.total) for s, _ in self.sums], dims.group if swapped else 1)
+        heads = dims.group if traits.swapped else 1
+        self.part = PartSums(dims, arrays, [(s.buffer, s.total) for s, _ in self.sums], heads)
         # what is None here is not written: its nodes would take registers
         more = [e for e in (self.slope, self.keep_mask, *(w for _, w in self.sums), *others) if e is not None]
-        super().__init__(plan, dims, target, more, swapped=swapped)
+        super().__init__(plan, dims, target, more, replace(traits, selects=True))
         self.full = [*self.score, *more]  # what full tiles ask for
 
     def holes(self) -> dict[str, Any]:
-        axis, index, block = ("k", "columns", "BLOCK_K") if self.swapped else ("q", "rows", "BLOCK_Q")
+        axis, index, block = ("k", "columns", "BLOCK_K") if self.traits.swapped else ("q", "rows", "BLOCK_Q")
         # without a slope ds is dm itself, and one name is enough for both
         ds = "ds" if self.slope is not None or not self.sums else "dm"
         common = super().holes()
@@ -110,7 +116,7 @@ class GradientKernel(RowKernel):
             "buffers": self.buffers(),
             "zeros": [f"{s.total} = tl.zeros([{block}], tl.float32)" for s, _ in self.sums],
             "numbers_of_part": self.part.numbers,
-            "place": "batch * heads + kv_head * GROUP" if self.swapped and self.dims.group > 1 else "place",
+            "place": "batch * heads + kv_head * GROUP" if self.traits.swapped and self.dims.group > 1 else "place",
             "own_place": f"batch * tl.num_programs({self.axes[1]}) + kv_head" if self.dims.group > 1 else "place",
             "partial": self.part.stores({n: self.tile_mask(n, "present", other="") for n in "de"}),
             "partial_totals": self.part.stores_of_totals(),
@@ -119,7 +125,7 @@ class GradientKernel(RowKernel):
 
     def before_loops(self) -> dict[str, Any]:
         """The lines before the loop over tiles, beside origins and slots."""
-        axis, index = ("k", "columns") if self.swapped else ("q", "rows")
+        axis, index = ("k", "columns") if self.traits.swapped else ("q", "rows")
         return {
             "own": self.coordinate(axis, f"start + {index}") if axis in self.used else [],
             **self.closed_form(),
@@ -136,7 +142,7 @@ class GradientKernel(RowKernel):
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
         visible = inside and "visible"
-        walked = ("q", "tile * BLOCK_Q + rows") if self.swapped else ("k", "tile * BLOCK_K + columns")
+        walked = ("q", "tile * BLOCK_Q + rows") if self.traits.swapped else ("k", "tile * BLOCK_K + columns")
         return {
             "walked_d": self.tile_mask("d", inside),
             "walked_e": self.tile_mask("e", inside),
@@ -187,7 +193,7 @@ class GradientKernel(RowKernel):
 
     def buffers(self) -> list[str]:
         """The lines of the signature for the buffers of sums."""
-        length, over = ("kv_len", "queries") if self.swapped else ("q_len", "keys")
+        length, over = ("kv_len", "queries") if self.traits.swapped else ("q_len", "keys")
         shape = f"float32 [batch, heads, {length}]"
         return [
             f"{s.buffer},  # {shape}: the gradient of {self.read(s.gradient)}, summed over {over}" for s, _ in self.sums
@@ -207,7 +213,6 @@ class CapturedKernel(GradientKernel):
     skeleton: str
     grid: str
     shown = "present[:, None] & inside[None, :]"
-    bounded = False
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, gradients: Sequence[Gradient], index: Sequence[Expr] = ()
@@ -217,7 +222,7 @@ class CapturedKernel(GradientKernel):
         self.index = [expr.machine(e) for e in index]
         others = [*self.factors, *self.index]
         # the grid is none of rows of tiles, so that no order of rows applies
-        super().__init__(plan, replace(target, order="forward"), dims, (), slope=False, others=others)
+        super().__init__(plan, replace(target, order="forward"), dims, KernelTraits(bounded=False), others=others)
         self.tile_roots = [
             *self.mask,
             *self.score,

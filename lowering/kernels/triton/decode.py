@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from frisket.dsl.ir import Expr, build, transform, var
-from frisket.lowering.kernels.expr import LEVELS, ROW
 from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
-from .forward import ForwardKernel, combine
-from .writer import Dims, TritonKernel, check_tile, module, padded
+from .forward import NO_ARRAYS, ForwardKernel, OptionalArrays, combine
+from .writer import Dims, KernelTraits, TritonKernel, check_tile, module, padded
 
 DECODE = skeleton(__package__, "decode")
 
@@ -24,26 +23,25 @@ H, FIRST = var("h"), var("h_first")  # the head, and the first of those in a til
 
 
 def emit(
-    plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False,
-    low: bool = False, balanced: bool = False,
-) -> str:  # fmt: skip
+    plan: LoopPlan,
+    target: Target,
+    dims: Dims,
+    optional: OptionalArrays = NO_ARRAYS,
+    *,
+    packs: bool = True,
+    balanced: bool = False,
+) -> str:
     """The text of a module with `attention_decode` and `attention_combine`; arguments as in `forward.emit`. Without
     `packs`, a tile holds the queries of one head. Where `target.splits` is 1 there are no parts: `attention_decode`
     writes the results. With `balanced`, each row has parts in proportion to the tiles that it sees. The kernel reads
     their number from the table of spans, so the host need not know it."""
-    emitted = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low, balanced=balanced)
-    return module("Attention of few queries", plan, dims, emitted)
-
-
-def kernels(
-    plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False,
-    low: bool = False, balanced: bool = False,
-) -> list[TritonKernel]:  # fmt: skip
     check_tile(target)
     if target.splits == 1:
-        return [DecodeKernel(plan, target, dims, packs, sinks, top, low).kernel()]
-    first = DecodeKernel(plan, target, dims, packs, balanced=balanced).kernel()
-    return [first, combine(plan, dims, sinks=sinks, top=top, low=low, balanced=balanced)]
+        emitted = [DecodeKernel(plan, target, dims, optional, packs).kernel()]
+    else:
+        first = DecodeKernel(plan, target, dims, NO_ARRAYS, packs, balanced).kernel()
+        emitted = [first, combine(plan, dims, optional, balanced=balanced)]
+    return module("Attention of few queries", plan, dims, emitted)
 
 
 def packed(plan: LoopPlan, dims: Dims) -> int:
@@ -66,25 +64,31 @@ def rows_of_a_tile(dims: Dims) -> int:
 
 
 class DecodeKernel(ForwardKernel):
+    """The kernel of few queries. With `packs` a tile has as many heads as `packed` says; `balanced` is as of `emit`."""
+
     skeleton, name = DECODE, "attention_decode"
-    bounded = False  # loads of keys take the time here, not the mask, and stored keys need the registers
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool = False, top: bool = False,
-        low: bool = False, balanced: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        plan: LoopPlan,
+        target: Target,
+        dims: Dims,
+        optional: OptionalArrays,
+        packs: bool,
+        balanced: bool = False,
+    ) -> None:
         self.group, self.pack = dims.group, packed(plan, dims) if packs else 1
-        self.packs, self.parted, self.balanced = self.pack > 1, target.splits != 1, balanced
-        levels = {**LEVELS, "h": ROW} if self.packs else LEVELS  # heads of a packed tile are rows of it
-        target = replace(target, order="forward", descriptors=False)
-        super().__init__(plan, target, dims, sinks, top, low, levels=levels)
-        self.numbers = ("heads", "q_len", "kv_len", *["splits"] * self.parted, *["batches"] * balanced)
+        self.balanced = balanced
+        # loads of keys take the time here, not the mask, and stored keys need the registers
+        traits = KernelTraits(packs=self.pack > 1, parted=target.splits != 1, bounded=False)
+        super().__init__(plan, replace(target, order="forward", descriptors=False), dims, optional, traits)
+        self.numbers = ("heads", "q_len", "kv_len", *["splits"] * traits.parted, *["batches"] * balanced)
         self.numbers += ("pool",) * self.paged
 
     def kernel(self) -> TritonKernel:
         t = self.target
-        heads, queries = (f"heads / {self.pack}", "packed queries") if self.packs else ("heads", "queries")
-        rows = "q tiles * splits, {}, batch" if self.parted else "q tiles, {}, batch"
+        heads, queries = (f"heads / {self.pack}", "packed queries") if self.traits.packs else ("heads", "queries")
+        rows = "q tiles * splits, {}, batch" if self.traits.parted else "q tiles, {}, batch"
         rows = "{}, batch * q tiles * (splits + 1)" if self.balanced else rows
         launch = (
             f"attention_decode: grid ({rows.format(heads)}), tiles of {t.block_q} {queries} by {t.block_k} "
@@ -95,7 +99,7 @@ class DecodeKernel(ForwardKernel):
     def holes(self) -> dict[str, Any]:
         common = super().holes()
         whole = self.pack == self.dims.group  # all query heads of a key head in one tile
-        first_head = "head" if not self.packs else "kv_head * GROUP" if whole else "first_head"
+        first_head = "head" if not self.traits.packs else "kv_head * GROUP" if whole else "first_head"
         return common | {
             "balanced": self.balanced,
             "tiles_seen": [
@@ -103,15 +107,14 @@ class DecodeKernel(ForwardKernel):
                 f"    first + lanes, rows_of_tiles, batches, heads, {first_head}, Spans, Count, SliceOf, records",
                 ")",
             ],
-            "rows_of_tiles": "rows_of_tiles" if self.parted else "tl.num_programs(0)",
+            "rows_of_tiles": "rows_of_tiles" if self.traits.parted else "tl.num_programs(0)",
             "parts": "parts" if self.balanced else "splits",
-            "queries": "QUERIES" if self.packs else "BLOCK_Q",
-            "packs": self.packs,
-            "partly": self.packs and not whole,
+            "queries": "QUERIES" if self.traits.packs else "BLOCK_Q",
+            "partly": self.traits.packs and not whole,
             "pack": self.pack,
             "packed_heads": "GROUP" if whole else "PACK",
             "of_heads": "the GROUP" if whole else "PACK",
-            "own_head": "head" if not self.packs else "kv_head" if whole else "first_head",
+            "own_head": "head" if not self.traits.packs else "kv_head" if whole else "first_head",
             "first_head": first_head,
             "by_group": FIRST.name in self.used,
         }
@@ -119,7 +122,7 @@ class DecodeKernel(ForwardKernel):
     def rewritten(self, e: Expr) -> Expr:
         """An Expr in which `h // n` is that of the tile's first head, where all heads of the tile have the same: values
         that depend on the key head alone are then read once, not for every row."""
-        return super().rewritten(transform(e, self._of_group) if self.packs else e)
+        return super().rewritten(transform(e, self._of_group) if self.traits.packs else e)
 
     def _of_group(self, e: Expr) -> Expr:
         shared = e.op == "floordiv" and e.args[0] is H and e.args[1].op == "lit" and e.args[1].name > 0

@@ -15,22 +15,21 @@ import numpy as np
 
 from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
-from frisket.lowering.kernels.expr import PREFIX, SHARED, Text
+from frisket.lowering.kernels.expr import PREFIX, SHARED, Language, Text, calls
 from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.simplify.affine import interval
 
-TRITON: dict[str, str] = SHARED | {
-    "abs": "tl.abs({})", "sign": "sign({})",
-    "min": "tl.minimum({}, {})", "max": "tl.maximum({}, {})", "pow": "power({}, {})",
-    "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})", "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
-    "wrap": "wrapped({}, {})", "not": "~{}", "where": "tl.where({}, {}, {})",
-    "int": "to_int({})", "float": "{}.to(tl.float32)", "floor": "to_int(tl.floor({}))",
-    "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "log2": "tl.log2({})",
-    "log1p": "log1p({})", "tanh": "tanh({})", "sigmoid": "tl.sigmoid({})",
-    "sin": "tl.sin({})", "cos": "tl.cos({})", "tan": "tan({})",
-    "sqrt": "tl.sqrt_rn({})", "rsqrt": "tl.rsqrt({})", "erf": "tl.erf({})",
-    "isfinite": "finite({})", "random": "uniform({})",
-}  # fmt: skip
+_OF_ONE = """
+abs:tl.abs sign:sign int:to_int exp:tl.exp exp2:tl.exp2 log:tl.log log2:tl.log2 log1p:log1p tanh:tanh
+sigmoid:tl.sigmoid sin:tl.sin cos:tl.cos tan:tan sqrt:tl.sqrt_rn rsqrt:tl.rsqrt erf:tl.erf isfinite:finite
+random:uniform
+"""
+_OF_TWO = """
+min:tl.minimum max:tl.maximum pow:power floordiv:floordiv mod:modulo shl:shift_left shr:shift_right wrap:wrapped
+"""
+TRITON: dict[str, str] = SHARED | calls("{}", _OF_ONE) | calls("{}, {}", _OF_TWO)
+TRITON |= {"not": "~{}", "where": "tl.where({}, {}, {})", "float": "{}.to(tl.float32)", "floor": "to_int(tl.floor({}))"}
+LANGUAGE = Language("Triton", TRITON)
 
 
 def power(name: str, kind: str) -> str:

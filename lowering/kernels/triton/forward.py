@@ -13,49 +13,61 @@ instruction, and what lies past the lengths is 0 whatever memory holds there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from frisket.dsl.ir import Expr, lookup, make, transform, var
 from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, Text
+from frisket.lowering.kernels.expr import COLUMN, Text
 from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from .rows import RowKernel
 from .units import machine
-from .writer import Dims, TritonKernel, check_tile, launched, masked, module, padded, parts, wrapped
+from .writer import Dims, KernelTraits, TritonKernel, check_tile, launched, masked, module, padded, parts, wrapped
 
 FORWARD = skeleton(__package__, "forward")
 PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and their places in it, which a kernel knows
 
 
+@dataclass(frozen=True)
+class OptionalArrays:
+    """The arrays of a forward kernel that a call may leave out: attention `sinks`, which it reads, and two results,
+    `row_max`, the largest score of every row, and `lse_residual`, the rounding error of its lse, which a backward
+    wants."""
+
+    sinks: bool = False
+    row_max: bool = False
+    lse_residual: bool = False
+
+
+NO_ARRAYS = OptionalArrays()
+
+
 def emit(
-    plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False,
-    listed: bool = False,
-) -> str:  # fmt: skip
+    plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays = NO_ARRAYS, *, listed: bool = False
+) -> str:
     """The text of the forward's module: `emit(plan, target, Dims(128, 128, "bfloat16", group=4))`; the same input gives
     the same text.
 
     The kernel is `attention_forward`; its parameters say by their names what they hold, and those the plan has no use
-    for are absent. `sinks`, `top` and `low` ask for attention sinks, for the largest score of every row and for the
-    rounding error of its lse, which a backward wants. With `listed` a table lists the programs, and several share a
-    long row of tiles: `attention_combine` combines what they write.
+    for are absent. With `listed` a table lists the programs, and several share a long row of tiles: `attention_combine`
+    combines what they write.
     """
     title = "Attention forward, long rows in parts" if listed else "Attention forward"
-    return module(title, plan, dims, kernels(plan, target, dims, sinks=sinks, top=top, low=low, listed=listed))
+    return module(title, plan, dims, kernels(plan, target, dims, optional, listed=listed))
 
 
 def kernels(
-    plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False,
-    listed: bool = False,
-) -> list[TritonKernel]:  # fmt: skip
+    plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays = NO_ARRAYS, *, listed: bool = False
+) -> list[TritonKernel]:
     """The forward kernel, and with `listed` the one that combines parts of rows. Of `target` the text depends on the
     order of rows and the precision alone, and where keys are in pages on the number of pages of a tile."""
-    first = ForwardKernel(plan, target, dims, sinks, top, low, listed=listed).kernel()
-    return [first, *[combine(plan, dims, sinks=sinks, top=top, low=low, listed=True)] * listed]
+    traits = KernelTraits(listed=listed, parted=listed)
+    first = ForwardKernel(plan, target, dims, optional, traits).kernel()
+    return [first, *[combine(plan, dims, optional, listed=True)] * listed]
 
 
 def describable(plan: LoopPlan, dims: Dims) -> bool:
@@ -102,13 +114,10 @@ class ForwardKernel(RowKernel):
     skeleton, name = FORWARD, "attention_forward"
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool,
-        levels: Mapping[str, int] = LEVELS, listed: bool = False,
-    ) -> None:  # fmt: skip
+        self, plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays, traits: KernelTraits
+    ) -> None:
         check_tile(target)
-        if listed:
-            self.listed = self.parted = True
-        self.plan, self.target, self.sinks, self.top, self.low = plan, target, sinks, top, low
+        self.plan, self.target, self.optional, self.traits = plan, target, optional, traits
         if target.words:
             self.one_of = "among"
         self.paged = plan.pages is not None
@@ -118,9 +127,9 @@ class ForwardKernel(RowKernel):
         self.placed = {PAGE: Text("page[None, :]" if self.numbered else "page"), TOKEN: Text(f"{token}[None, :]")}
         self.page_of = lookup(plan.pages, (var("b"), var("k") // plan.page), INT) if plan.pages else None
         self.keep_mask = [] if plan.keep_mask is None else [expr.machine(plan.keep_mask)]
-        levels = {**levels, PAGE.name: COLUMN, TOKEN.name: COLUMN}
+        levels = {**traits.levels, PAGE.name: COLUMN, TOKEN.name: COLUMN}
         self.weight = [] if plan.weight is None else [machine(self.rewritten(plan.weight), dims, levels)]
-        super().__init__(plan, dims, target, [*self.keep_mask, *self.weight], when=levels)
+        super().__init__(plan, dims, target, [*self.keep_mask, *self.weight], traits, levels)
         self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
         same = dims.head_dim == dims.v_dim
         # one set of masks and offsets for both
@@ -171,9 +180,9 @@ class ForwardKernel(RowKernel):
         return {
             **super().holes(),
             "axes": [f"{', '.join(p.index for p in a)} = {', '.join(p.positions for p in a)}" for a in axes],
-            "sinks": self.sinks,
-            "largest": self.top,
-            "low": self.low,
+            "sinks": self.optional.sinks,
+            "largest": self.optional.row_max,
+            "low": self.optional.lse_residual,
             "guard": self.plan.guard,
             "paged": self.paged,
             "numbered": self.numbered,
@@ -194,8 +203,12 @@ class ForwardKernel(RowKernel):
                 for p in self.head
             ],
             "values": [
-                {"mark": p.mark, "d": p.index, "width": p.width,
-                 "present": masked("present[:, None]", p.pad("[None, :]"), other="")}
+                {
+                    "mark": p.mark,
+                    "d": p.index,
+                    "width": p.width,
+                    "present": masked("present[:, None]", p.pad("[None, :]"), other=""),
+                }
                 for p in self.values
             ],
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
@@ -204,17 +217,17 @@ class ForwardKernel(RowKernel):
             "weighed": bool(self.weight),
             "scaled": self.value(self.weight[0]) if self.weight else "",
             "tiles": self.tiles(),
-            "rescale": "rescale" if self.sinks else "1.0",
+            "rescale": "rescale" if self.optional.sinks else "1.0",
             "whole": f"(total * {self.survival})" if self.survival else "total",
             "survived": f" * (1.0 / {self.survival})" if self.survival else "",
             "v_dim": self.v,
-        }  # fmt: skip
+        }
 
     @property
     def _within(self) -> str:
         """The condition that keys of a tile exist: with one subtraction a tile, not an addition a key, where registers
         are left for it. A tile of 128 x 128 at head size 128 would spill 16 bytes with Triton 3.9."""
-        few = self.bounded and self.target.block_k <= 64
+        few = self.traits.bounded and self.target.block_k <= 64
         return "columns < kv_len - tile * BLOCK_K" if few else "tile * BLOCK_K + columns < kv_len"
 
     def _first(self, step: str, axes: str) -> str:
@@ -233,8 +246,12 @@ class ForwardKernel(RowKernel):
         keep_mask, weight = (next(iter(roots), None) for roots in (self.keep_mask, self.weight))
         return {
             "head": [
-                {"mark": p.mark, "mask": masked(row, p.pad("[:, None]")), "sum": ", score" * (p is not first),
-                 "scale": self.units()["scale"] if p is last else ""}
+                {
+                    "mark": p.mark,
+                    "mask": masked(row, p.pad("[:, None]")),
+                    "sum": ", score" * (p is not first),
+                    "scale": self.units()["scale"] if p is last else "",
+                }
                 for p in self.head
             ],
             "values": [
@@ -245,7 +262,7 @@ class ForwardKernel(RowKernel):
             "score_mod": self.score_mod("score", written, inside and "visible"),
             "dropout": self.quoted(self.plan.keep_mask, keep_mask, "p = tl.where({}, p, 0.0)", written),
             "weight": self.quoted(self.plan.weight, weight, "", written),
-        }  # fmt: skip
+        }
 
     @property
     def _seen(self) -> str:
@@ -263,9 +280,8 @@ COMBINE, SUMS = skeleton(__package__, "combine"), skeleton(__package__, "sums")
 
 
 def combine(
-    plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False, balanced: bool = False,
-    listed: bool = False,
-) -> TritonKernel:  # fmt: skip
+    plan: LoopPlan, dims: Dims, optional: OptionalArrays, *, balanced: bool = False, listed: bool = False
+) -> TritonKernel:
     """The kernel that combines the parts of each row, or of those rows that a table lists. Of the plan it reads
     `guard`: whether a row may be empty."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
@@ -278,11 +294,11 @@ def combine(
         v_dim=length,
         load=masked("part[:, None] < splits", f"{e}[None, :] < {length}" if ragged else ""),
         store=masked(f"{e} < {length}" if ragged else "", other=""),
-        sinks=sinks,
-        largest=top,
-        low=low,
+        sinks=optional.sinks,
+        largest=optional.row_max,
+        low=optional.lse_residual,
         guard=plan.guard,
-        rescale="rescale" if sinks else "1.0",
+        rescale="rescale" if optional.sinks else "1.0",
         balanced=balanced,
         listed=listed,
         of_place="place",
@@ -360,10 +376,15 @@ class PartSums:
         width = self._width(d)
         ragged = padded(width) != width
         return {
-            "result": result, "d": d, "dim": padded(width), "width": width, "offset": offset, "scaled": result != "DV",
+            "result": result,
+            "d": d,
+            "dim": padded(width),
+            "width": width,
+            "offset": offset,
+            "scaled": result != "DV",
             "load": masked("part[:, None] < splits", f"{d}[None, :] < {width}" * ragged),
             "store": masked(f"{d} < {width}" * ragged, other=""),
-        }  # fmt: skip
+        }
 
 
 def _behind(offset: int, d: str) -> str:

@@ -17,7 +17,7 @@ from frisket.lowering.plan import LoopPlan, Target
 from frisket.lowering.simplify.curves import Ends
 
 from .units import ALONG, by_distance, last_factor, machine
-from .writer import LINE, Dims, Parameters, TritonWriter, bounds_of, conjuncts, wrapped
+from .writer import LINE, Dims, KernelTraits, Parameters, TritonWriter, bounds_of, conjuncts, wrapped
 
 QUERIES = frozenset(("q", "q0", "q1"))
 
@@ -35,32 +35,32 @@ class RowKernel(TritonWriter):
     """
 
     shown = "inside[None, :]"  # the positions of a border tile that exist
-    gathers = True  # tables by distance are loaded as one vector a tile, out of which positions take their entries
-    parted = False  # a program may have a part of the tiles of its row alone
-    listed = False  # a table lists the programs: their rows, and their parts of them
-    bounded = True  # the ends of what a row sees are computed once, before its tiles
     one_of = "one_of"  # the function that says which positions of a tile a row's interval has
     near = False  # rows of tables are counted from the first that a tile reads
     longest = LINE
     numbers: tuple[str, ...] = ("heads", "q_len", "kv_len")
 
     def __init__(
-        self, plan: LoopPlan, dims: Dims, target: Target, more: Iterable[Expr] = (), *, swapped: bool = False,
+        self,
+        plan: LoopPlan,
+        dims: Dims,
+        target: Target,
+        more: Iterable[Expr],
+        traits: KernelTraits,
         when: Mapping[str, int] = LEVELS,
-    ) -> None:  # fmt: skip
-        self.axes = axes_of(target)
-        self.ends = self._ends(plan, dims, swapped)
+    ) -> None:
+        self.traits, self.axes = traits, axes_of(target)
+        self.ends = self._ends(plan, dims)
         # what the ends of a row say already is not asked again of its positions
         mask = conjuncts(plan.mask if self.ends is None else self.ends.rest)
-        self.mask = [by_distance(e, when) for e in mask] if self.gathers else mask
+        self.mask = [by_distance(e, when) for e in mask] if traits.gathers else mask
         self.score, self.factor = [], 1.0
         if plan.score is not None:
-            score, self.factor = last_factor(
-                machine(self.rewritten(plan.score), dims, when, gathers=self.gathers), dims
-            )
+            score = machine(self.rewritten(plan.score), dims, when, gathers=traits.gathers)
+            score, self.factor = last_factor(score, dims)
             self.score = [score]
         # the closed form gives keys of queries; a swapped kernel reads its spans from tables
-        self.bounds = {} if swapped else bounds_of(plan)
+        self.bounds = {} if traits.swapped else bounds_of(plan)
         self.tabled = plan.mask is not None and not self.bounds
         self.rows = self._rows()
         known = levels(*self.mask, when={**when, **ALONG})
@@ -69,12 +69,10 @@ class RowKernel(TritonWriter):
         self.positions = [*self.mask, *self.score, *more]
         inner = [*self.positions, *self.rows.values()]
         roots = [*self.bounds.values(), *inner]
-        super().__init__(
-            plan, dims, roots, inner, precision=target.precision, tanh=target.tanh, swapped=swapped, when=when
-        )
+        super().__init__(plan, dims, target, roots, inner, traits, when)
         # a table that lists the programs has their order
-        ordered = target.order != "forward" and not shrinking(self.bounds) and not self.listed
-        origins = {"q" if swapped else "k"} if self.rows else set()
+        ordered = target.order != "forward" and not shrinking(self.bounds) and not traits.listed
+        origins = {"q" if traits.swapped else "k"} if self.rows else set()
         self.parameters = Parameters(plan, self.used | origins, self.tabled, bool(self.bounds), ordered)
 
     def rewritten(self, e: Expr) -> Expr:
@@ -106,18 +104,18 @@ class RowKernel(TritonWriter):
             "blank": [""],
             "of_row": str(self.axes[0]),
             "of_head": str(self.axes[1]),
-            "walked": "query" if self.swapped else "key",
+            "walked": "query" if self.traits.swapped else "key",
             "queries": "BLOCK_Q",
             "grouped": self.dims.group > 1,
             "kv_head": "head" if self.dims.group == 1 else "kv_head",
             "masked": self.plan.mask is not None,
-            "parted": self.parted,
-            "listed": self.listed,
+            "parted": self.traits.parted,
+            "listed": self.traits.listed,
             "place": "place",
             "near": self.near,
-            "swapped": self.swapped,
-            "several": self.swapped and self.dims.group > 1,  # heads that a program walks, one after another
-            "rows_of_slice": "tl.cdiv(kv_len, BLOCK_K)" if self.swapped else "tl.cdiv(q_len, BLOCK_Q)",
+            "swapped": self.traits.swapped,
+            "several": self.traits.swapped and self.dims.group > 1,  # heads that a program walks, one after another
+            "rows_of_slice": "tl.cdiv(kv_len, BLOCK_K)" if self.traits.swapped else "tl.cdiv(q_len, BLOCK_Q)",
             "precision": self.precision,
             **self.units(),
             "wide": self.wide,
@@ -127,7 +125,7 @@ class RowKernel(TritonWriter):
             "conversions": self.conversions(),
             "by_batch": "b" in self.used,
             "by_head": "h" in self.used,
-            "packs": False,  # a tile holds several heads
+            "packs": self.traits.packs,
         }
 
     def closed_form(self) -> dict[str, Any]:
@@ -154,7 +152,7 @@ class RowKernel(TritonWriter):
             which = "Border tiles, before and behind the full ones: the mask is a predicate."
             edge = {"which": which, "range": "lo, hi - full_hi + full_lo"}
         full = {"which": "Full tiles: every position is visible.", "tile": "tile", "range": "full_lo, full_hi"}
-        if self.parted:
+        if self.traits.parted:
             edge["range"] = "lo + bounded(begin, border), lo + bounded(end, border)"
             full["range"] = "full_lo + bounded(begin, full), full_lo + bounded(end, full)"
         return [
@@ -166,12 +164,13 @@ class RowKernel(TritonWriter):
         """The holes of one loop; `inside` names the positions of a tile that exist, "" where all exist."""
         raise NotImplementedError
 
-    def _ends(self, plan: LoopPlan, dims: Dims, swapped: bool) -> Ends | None:
+    def _ends(self, plan: LoopPlan, dims: Dims) -> Ends | None:
         """The ends of what a row sees, or None where the kernel evaluates the whole mask instead. A swapped kernel with
         heads past 64 has no registers left for a row's last position beside its accumulators: the compiler spills. The
         ends of runs are worth it there: the entries of the table would take more registers."""
+        swapped = self.traits.swapped
         ends = plan.by_key if swapped else plan.by_query
-        if ends is None or not self.bounded:
+        if ends is None or not self.traits.bounded:
             return None
         if swapped and ends.last is not None and dims.head_dim > 64 and not plan.run_tables:
             return None
@@ -192,8 +191,8 @@ class RowKernel(TritonWriter):
         lines = [*self.lines(roots, SCALAR), *self.lines(roots, ROW)]
         if not self.rows:
             return lines
-        axis, length = ("q", "q_len") if self.swapped else ("k", "kv_len")
-        row, others = ("key", "queries") if self.swapped else ("query", "keys")
+        axis, length = ("q", "q_len") if self.traits.swapped else ("k", "kv_len")
+        row, others = ("key", "queries") if self.traits.swapped else ("query", "keys")
         # a condition on the row alone makes its interval empty, so that no position asks it again
         least, most, asks = (self.value(self.rows[n]) if n in self.rows else "" for n in ("least", "most", "asks"))
         most = f"placed({most}, {axis}_origin, -1, {length} - 1)" if most else f"{length} - 1"
@@ -212,7 +211,7 @@ class RowKernel(TritonWriter):
         lines = self.lines(self.mask, POSITION, written)
         if self.plan.mask is not None:
             lines += self.quote(self.plan.mask)
-        along, start = ("rows", "tile * BLOCK_Q") if self.swapped else ("columns", "tile * BLOCK_K")
+        along, start = ("rows", "tile * BLOCK_Q") if self.traits.swapped else ("columns", "tile * BLOCK_K")
         shown = self.shown
         if self.rows:
             shown = f"up_to({along}[None, :], most - {start})"

@@ -275,11 +275,18 @@ def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[TritonKerne
     prelude = expr_triton.prelude(texts, dims.dtype, plan.int64)
     needed = expr_triton.words(prelude + texts)
     constants: dict[str, object] = {
-        "GROUP": dims.group, "HEAD_DIM": dims.head_dim, "V_DIM": dims.v_dim,
-        "DIM": padded(dims.head_dim), "DIM_V": padded(dims.v_dim),
-        "LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453,
-        "PARTS": 16, "LANES": 128, "LOWEST": "-3.4028234663852886e38", "INFINITY": 'float("inf")',
-    }  # fmt: skip
+        "GROUP": dims.group,
+        "HEAD_DIM": dims.head_dim,
+        "V_DIM": dims.v_dim,
+        "DIM": padded(dims.head_dim),
+        "DIM_V": padded(dims.v_dim),
+        "LOG2E": 1.4426950408889634,
+        "LN2": 0.6931471805599453,
+        "PARTS": 16,
+        "LANES": 128,
+        "LOWEST": "-3.4028234663852886e38",
+        "INFINITY": 'float("inf")',
+    }
     filled_head = filled(
         head,
         title=title,
@@ -303,22 +310,46 @@ def _shown(plan: LoopPlan) -> str:
     return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
 
+@dataclass(frozen=True)
+class KernelTraits:
+    """The choices by which the text of one kernel of a plan differs from that of another kernel."""
+
+    swapped: bool = False  # the program's own tile is one of keys: tensors are [keys, queries]
+    listed: bool = False  # a table lists the programs: their rows, and their parts of them
+    parted: bool = False  # a program may have a part of the tiles of its row alone
+    packs: bool = False  # a tile holds several heads, which are rows of it
+    bounded: bool = True  # the ends of what a row sees are computed once, before its tiles
+    gathers: bool = (
+        True  # tables by distance are loaded as one vector a tile, out of which positions take their entries
+    )
+    selects: bool = False  # values by distance are 0 where the mask hides the position
+
+    @property
+    def levels(self) -> Mapping[str, int]:
+        """When the coordinates are known, for a tile of queries."""
+        return {**LEVELS, "h": ROW} if self.packs else LEVELS
+
+
 class TritonWriter:
     """The writer of a plan's expressions. `roots` are the expressions the kernel needs; the roots in `inner` are used
-    per position. `when` gives the levels of the coordinates; with `swapped` the program's own tile is one of keys: then
-    tensors are [keys, queries], and values that depend on k are computed before the loop."""
-
-    selects = False  # values by distance are 0 where the mask hides the position
+    per position. `when` gives the levels of the coordinates; where the tiles are `swapped`, values that depend on k are
+    computed before the loop."""
 
     def __init__(
-        self, plan: LoopPlan, dims: Dims, roots: Iterable[Expr], inner: Collection[Expr], *,
-        precision: str = "ieee", tanh: str = "exact", swapped: bool = False, when: Mapping[str, int] = LEVELS,
-    ) -> None:  # fmt: skip
-        self.plan, self.dims, self.swapped = plan, dims, swapped
+        self,
+        plan: LoopPlan,
+        dims: Dims,
+        target: Target,
+        roots: Iterable[Expr],
+        inner: Collection[Expr],
+        traits: KernelTraits,
+        when: Mapping[str, int],
+    ) -> None:
+        self.plan, self.dims, self.traits = plan, dims, traits
         self.wide = ".to(tl.int64)" if plan.int64 else ""
-        self.precision = f', input_precision="{precision}"' if dims.dtype == "float32" else ""
+        self.precision = f', input_precision="{target.precision}"' if dims.dtype == "float32" else ""
         self.e, self.v = ("d", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "V_DIM")  # along the values' axis
-        if swapped:
+        if traits.swapped:
             when = {**when, "q": when["k"], "k": when["q"]}
         when = {**when, **ALONG}
         self.arguments = arguments(plan)
@@ -326,15 +357,15 @@ class TritonWriter:
         roots = tuple(roots)
         self.used = frozenset[str]().union(*map(uses, roots))
         self.decisive = expr_triton.decisive(roots)
-        self.approximate = dims.half and tanh == "approximate"
-        self.printed = expr.printed(roots, expr_triton.TRITON, self._leaf, self._name, "Triton", inner=inner, when=when)
+        self.approximate = dims.half and target.tanh == "approximate"
+        self.printed = expr.printed(roots, expr_triton.LANGUAGE, self._leaf, self._name, inner, when)
         self.hoisted: set[str] = set()  # lines that stand before the loops
 
     # -- expressions ------------------------------------------------------------------------------
 
     def _leaf(self, node: Expr, args: list[Text]) -> Text | None:
         if node is START:
-            return Text(f"{'k' if self.swapped else 'q'}_origin + start", expr.PRECEDENCE["+"])
+            return Text(f"{'k' if self.traits.swapped else 'q'}_origin + start", expr.PRECEDENCE["+"])
         if node.op == "var":
             return Text(EDGES.get(node.name, node.name))
         if node.op == "param":
@@ -382,7 +413,7 @@ class TritonWriter:
         if node.op == "lookup":
             return self.names.new(self._called(node))
         words = {SCALAR: "fixed", ROW: "row", COLUMN: "column", POSITION: "x"}
-        if self.swapped:
+        if self.traits.swapped:
             words |= {ROW: "column", COLUMN: "row"}
         return self.names.numbered(words[level])
 
@@ -400,7 +431,7 @@ class TritonWriter:
             if line.name not in written:
                 written.add(line.name)
                 loads = line.node.op == "lookup"
-                only = f", mask={mask}" if mask and loads else f", {mask}" if mask and self.selects else ""
+                only = f", mask={mask}" if mask and loads else f", {mask}" if mask and self.traits.selects else ""
                 text = f"{line.name} = {line.text.replace(LOAD_MASK, only)}"
                 texts.append(wrapped(text) if loads else text)
         return texts
@@ -427,15 +458,15 @@ class TritonWriter:
 
     def coordinate(self, name: str, local: str) -> list[str]:
         """The line `q = ...` or `k = ...` of a tile, along its axis; `local` counts from the call's first."""
-        along = "[:, None]" if (name == "q") != self.swapped else "[None, :]"
+        along = "[:, None]" if (name == "q") != self.traits.swapped else "[None, :]"
         return [f"{name} = ({name}_origin + {local}){along}{self.wide}"]
 
     def line(self, roots: Iterable[Expr]) -> list[str]:
         """The coordinates along the diagonals of a tile, where `roots` take values by distance."""
         if not any(Q_LINE.name in uses(r) for r in roots):
             return []
-        q, k = ("tile * BLOCK_Q", "start") if self.swapped else ("start", "tile * BLOCK_K")
-        rows, columns = ("[None, :]", "[:, None]") if self.swapped else ("[:, None]", "[None, :]")
+        q, k = ("tile * BLOCK_Q", "start") if self.traits.swapped else ("start", "tile * BLOCK_K")
+        rows, columns = ("[None, :]", "[:, None]") if self.traits.swapped else ("[:, None]", "[None, :]")
         return [
             "# One vector of the tile's distances, of which every position takes its own.",
             f"q_line = span(q_origin + {q} - (BLOCK_K - 1), BLOCK_Q, BLOCK_K){self.wide}",

@@ -30,6 +30,7 @@ from frisket.grammar.memo import cached_on, memo
 from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp import call as cpp_call
 from frisket.lowering.kernels.cpp.backward import KERNELS
+from frisket.lowering.kernels.cpp.forward import CppArrays
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target, needs_int64
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded
@@ -348,7 +349,8 @@ def target_name(
     import jax
 
     capsule: Any = jax.ffi.pycapsule
-    kernel = KERNELS[kind](plan, target, head_dim, v_dim, *dtypes, named=False, permuted=permuted)
+    dtype, kv_dtype = (*dtypes, "")[:2]
+    kernel = KERNELS[kind](plan, target, CppArrays(head_dim, v_dim, dtype, kv_dtype, permuted), named=False)
     source = kernel.source()
     key = hashlib.sha256(source.encode()).hexdigest()[:24]
     with _lock:

@@ -24,6 +24,7 @@ from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, SHORT, WORDS
+from frisket.lowering.kernels.cpp.forward import CppArrays
 from frisket.lowering.kernels.cpp.tiles import long_runs, tiles
 from frisket.lowering.kernels.cpp.tiles import pays as products_pay
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Spans, TableUse, Target
@@ -149,12 +150,13 @@ def call_target(plan: Any, g: Geometry, dtype: str, tile: Any, tuning: Any, devi
 
 def text(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, *_: Any) -> tuple[str, Target]:
     """The forward kernel's text, and its target."""
-    return KERNELS["forward"](plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype).source(), target
+    return KERNELS["forward"](plan, target, CppArrays(g.head_dim, g.v_dim, dtype, g.kv_dtype)).source(), target
 
 
 def ahead(plan: LoopPlan, target: Target, g: Geometry, dtype: str, kind: str, permuted: bool) -> str:
     """The text that calls load whose keys have the dtype of queries. `permuted`: it reads rows by tables."""
-    return str(KERNELS[kind](plan, target, g.head_dim, g.v_dim, dtype, named=False, permuted=permuted).source())
+    arrays = CppArrays(g.head_dim, g.v_dim, dtype, permuted=permuted)
+    return str(KERNELS[kind](plan, target, arrays, named=False).source())
 
 
 def huge(x: Tensor) -> None:
@@ -242,7 +244,8 @@ class NativeKernel:
         self.plan = plan
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
         names = [str(x).removeprefix("torch.") for x in dtypes]
-        self.text, self.permuted = (plan, target, *dims, *names[: 1 + (stored != dtype)]), permuted
+        arrays = CppArrays(*dims, names[0], names[1] if stored != dtype else "", permuted)
+        self.text = plan, target, arrays
         self.functions: dict[str, tuple[Any, struct.Struct, tuple[float, ...]]] = {}
         self.converted: dict[str, tuple[Any, int, Tensor]] = {}
         floats = [s.type is FLOAT for s in plan.slots]
@@ -255,7 +258,7 @@ class NativeKernel:
         """The kernel, the record of its slots, and the literals that end it."""
         function = self.functions.get(name)
         if function is None:
-            text, literals = _text(name, self.permuted, *self.text)
+            text, literals = _text(name, *self.text)
             run = getattr(library(text), name)
             # bytes are passed by address: nothing is copied
             run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
@@ -332,8 +335,8 @@ class NativeLaunch:
 
 
 @memo(group="sources")
-def _text(name: str, permuted: bool, *kernel: Any) -> tuple[str, tuple[float, ...]]:
-    emitted = KERNELS[name.removeprefix("frisket_")](*kernel, named=False, permuted=permuted)
+def _text(name: str, plan: LoopPlan, target: Target, arrays: CppArrays) -> tuple[str, tuple[float, ...]]:
+    emitted = KERNELS[name.removeprefix("frisket_")](plan, target, arrays, named=False)
     return emitted.source(), emitted.literals
 
 

@@ -27,6 +27,7 @@ from frisket.dsl.ir import TRUE, Expr, uses, walk
 from frisket.dsl.types import BOOL, INT
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
 from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, emit, groups_of
+from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, SpanSource, Target
 from frisket.lowering.simplify.curves import ends_of
@@ -53,7 +54,8 @@ def text(
     plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (), *_: Any
 ) -> tuple[str, Target]:
     """The forward's text and the target it runs with; gradients are Triton's kernels."""
-    return emit(forward_plan(plan, g), target, dims_of(plan, g, dtype, learned), sinks=sinks), target
+    dims = dims_of(plan, g, dtype, learned)
+    return emit(forward_plan(plan, g), target, dims, OptionalArrays(sinks=sinks)), target
 
 
 def forward(
@@ -83,12 +85,13 @@ def addressable(x: Tensor) -> Tensor:
 def _launch(context: triton_launch.LaunchContext, spans: SpanSource | None, kind: ForwardKind) -> triton_launch.Launch:
     g, target = context.geometry, context.target
     plan, dims, blocks = forward_plan(context.plan, g), context.dims(kind.device_slots), blocks_of(target, g)
-    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, **kind.flags)
+    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, kind.optional)
     # `blocks` twice: in front for the order of Q, K and V, behind because Out has a descriptor too
     arrays: dict[str, triton_launch.Access] = {**blocks, **kind.tensors, **blocks}
     records = None if spans is None else spans.rows
-    launch = partial(context.launch, records=records, device_slots=kind.device_slots, STAGES=target.num_stages)
-    return launch(kernels, "attention_forward", of_forward(g, target), target, arrays, launcher=GluonLaunch)
+    grid, slots = of_forward(g, target), kind.device_slots
+    config = triton_launch.LaunchConfig(kernels, "attention_forward", grid, target, arrays, slots)
+    return context.launch(config, records=records, launcher=GluonLaunch, STAGES=target.num_stages)
 
 
 class GluonLaunch(triton_launch.Launch):

@@ -65,7 +65,8 @@ def text(
     known: list[Any] = [*plan.tables, *plan.slots]
     names = {*"qkv", *(x.name for x in known if x.source in learned)}
     heads = together(g, dtype, target.block_q) if plan.mask is None or "h" not in uses(plan.mask) else 1
-    source = pallas_tpu.emit(plan, target, g, dtype, sinks, together=heads)
+    options = pallas_tpu.ForwardOptions(sinks=sinks, program_heads=heads)
+    source = pallas_tpu.emit(plan, target, g, dtype, options)
     if g.kv_dtype or plan.weight is not None or plan.pages is not None:  # without gradients
         return source, target
     return f"{source}\n\n{emitted.emit(plan, target, g, dtype, names)}", target
@@ -106,8 +107,15 @@ def forward(
         heads = 1
     walk = walked(rows, -(-geometry.kv_len // target.block_k), parts=heads)
     search = searches(walk)
-    flags = sinks is not None, strided(platform), k.dtype != q.dtype, lse_residual, 1 if search else heads, search
-    run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
+    options = pallas_tpu.ForwardOptions(
+        strided=strided(platform),
+        program_heads=1 if search else heads,
+        search=search,
+        sinks=sinks is not None,
+        kv_8bit=k.dtype != q.dtype,
+        lse_residual=lse_residual,
+    )
+    run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, options)
     values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
     numbers = geometry.origin, geometry.full, *values
     return run(q, k, v, walk, *numbers, sinks, interpret=platform != "tpu")  # type: ignore[no-any-return]
@@ -212,12 +220,14 @@ def backward(
     heads = heads if pallas_walk.folded(rows.slice_of, heads) == heads else 1
     shared = walk if heads == 1 else walked(rows, columns, parts=heads)
     heads = 1 if searches(shared) else heads
-    if loaded := _gradient_kernel("dq", plan, dq_target, geometry, dtype, grad_names, rolls, heads, searches(shared)):
+    options = pallas_walk.TpuOptions(rolls, heads, searches(shared))
+    if loaded := _gradient_kernel("dq", plan, dq_target, geometry, dtype, grad_names, options):
         kernel, names = loaded
         grads |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
     group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((dkv_target.block_q, dkv_target.block_k))
     turned = walked(of_keys, -(-geometry.q_len // dkv_target.block_q), group)
-    if loaded := _gradient_kernel("dkv", plan, dkv_target, geometry, dtype, grad_names, rolls, 1, searches(turned)):
+    options = pallas_walk.TpuOptions(rolls, search=searches(turned))
+    if loaded := _gradient_kernel("dkv", plan, dkv_target, geometry, dtype, grad_names, options):
         kernel, names = loaded
         fold = pallas_walk.folded(of_keys.slice_of, group)
         grads |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
@@ -225,7 +235,8 @@ def backward(
         if gradient.over == "scatter":
             # operands of the run, and no part of its key
             placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
-            run = _by_position(plan, dq_target, placeless, dtype, i, rolls, searches(walk))
+            options = pallas_walk.TpuOptions(rolls, search=searches(walk))
+            run = _by_position(plan, dq_target, placeless, dtype, i, options)
             grads[i] = run(*arrays, walk, *numbers, interpret=interpret)
     sums = [grads.pop(i) for i, _ in captured]
     known = {name: jnp.asarray(x) for name, x in tables.items()}
@@ -287,25 +298,33 @@ GradientKernel: TypeAlias = tuple[Callable[..., Any], tuple[str | int, ...]]  # 
 
 
 def _gradient_kernel(
-    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: frozenset[str],
-    strided: bool = True, heads: int = 1, search: bool = False,
-) -> GradientKernel | None:  # fmt: skip
+    which: str,
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    grad_names: frozenset[str],
+    options: pallas_walk.TpuOptions,
+) -> GradientKernel | None:
     """One kernel of the backward, or None where no gradient of it is wanted. One module serves all lengths."""
     alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
-    return _loaded_gradient(which, plan, target, alike, dtype, grad_names, strided, heads, search)
+    return _loaded_gradient(which, plan, target, alike, dtype, grad_names, options)
 
 
 @memo(group="kernels")
 def _loaded_gradient(
-    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: frozenset[str],
-    strided: bool = True, heads: int = 1, search: bool = False,
-) -> GradientKernel | None:  # fmt: skip
+    which: str,
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    grad_names: frozenset[str],
+    options: pallas_walk.TpuOptions,
+) -> GradientKernel | None:
     import jax
 
-    if which == "dq":
-        source = emitted.dq(plan, target, geometry, dtype, grad_names, strided, heads, search)
-    else:
-        source = emitted.dkv(plan, target, geometry, dtype, grad_names, strided, search)
+    emit = emitted.dq if which == "dq" else emitted.dkv
+    source = emit(plan, target, geometry, dtype, grad_names, options)
     if source is None:
         return None
     static = ("interpret",) if which == "dq" else ("fold", "interpret")
@@ -317,7 +336,7 @@ def _loaded_gradient(
 
 @memo(group="kernels")
 def _by_position(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool, search: bool
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, options: pallas_walk.TpuOptions
 ) -> Callable[..., Array]:
     """The gradient of a table, head after head: what its positions add, [q_len, kv_len], then added to where they read,
     in that order, so that results repeat bit for bit."""
@@ -326,7 +345,7 @@ def _by_position(
     from jax import lax
 
     alone = replace(geometry, batch=1, heads=1, kv_heads=1)
-    source = emitted.terms(plan, target, alone, dtype, number, strided, search)
+    source = emitted.terms(plan, target, alone, dtype, number, options)
     entry, gradient = load_source(source.text)[source.entry], backward_of(plan).gradients[number]
     group = geometry.heads // geometry.kv_heads
     sides = (geometry.q_len, target.block_q), (geometry.kv_len, target.block_k)

@@ -26,6 +26,7 @@ from frisket.lowering.derive import Gradient, alone
 from frisket.lowering.kernels.triton import cotangents
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.decode import emit, packed, rows_of_a_tile
+from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.rows import axes_of
 from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target, make_plan
@@ -33,7 +34,17 @@ from frisket.runtime.calls.arrays import uploaded
 from frisket.runtime.plans.device import FlatPlan, Values
 
 from . import tiles as triton_tiles
-from .launch import GRID, Access, KernelArgs, KernelModule, Launch, LaunchContext, emitted_kernels, span_tables
+from .launch import (
+    GRID,
+    Access,
+    KernelArgs,
+    KernelModule,
+    Launch,
+    LaunchConfig,
+    LaunchContext,
+    emitted_kernels,
+    span_tables,
+)
 
 Tensor = Any
 CapturedResult = tuple[str, tuple[int, ...]]  # the name of the parameter, and the shape
@@ -67,25 +78,25 @@ def grid_of(rows: int, heads: int, batch: int, target: Target) -> Grid:
 
 
 class ForwardKind(NamedTuple):
-    """The facts by which launches of one forward differ. `device_slots` have their values on the device, `top` and
+    """The facts by which launches of one forward differ. `device_slots` have their values on the device, `row_max` and
     `lse_residual` are results next to out and lse, and `described` arrays are read by tensor descriptors."""
 
     device_slots: tuple[str, ...] = ()
     sinks: bool = False
-    top: bool = False
+    row_max: bool = False
     lse_residual: bool = False
     described: bool = False
 
     @property
     def tensors(self) -> dict[str, Access]:
         """The parameters behind the arrays, in the order in which a call brings them."""
-        more = {"Top": self.top, "Low": self.lse_residual, "Sinks": self.sinks}
+        more = {"Top": self.row_max, "Low": self.lse_residual, "Sinks": self.sinks}
         return {"Out": "o", "Lse": "", **{n: "" for n, there in more.items() if there}}
 
     @property
-    def flags(self) -> dict[str, bool]:
-        """The flags by which the text of a kernel differs."""
-        return {"sinks": self.sinks, "top": self.top, "low": self.lse_residual}
+    def optional(self) -> OptionalArrays:
+        """The optional arrays of the kernel, by which its text differs."""
+        return OptionalArrays(self.sinks, self.row_max, self.lse_residual)
 
 
 @dataclass(frozen=True)
@@ -470,20 +481,18 @@ class Parts(DividedLaunch):
     ) -> None:
         g, target = context.geometry, chosen.target
         dims = context.dims(kind.device_slots)
-        kernels = emitted_kernels(emit, plan, chosen.text_target, dims, **chosen.flags, **kind.flags)
+        kernels = emitted_kernels(emit, plan, chosen.text_target, dims, kind.optional, **chosen.flags)
         self.splits, self.partial_shapes = target.splits, chosen.results(g)
         partial: dict[str, Access] = dict.fromkeys(self.partial_shapes, "")
-        self.first = context.launch(
-            kernels, "attention_decode", chosen.grid(g), target,
-            {"Q": "q", "K": "k", "V": "v", **(kind.tensors if chosen.alone else partial)},
-            records=None if spans is None else spans.rows, block=chosen.block, device_slots=kind.device_slots,
-            splits=target.splits, batches=g.batch,
-        )  # fmt: skip
+        tensors: dict[str, Access] = {"Q": "q", "K": "k", "V": "v", **(kind.tensors if chosen.alone else partial)}
+        config = LaunchConfig(kernels, "attention_decode", chosen.grid(g), target, tensors, kind.device_slots)
+        records = None if spans is None else spans.rows
+        sizes: dict[str, Any] = {"splits": target.splits, "batches": g.batch}
+        self.first = context.launch(config, records=records, block=chosen.block, **sizes)
         if not chosen.alone:
-            self.combine = Launch(
-                kernels.kernels["attention_combine"], {}, NOTHING, (g.q_len, g.heads, g.batch), chosen.combine_target,
-                context.device, chosen.numbers(g), partial | kind.tensors, (),
-            )  # fmt: skip
+            grid, tensors = (g.q_len, g.heads, g.batch), partial | kind.tensors
+            config = LaunchConfig(kernels, "attention_combine", grid, chosen.combine_target, tensors)
+            self.combine = Launch(config, NOTHING, context.device, chosen.numbers(g))
 
 
 # -- long rows of tiles -------------------------------------------------------------------------------
@@ -592,16 +601,13 @@ class RowLaunches(DividedLaunch):
         self.partial_shapes = {n: ((parts.places, rows, *shape), np.float32) for n, shape in sums.items()}
         partial: dict[str, Access] = dict.fromkeys(sums, "")
         at = uploaded(parts.at, device)
-        self.first = context.launch(
-            kernels, names[0], grid_of(parts.programs.shape[1], heads, g.batch, target), target,
-            inputs | results | partial, records=records, device_slots=device_slots,
-            Parts=uploaded(parts.programs, device), At=at,
-        )  # fmt: skip
+        grid = grid_of(parts.programs.shape[1], heads, g.batch, target)
+        config = LaunchConfig(kernels, names[0], grid, target, inputs | results | partial, device_slots)
+        self.first = context.launch(config, records=records, Parts=uploaded(parts.programs, device), At=at)
         slices = span_tables(records(self.first.tile), device)["SliceOf"]
         listed = {"Rows": uploaded(parts.rows, device), "SliceOf": slices, "At": at}
         numbers = {"heads": g.heads, "q_len": g.q_len, "kv_len": g.kv_len, "queries": rows, "scale": g.scale}
-        self.combine = Launch(
-            kernels.kernels[names[1]], {}, NOTHING, (parts.rows.shape[1] * rows, heads, g.batch),
-            replace(target, num_warps=2), device, numbers | listed, partial | results, (),
-        )  # fmt: skip
+        grid, tile = (parts.rows.shape[1] * rows, heads, g.batch), replace(target, num_warps=2)
+        config = LaunchConfig(kernels, names[1], grid, tile, partial | results)
+        self.combine = Launch(config, NOTHING, device, numbers | listed)
         self.inputs = len(inputs)

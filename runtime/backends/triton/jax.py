@@ -89,11 +89,11 @@ def forward(
     block = (target.block_q, target.block_k) if few is None else few.block
     records = None if spans is None else partial(spans.rows, block)
     if few is None:
-        source = _source(triton_forward.emit, plan, target, dims, **kind.flags)
+        source = _source(triton_forward.emit, plan, target, dims, kind.optional)
         grid, arrays = triton_grids.of_forward(g, target), inputs | last
         outputs = call.run(source, "attention_forward", grid, target, arrays, results, records, pool=k.shape[0])
         return tuple(outputs[n] for n in results)
-    source = _source(triton_decode.emit, plan, few.text_target, dims, **few.flags, **kind.flags)
+    source = _source(triton_decode.emit, plan, few.text_target, dims, kind.optional, **few.flags)
     arrays, shapes = (inputs | last, results) if few.alone else (inputs, few.results(g))
     sizes: dict[str, Any] = {"splits": few.target.splits, "batches": g.batch, "pool": k.shape[0]}
     outputs = call.run(source, "attention_decode", few.grid(g), few.target, arrays, shapes, records, **sizes)
@@ -165,14 +165,17 @@ def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = 
     """The tiles of a call, for this machine's GPU; `narrow` says that rows see a few hundred keys at most."""
     if tile is not None:
         return _precise(triton_tiles.of_tile(tile, geometry, dtype, architecture()), dtype)
-    chosen = triton_tiles.default_target(
-        geometry, dtype, keys=_keys_seen(plan, narrow), curved=plan.score_class == "general",
-        reads=triton_tiles.reads_of(plan.mask, plan.score), arch=architecture(),
+    traits = triton_tiles.ProgramTraits(
+        keys=_keys_seen(plan, narrow),
+        curved=plan.score_class == "general",
+        reads=triton_tiles.reads_of(plan.mask, plan.score),
         stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
-        paged=plan.pages is not None, unwritten=plan.unwritten, descriptors=False,  # jax-triton passes none
-        limit=gpu_here()[2],
-    )  # fmt: skip
-    return _precise(chosen, dtype)
+        paged=plan.pages is not None,
+        unwritten=plan.unwritten,
+    )
+    # jax-triton passes no descriptors
+    gpu: dict[str, Any] = {"arch": architecture(), "descriptors": False, "limit": gpu_here()[2]}
+    return _precise(triton_tiles.default_target(geometry, dtype, traits, **gpu), dtype)
 
 
 def _keys_seen(plan: LoopPlan, narrow: bool) -> float:

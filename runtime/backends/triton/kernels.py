@@ -18,6 +18,7 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels.triton import decode, module
+from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.writer import Dims, arguments
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.machine.modules import pip_install
@@ -36,9 +37,14 @@ QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dty
 
 
 def text(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = (),
+    plan: LoopPlan,
+    target: Target,
+    g: Geometry,
+    dtype: str,
+    sinks: bool = False,
+    learned: Collection[str] = (),
     spans: SpanSource | None = None,
-) -> tuple[str, Target]:  # fmt: skip
+) -> tuple[str, Target]:
     """The module's text and the target it runs with. `learned` are the user's names of what gradients flow to beside
     the arrays; `spans` say which rows of tiles are long, so that a call divides them."""
     dims = dims_of(plan, g, dtype, learned)
@@ -46,7 +52,7 @@ def text(
     few = shares(plan, at, g, target, dims_of(plan, g, dtype), tiles.processors())  # of this machine's GPU or an H100
     if few is not None and g.q_len < PACK:
         decode_target = replace(few.target, splits=0) if few.balanced else few.target
-        return decode.emit(plan, decode_target, dims, sinks=sinks, **few.flags), few.target
+        return decode.emit(plan, decode_target, dims, OptionalArrays(sinks=sinks), **few.flags), few.target
     grad_names = module.ARRAYS.union(dims.device_slots, (t.name for t in plan.tables if t.source in learned))
     listed = listed_kernels(plan, spans, g, target, tiles.processors())
     listed = listed.difference(["attention_forward"] * (few is not None))

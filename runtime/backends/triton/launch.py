@@ -58,6 +58,20 @@ class KernelModule:
     arguments: Mapping[str, Argument]
 
 
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One kernel of a module as it is launched. `tensors` are the parameters whose tensors every call brings, in the
+    order it brings them, each with the letter of its strides, with the block of its tensor descriptor, or "" where it
+    has neither."""
+
+    module: KernelModule
+    kernel: str
+    grid: tuple[int, ...]
+    target: Target
+    tensors: Mapping[str, Access]
+    device_slots: tuple[str, ...] = ()
+
+
 @memo(group="kernels")
 def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> KernelModule:
     """The kernels of the text that `emit` writes of a plan, by their names."""
@@ -89,9 +103,15 @@ class LaunchContext:
     differ in the tables of a device alone share it, and their `spans` are asked at every launch."""
 
     def __init__(
-        self, plan: LoopPlan, geometry: Geometry, target: Target, q: Tensor, k: Tensor, spans: Any = None,
+        self,
+        plan: LoopPlan,
+        geometry: Geometry,
+        target: Target,
+        q: Tensor,
+        k: Tensor,
+        spans: Any = None,
         launches: dict[Any, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.plan, self.geometry, self.device = plan, geometry, q.device
         self.dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k)]
         self._arrays = plan, target, geometry.head_dim, geometry.v_dim, *self.dtypes, q.device
@@ -156,16 +176,18 @@ class LaunchContext:
         return values
 
     def launch(
-        self, module: KernelModule, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, Access],
-        *, records: Callable[[tuple[int, int]], Any] | None = None, block: tuple[int, int] | None = None,
-        device_slots: tuple[str, ...] = (), launcher: Callable[..., Launch] | None = None, **more: Any,
-    ) -> Launch:  # fmt: skip
-        """A launch of `kernel`, made by `launcher` where it is of a kind of its own. `tensors` are the parameters whose
-        tensors every call brings, in the order it brings them, each with the letter of its strides, with the block of
-        its tensor descriptor, or "" where it has neither; `records`, `rows` or `columns` of a SpanSource, is asked if
-        the kernel reads a table of spans, for tiles of `block` or of the target; `more` are values of other
-        parameters."""
-        function = module.kernels[kernel]
+        self,
+        config: LaunchConfig,
+        *,
+        records: Callable[[tuple[int, int]], Any] | None = None,
+        block: tuple[int, int] | None = None,
+        launcher: Callable[..., Launch] | None = None,
+        **more: Any,
+    ) -> Launch:
+        """A launch of a kernel, made by `launcher` where it is of a kind of its own. `records`, `rows` or `columns` of
+        a SpanSource, is asked if the kernel reads a table of spans, for tiles of `block` or of the target; `more` are
+        values of other parameters."""
+        function, target = config.module.kernels[config.kernel], config.target
         runs_here(function, self.device)
         fixed = {**shared(self.geometry, self.device), "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, **more}
         span_key = None
@@ -177,8 +199,7 @@ class LaunchContext:
             fixed |= span_tables(laid_out, self.device)
             if self.spans is not None and isinstance(laid_out, DeviceSpans):
                 span_key = records.__name__, block
-        parts = module.arguments, self.plan, grid, target, self.device, fixed, tensors, device_slots, span_key
-        return (launcher or Launch)(function, *parts)
+        return (launcher or Launch)(config, self.plan, self.device, fixed, span_key)
 
 
 def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> LaunchContext:
@@ -288,11 +309,16 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, arguments: Mapping[str, Argument], plan: LoopPlan, grid: tuple[int, ...], target: Target,
-        device: Any, fixed: Mapping[str, Any], tensors: Mapping[str, Access], device_slots: Sequence[str],
+        self,
+        config: LaunchConfig,
+        plan: LoopPlan,
+        device: Any,
+        fixed: Mapping[str, Any],
         span_key: tuple[str, tuple[int, int]] | None = None,
-    ) -> None:  # fmt: skip
-        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
+    ) -> None:
+        kernel, arguments = config.module.kernels[config.kernel], config.module.arguments
+        target, tensors, device_slots = config.target, config.tensors, config.device_slots
+        self.kernel, self.grid = kernel, (*config.grid, 1, 1)[:3]
         _check_grid(self.grid)
         self.tile, self.fixed = (target.block_q, target.block_k), target.fixed
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}

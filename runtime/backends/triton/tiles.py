@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,25 +122,39 @@ def window_of(keys: float) -> Window:
     return "short" if keys <= SHORT else "medium" if keys <= MEDIUM else "long"
 
 
+@dataclass(frozen=True)
+class ProgramTraits:
+    """The facts of a mask, a score mod and a KV format that the tiles of a call depend on."""
+
+    keys: float = math.inf  # that a query sees
+    curved: bool = False  # the derivative of the score mod is not 1
+    reads: Reads = "axis"  # an answer of `reads_of`
+    stored: bool = False  # keys and values have scales or pages, as in a cache
+    paged: bool = False  # keys and values have pages
+    unwritten: bool = False  # keys which no query sees may hold anything
+
+
 def default_target(
-    g: Geometry, dtype: str, *, keys: float = math.inf, curved: bool = False, reads: Reads = "axis",
-    stored: bool = False, paged: bool = False, unwritten: bool = False, arch: str = "sm_90", descriptors: bool = True,
+    g: Geometry,
+    dtype: str,
+    traits: ProgramTraits = ProgramTraits(),
+    *,
+    arch: str = "sm_90",
+    descriptors: bool = True,
     limit: int = 0,
-) -> Target:  # fmt: skip
-    """The target of the forward, which holds those of the backward and of few queries. `keys` is the number of keys
-    that a query sees; `curved` says that the derivative of the score mod is not 1, `stored` that keys and values have
-    scales or pages, as in a cache, `paged` that they have pages, and `unwritten` that keys which no query sees may
-    hold anything. `reads` is an answer of `reads_of`, `arch` that of a GPU whose blocks have `limit` bytes of shared
-    memory, or those of SHARED. Without `descriptors` arrays are read by pointers.
+) -> Target:
+    """The target of the forward, which holds those of the backward and of few queries, on a GPU of this `arch` whose
+    blocks have `limit` bytes of shared memory, or those of SHARED. Without `descriptors` arrays are read by pointers.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
-    >>> t = default_target(g, "bfloat16", keys=128)
+    >>> t = default_target(g, "bfloat16", ProgramTraits(keys=128))
     >>> [t.block_q, t.block_k, t.num_warps, t.num_stages] == TABLE["sm_90"]["forward"]["short"]["128"][:4]
     True
     """
+    curved, reads, stored = traits.curved, traits.reads, traits.stored
     whole = max(padded(g.head_dim), padded(g.v_dim))
     dim, large = max(64, min(256, whole)), whole > 256
-    window = window_of(keys)
+    window = window_of(traits.keys)
     if reads == "distance" and window == "long":  # the table's addresses and entries take registers as well as the keys
         window = "medium"
     limit = limit or gpu_of(arch)["shared"]
@@ -164,7 +178,7 @@ def default_target(
         if descriptors and reads == "axis" and not curved:
             measured = OF_TRITON.get((triton_version(), arch), {})
             tiles |= {n: measured[n, window, dim] for n in tiles if (n, window, dim) in measured}
-    many = (stored or unwritten) and window != "short" and reads != "each" and dtype != "float32" and cached
+    many = (stored or traits.unwritten) and window != "short" and reads != "each" and dtype != "float32" and cached
     if many:
         tiles["forward"] = (*many, STORED_STAGES if stored else CACHED_STAGES, 0)
     # tiles of BY_HAND fit 99 KiB
@@ -182,7 +196,7 @@ def default_target(
         plain = _carried("forward", table["forward"], window, dim, False, reads, arch)
     keys_of_few = min(plain[1], (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim], 32 if reads == "each" else 64)
     wide = g.kv_dtype and dtype != "float32" and dim == 128 and arch.startswith("sm_")
-    if wide and 16 * paged < g.q_len * g.heads // g.kv_heads <= 32 and limit >= WIDE_SHARED:
+    if wide and 16 * traits.paged < g.q_len * g.heads // g.kv_heads <= 32 and limit >= WIDE_SHARED:
         keys_of_few = WIDE_OF_FEW
     stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
     few = replace(forward, descriptors=False, block_k=keys_of_few, num_stages=stages)
@@ -305,9 +319,14 @@ def of_tile(tile: tuple[int, int], g: Geometry, dtype: str, arch: str) -> Target
 
 
 def target(
-    plan: CallPlan | None, g: Geometry, dtype: str, tile: tuple[int, int] | None = None, tuning: Tuning = AS_CHOSEN,
-    device: Any = None, arch: str | None = None,
-) -> Target:  # fmt: skip
+    plan: CallPlan | None,
+    g: Geometry,
+    dtype: str,
+    tile: tuple[int, int] | None = None,
+    tuning: Tuning = AS_CHOSEN,
+    device: Any = None,
+    arch: str | None = None,
+) -> Target:
     """The target of a call with `plan` on `device`, or for `arch`; without a plan, the target of a long window. `tile`
     is a tile that the user gives for every kernel, `tuning` the other options that users give."""
     limit = 0 if arch else getattr(_gpu(device), "shared_memory_per_block_optin", 0)
@@ -324,11 +343,15 @@ def target(
     curved = score_class(score) == "general"
     program = None if plan is None else plan.host_program
     kv_format = None if program is None else program.stored
-    default = default_target(
-        g, dtype, keys=keys, curved=curved, reads=reads_of(mask, score), arch=arch,
-        stored=bool(g.kv_dtype) or kv_format is not None, paged=kv_format is not None and kv_format.page > 0,
-        unwritten=program is not None and program.unwritten, limit=limit,
-    )  # fmt: skip
+    traits = ProgramTraits(
+        keys=keys,
+        curved=curved,
+        reads=reads_of(mask, score),
+        stored=bool(g.kv_dtype) or kv_format is not None,
+        paged=kv_format is not None and kv_format.page > 0,
+        unwritten=program is not None and program.unwritten,
+    )
+    default = default_target(g, dtype, traits, arch=arch, limit=limit)
     return tuning.applied(with_precision(ordered(default, g) if growing else default, dtype, arch))
 
 

@@ -27,6 +27,7 @@ from .launch import (
     KernelArgs,
     KernelModule,
     Launch,
+    LaunchConfig,
     LaunchContext,
     TooLargeError,
     blocks,
@@ -86,7 +87,7 @@ def launched(
     g, q = context.geometry, qkv[0]
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
-    largest, lse_residual = (torch.empty_like(lse) if use else None for use in (kind.top, kind.lse_residual))
+    largest, lse_residual = (torch.empty_like(lse) if use else None for use in (kind.row_max, kind.lse_residual))
     more = [x for x in (largest, lse_residual) if x is not None]
     if sinks is not None:
         more.append(sinks.contiguous().resolve_neg())
@@ -108,14 +109,14 @@ def _launch(context: LaunchContext, spans: SpanSource | None, kind: grids.Forwar
     if described:
         inputs |= {n: block for n, block in blocks(g, target).items() if n in inputs}
     parts = grids.of_call(plan, spans, g, target, processors)
-    kernels = emitted_kernels(triton_forward.emit, plan, target, dims, listed=parts is not None, **kind.flags)
+    kernels = emitted_kernels(triton_forward.emit, plan, target, dims, kind.optional, listed=parts is not None)
     if spans is not None and parts is not None:
         sums: dict[str, tuple[int, ...]] = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
         names, slots = ("attention_forward", "attention_combine"), kind.device_slots
         return grids.RowLaunches(context, kernels, names, target, parts, spans.rows, inputs, sums, kind.tensors, slots)
-    records = None if spans is None else spans.rows
-    launch = partial(context.launch, records=records, device_slots=kind.device_slots)
-    return launch(kernels, "attention_forward", grids.of_forward(g, target), target, inputs | kind.tensors)
+    grid, tensors = grids.of_forward(g, target), inputs | kind.tensors
+    config = LaunchConfig(kernels, "attention_forward", grid, target, tensors, kind.device_slots)
+    return context.launch(config, records=None if spans is None else spans.rows)
 
 
 def check_keys(dims: Dims, device: Any) -> None:
@@ -237,7 +238,12 @@ class _BackwardLaunches:
             self.steps.append(self._step(context, step, parts[step.name], records=records, device_slots=device_slots))
 
     def _step(
-        self, context: LaunchContext, step: grids.LaunchStep, parts: grids.RowParts | None = None, **more: Any
+        self,
+        context: LaunchContext,
+        step: grids.LaunchStep,
+        parts: grids.RowParts | None = None,
+        records: Any = None,
+        device_slots: tuple[str, ...] = (),
     ) -> tuple[Launch | grids.RowLaunches, list[str]]:
         """A launch, and the tensors it takes."""
         letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
@@ -246,7 +252,8 @@ class _BackwardLaunches:
         if step.tile.descriptors:
             tensors |= {n: block for n, block in blocks(self.geometry, step.tile).items() if n in names}
         if parts is None:
-            return context.launch(self.module, step.name, step.grid, step.tile, tensors, **more), names
+            config = LaunchConfig(self.module, step.name, step.grid, step.tile, tensors, device_slots)
+            return context.launch(config, records=records), names
         both, g = (step.name, f"{step.name}_sums"), self.geometry
         written = [n for n in self.module.kernels[both[1]].arg_names if n in tensors]
         read = [n for n in names if n not in written]
@@ -255,7 +262,7 @@ class _BackwardLaunches:
         totals = g.heads // g.kv_heads if step.side == "columns" else 1  # of other gradients, one for each head
         sums: dict[str, tuple[int, ...]] = {"Acc": (sum(widths.get(n, totals) for n in written),)}
         run = grids.RowLaunches(
-            context, self.module, both, step.tile, parts, inputs=inputs, sums=sums, results=results, **more
+            context, self.module, both, step.tile, parts, records, inputs, sums, results, device_slots
         )
         return run, [*read, *written]
 
@@ -342,9 +349,8 @@ class _CapturedRun(grids.CapturedKernels):
     ) -> Launch:
         """A launch that is kept for such calls; `pointers` come after the arrays."""
         arrays: dict[str, Access] = {**CAPTURED_ARRAYS, **dict.fromkeys(pointers, "")}
-        records, slots = None if self.spans is None else self.spans.rows, self.values.device_slots
-        launch = partial(self.context.launch, records=records, device_slots=slots)
-        return launch(kernels, kernel, grid, self.tile, arrays, **numbers)
+        config = LaunchConfig(kernels, kernel, grid, self.tile, arrays, self.values.device_slots)
+        return self.context.launch(config, records=None if self.spans is None else self.spans.rows, **numbers)
 
     def padded(self, x: Tensor, before: int, behind: int) -> Tensor:
         from torch.nn.functional import pad

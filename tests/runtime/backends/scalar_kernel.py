@@ -125,12 +125,12 @@ extern "C" int64_t frisket_backward(const Call *c) { return all({c, c->batch, 0,
 """
 
 
-def forward(*kernel, named=True, permuted=False):
+def forward(*kernel, named=True):
     """As `CppKernel`; for float32 and float64."""
     return _kernel(source(*kernel) + cpp_call.bridged("frisket_forward"))
 
 
-def backward(*kernel, named=True, permuted=False):
+def backward(*kernel, named=True):
     """As `BackwardKernel`."""
     return _kernel(source(*kernel) + cpp_call.bridged("frisket_backward"))
 
@@ -139,11 +139,12 @@ def _kernel(text):
     return SimpleNamespace(source=lambda: text, literals=())
 
 
-def source(plan, target, head_dim, v_dim, dtype):
-    c_type = {"float32": "float", "float64": "double"}[dtype]
+def source(plan, target, arrays):
+    c_type = {"float32": "float", "float64": "double"}[arrays.dtype]
     names = [
         "#include <stdint.h>", "#include <math.h>", f"typedef {c_type} T;", f"typedef {c_type} Real;",
         f"typedef {'int64_t' if plan.int64 else 'int32_t'} I;",
-        f"enum {{ DIM = {head_dim}, V_DIM = {v_dim}, BLOCK_Q = {target.block_q}, BLOCK_K = {target.block_k} }};",
+        f"enum {{ DIM = {arrays.head_dim}, V_DIM = {arrays.v_dim} }};",
+        f"enum {{ BLOCK_Q = {target.block_q}, BLOCK_K = {target.block_k} }};",
     ]  # fmt: skip
     return "\n".join([*names, cpp_call.text(), KERNEL])

@@ -19,7 +19,7 @@ from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.grids import INTERPRETED, Shares, most_tiles, parts, processors, shares
 from frisket.runtime.backends.triton.launch import near
-from frisket.runtime.backends.triton.tiles import default_target, target
+from frisket.runtime.backends.triton.tiles import ProgramTraits, default_target, target
 from frisket.runtime.calls.options import LaunchOptions, Tuning
 
 H200 = 132
@@ -200,7 +200,7 @@ def test_tiles_of_few_queries_leave_room_for_three_stages(dim, keys):
 def test_few_keys_of_8_bits_have_wide_tiles(q_len, paged, keys):
     """Of 8, 32 and 40 rows. In pages one query was not faster with them on an H100."""
     g = Geometry(8, 64, 8, q_len, 32768, 128, 128, 0.1, kv_dtype="int8")
-    assert default_target(g, "bfloat16", stored=True, paged=paged).decode.block_k == keys
+    assert default_target(g, "bfloat16", ProgramTraits(stored=True, paged=paged)).decode.block_k == keys
 
 
 @pytest.mark.parametrize(("q_len", "heads", "pack"), [(1, 8, 1), (100, 8, 1), (1, 64, 8)])

@@ -15,6 +15,7 @@ from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton import tiles
 from frisket.runtime.backends.triton.grids import of_backward, of_forward
 from frisket.runtime.backends.triton.launch import GRID
+from frisket.runtime.backends.triton.tiles import ProgramTraits
 from frisket.runtime.calls.options import LaunchOptions, Tuning
 
 
@@ -107,10 +108,11 @@ def test_tiles_of_the_triton_that_compiles(monkeypatch, installed, dkv):
     monkeypatch.setattr(tiles, "triton_version", lambda: installed)
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     assert row_of(tiles.default_target(g, "bfloat16").dkv) == dkv
-    assert row_of(tiles.default_target(g, "bfloat16", keys=128).dkv) == (
+    assert row_of(tiles.default_target(g, "bfloat16", ProgramTraits(keys=128)).dkv) == (
         dkv if installed == "3.6" else [32, 64, 4, 3, 1]
     )
-    other = [{"descriptors": False}, {"curved": True}, {"reads": "each"}, {"arch": "sm_80"}]
+    curved, each = ({"traits": ProgramTraits(**x)} for x in ({"curved": True}, {"reads": "each"}))
+    other = [{"descriptors": False}, curved, each, {"arch": "sm_80"}]
     for given in other:
         made = tiles.default_target(g, "bfloat16", **given)
         monkeypatch.setattr(tiles, "OF_TRITON", {})
@@ -124,14 +126,14 @@ def test_dv_has_a_separate_kernel_at_head_size_256(monkeypatch, installed):
     monkeypatch.setattr(tiles, "triton_version", lambda: installed)
     g = Geometry(1, 8, 8, 4096, 4096, 256, 256, 0.1)
     for given in ({}, {"keys": 128}, {"keys": 512}):
-        made = tiles.default_target(g, "bfloat16", **given)
+        made = tiles.default_target(g, "bfloat16", ProgramTraits(**given))
         assert row_of(made.dkv) == [32, 128, 8, 2, int(installed == "3.6")]
         assert row_of(made.dv) == [64, 128, 8, 2, 1]
     few = tiles.default_target(replace(g, kv_len=50), "bfloat16")
     assert (few.dkv.block_k, few.dv.block_k) == (64, 64)
     assert Tuning(dkv=LaunchOptions(num_stages=3)).applied(made).dv is None  # the caller's tile is that of both
     assert Tuning(dq=LaunchOptions(num_stages=3)).applied(made).dv == made.dv
-    for given in ({"reads": "each"}, {"arch": "sm_80"}, {"arch": "sm_100"}):
+    for given in ({"traits": ProgramTraits(reads="each")}, {"arch": "sm_80"}, {"arch": "sm_100"}):
         assert tiles.default_target(g, "bfloat16", **given).dv is None
     assert tiles.default_target(g, "float32").dv is None
     assert tiles.default_target(replace(g, head_dim=128, v_dim=128), "bfloat16").dv is None
@@ -278,7 +280,7 @@ def test_triton_tiles_fit_into_shared_memory(arch):
 
 
 def check_fits(dim, keys, arch):
-    made = tiles.default_target(Geometry(1, 8, 8, 4096, 4096, dim, dim, 0.1), "float16", keys=keys, arch=arch)
+    made = tiles.default_target(Geometry(1, 8, 8, 4096, 4096, dim, dim, 0.1), "float16", ProgramTraits(keys), arch=arch)
     for kernel, t, own, walked in of_kernels(made):
         assert {own, walked} <= {16, 32, 64, 128}
         wide = 2 ** math.ceil(math.log2(dim))
@@ -323,9 +325,9 @@ def test_callers_without_descriptors_have_tiles_of_their_own():
     rows = tiles.TABLE["sm_90 by pointers"]
     assert [row_of(t) for t in (own, own.dq, own.dkv)] == [rows[n]["long"]["128"] for n in tiles.SINGLE]
     for arch in tiles.SHARED:
-        made = tiles.default_target(g, "float16", keys=128, descriptors=False, arch=arch)
+        made = tiles.default_target(g, "float16", ProgramTraits(128), descriptors=False, arch=arch)
         assert not any(t.descriptors for t in (made, made.dq, made.dkv, made.decode))
-    stored = tiles.default_target(g, "float16", keys=128, stored=True)
+    stored = tiles.default_target(g, "float16", ProgramTraits(128, stored=True))
     assert not any(t.descriptors for t in (stored, stored.dq, stored.dkv, stored.decode))
 
 

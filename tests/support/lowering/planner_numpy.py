@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from frisket.lowering.kernels.expr import Language
 from frisket.lowering.planner.arrays import Words
 
 HEADER = """
@@ -82,4 +83,4 @@ THREE, ONE = (
 )
 TABLE = {n: f'op("{n}", {", ".join(["{}"] * (3 if n in THREE else 1 if n in ONE else 2))})' for n in NAMES}
 TABLE |= {"and": "{} & {}", "or": "{} | {}"}
-NUMPY = Words("numpy", TABLE, lambda roots: "", HEADER, (("", ""), ("", "")), "math.inf")
+NUMPY = Words(Language("numpy", TABLE), lambda roots: "", HEADER, (("", ""), ("", "")), "math.inf")

@@ -59,7 +59,7 @@ def forward(plan, spans, geometry, q, k, v, slots, tables, target, dtype="float3
     """(out, lse, top) as numpy arrays; bfloat16 arrays are their bits, uint16. Any strides,
     of rows' entries 1. `stored` is the dtype of k and v where it is not that of q, `norm` an array to be filled."""
     g = geometry
-    made = cpp.CppKernel(plan, target, g.head_dim, g.v_dim, dtype, stored, named=False)
+    made = cpp.CppKernel(plan, target, cpp.CppArrays(g.head_dim, g.v_dim, dtype, stored), named=False)
     library = native_build.library(source or made.source(), variant)
     real = np.float64 if dtype == "float64" else np.float32
     out = placed(np.full((g.batch, g.heads, g.q_len, g.v_dim), 7, q.dtype))
@@ -82,7 +82,7 @@ def backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, slots, tables
     """dq, dk, dv by "q", "k", "v", and a buffer for each captured gradient by its number; `wanted`: of which, None
     for all. bfloat16 arrays are their bits, lse and dlse are Real."""
     g = geometry
-    made = cpp_backward.BackwardKernel(plan, target, g.head_dim, g.v_dim, dtype, named=False)
+    made = cpp_backward.BackwardKernel(plan, target, cpp.CppArrays(g.head_dim, g.v_dim, dtype), named=False)
     kernel = native_build.library(source or made.source(), variant).frisket_backward
     real = np.float64 if dtype == "float64" else np.float32
     captured = derive.backward_of(plan).gradients

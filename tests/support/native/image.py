@@ -77,7 +77,7 @@ class Problem:
     def kernel(self, kind: str) -> cpp.CppKernel:
         target = Target("cpp", *self.case.block, precision=self.precision)
         made = cpp.CppKernel if kind == "forward" else cpp_backward.BackwardKernel
-        return made(self.plan, target, self.g.head_dim, self.g.v_dim, self.case.dtype)
+        return made(self.plan, target, cpp.CppArrays(self.g.head_dim, self.g.v_dim, self.case.dtype))
 
     def source(self, kind: str) -> str:
         return self.kernel(kind).source()

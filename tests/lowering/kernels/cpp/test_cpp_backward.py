@@ -12,6 +12,7 @@ from support.tiers import default_only
 
 from frisket.lowering import dense, derive
 from frisket.lowering.kernels.cpp import backward as cpp_backward
+from frisket.lowering.kernels.cpp.forward import CppArrays
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
@@ -374,5 +375,5 @@ def test_golden_native_backward_expressions(golden):
         program_of("causal", "c * tanh(score / c) + bias[h, q - k]", {"c": 20.0, "bias": normal(2, 64)}),
         64, 64, 1, 2, (64, 64), proofs=True,
     )  # fmt: skip
-    kernel = cpp_backward.BackwardKernel(work.plan, Target("cpp", 64, 64), 64, 64, "float32")
+    kernel = cpp_backward.BackwardKernel(work.plan, Target("cpp", 64, 64), CppArrays(64, 64, "float32"))
     golden("relative_bias.cpp", kernel.expressions())

@@ -373,5 +373,6 @@ def test_native_forward_takes_tiles_of_any_size(tile, dtype):
 
 def test_native_forward_source_is_deterministic():
     made = problem(EVERY_TABLE)
-    texts = {cpp.CppKernel(made.plan, Target("cpp", 48, 64), 24, 24, "float32").source() for _ in range(2)}
+    kernel = made.plan, Target("cpp", 48, 64), cpp.CppArrays(24, 24, "float32")
+    texts = {cpp.CppKernel(*kernel).source() for _ in range(2)}
     assert len(texts) == 1

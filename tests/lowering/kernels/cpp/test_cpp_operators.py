@@ -52,7 +52,7 @@ class Functions(cpp.CppKernel):
 
     def __init__(self, roots, plan, dtype):
         self.given = roots
-        super().__init__(plan, Target("cpp", 16, 16), 16, 16, dtype)
+        super().__init__(plan, Target("cpp", 16, 16), cpp.CppArrays(16, 16, dtype))
 
     def source_roots(self):
         return self.given

@@ -67,7 +67,7 @@ def test_expressions_without_a_costly_remainder_are_not_split(e):
 
 def test_remainders_of_a_distance_are_computed_by_row_and_column():
     made = make_plan(eq((q - k) % 3, 0) & eq((q - k) % param("g"), 1), None, "x")
-    text = cpp.CppKernel(made, Target("cpp", 96, 64), 64, 64, "float32").expressions()
+    text = cpp.CppKernel(made, Target("cpp", 96, 64), cpp.CppArrays(64, 64, "float32")).expressions()
     assert "row.x0 = modulo(row.q, 3);" in text
     assert "column.x1 = modulo(column.k, ints(3));" in text
     visible = text[text.index("Bits visible") :]

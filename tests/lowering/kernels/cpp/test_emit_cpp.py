@@ -18,6 +18,7 @@ from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import K_SCALE, PAGES, Pages, Target, make_plan
 
 TARGET = Target("cpp", 96, 64)
+ARRAYS = cpp.CppArrays(64, 64, "float32")
 causal = q >= k
 documents = eq(lookup("doc", (b, q)), lookup("doc", (b, k)))
 softcap = 50.0 * function("tanh", score / 50.0)
@@ -55,21 +56,21 @@ def test_golden_record_of_a_native_call(golden):
 def test_golden_native_source_of_a_window(golden):
     """The whole source, with the order of its parts."""
     made = make_plan(causal & (q - k < param("w")), None, "causal & window(w)", rows_nonempty=True)
-    golden("window.cpp", without_parts(cpp.CppKernel(made, TARGET, 64, 64, "float32").source()))
+    golden("window.cpp", without_parts(cpp.CppKernel(made, TARGET, ARRAYS).source()))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_native_expressions_of_each_plan(name, golden):
     """What the plan decides of the source."""
     made, *rest = GOLDEN[name]
-    kernel = cpp.CppKernel(made, TARGET, *rest)
+    kernel = cpp.CppKernel(made, TARGET, cpp.CppArrays(*rest))
     golden(name, without_parts(kernel.head()) + kernel.expressions())
 
 
 def test_native_source_contains_the_handwritten_headers():
     made, *rest = GOLDEN["documents.cpp"]
-    source = cpp.CppKernel(made, TARGET, *rest).source()
-    kernel = cpp.CppKernel(made, TARGET, *rest)
+    source = cpp.CppKernel(made, TARGET, cpp.CppArrays(*rest)).source()
+    kernel = cpp.CppKernel(made, TARGET, cpp.CppArrays(*rest))
     for part in (kernel.head(), kernel.expressions(), *map(cpp.part, (*cpp.ARITHMETIC, "forward", "decode"))):
         assert part in source
     assert "\t" not in source
@@ -77,7 +78,7 @@ def test_native_source_contains_the_handwritten_headers():
 
 
 def plain(mask, mod, tile=(96, 64), kernel=cpp.CppKernel, **limits):
-    made = kernel(make_plan(mask, mod, str(mod), limits=limits), Target("cpp", *tile), 64, 64, "float32", named=False)
+    made = kernel(make_plan(mask, mod, str(mod), limits=limits), Target("cpp", *tile), ARRAYS, named=False)
     return made.source(), made.literals
 
 
@@ -105,14 +106,14 @@ def test_native_operator_table_is_complete():
 
 def test_names_of_users_do_not_meet_those_of_the_language():
     made = make_plan(causal & (k < param("int")) & (k < param("h_")) & (q < param("row")), None, "x")
-    text = cpp.CppKernel(made, TARGET, 64, 64, "float32").expressions()
+    text = cpp.CppKernel(made, TARGET, ARRAYS).expressions()
     assert "Int int_;" in text
     assert "Int row_;" in text
 
 
 @pytest.mark.parametrize("kernel", [cpp.CppKernel, cpp_backward.BackwardKernel])
 def test_names_of_users_do_not_meet_macros(kernel):
-    source = kernel(make_plan(causal & (k < param("HALF")), None, "x"), TARGET, 64, 64, "float32").source()
+    source = kernel(make_plan(causal & (k < param("HALF")), None, "x"), TARGET, ARRAYS).source()
     assert "Int HALF_;" in source
     assert set(re.findall(r"#define (\w+)", source)) <= set(cpp.MACROS)
 
@@ -121,7 +122,7 @@ def test_intervals_of_keys():
     """Where nothing else is asked of a key than that it lies between two ends, the forward has them."""
 
     def ends(mask, **options):
-        return cpp.CppKernel(make_plan(mask, None, "x", **options), TARGET, 64, 64, "float32").storage()
+        return cpp.CppKernel(make_plan(mask, None, "x", **options), TARGET, ARRAYS).storage()
 
     window = causal & (q - k < param("w")) & (q < 40)
     assert "if (!row.x0) return;\n    end = between(0, (int64_t)row.q + 1 - tile, keys);" in ends(window)
@@ -132,15 +133,15 @@ def test_intervals_of_keys():
     assert "const bool INTERVAL = false;" in ends(causal & documents)
     assert "const bool INTERVAL = false;" in ends(None)
     scaled = make_plan(causal, None, "x", weight=lookup(K_SCALE, (k,), FLOAT))
-    assert "const bool INTERVAL = false;" in cpp.CppKernel(scaled, TARGET, 64, 64, "float32").storage()
-    backward = cpp_backward.BackwardKernel(make_plan(window, None, "x"), TARGET, 64, 64, "float32")
+    assert "const bool INTERVAL = false;" in cpp.CppKernel(scaled, TARGET, ARRAYS).storage()
+    backward = cpp_backward.BackwardKernel(make_plan(window, None, "x"), TARGET, ARRAYS)
     assert not backward.interval_roots()
 
 
 def test_lookups_along_the_keys_are_loads():
     def text(index):
         made = make_plan(None, score + lookup("t", (h, index), FLOAT), "x")
-        return cpp.CppKernel(made, TARGET, 64, 64, "float32").expressions()
+        return cpp.CppKernel(made, TARGET, ARRAYS).expressions()
 
     assert "ahead<1>(fixed.t, fixed.h, column.first - row.q)" in text(k - q)
     assert "behind<1>(fixed.t, fixed.h, row.q - column.first)" in text(q - k)
@@ -150,28 +151,25 @@ def test_lookups_along_the_keys_are_loads():
     assert "gather(fixed.t, ints(fixed.h), " in text(2 * k)
     assert "row.t_h_q = at(fixed.t, fixed.h, row.q)" in text(q)
     made = make_plan(None, score + lookup("t", (k - q, h), FLOAT), "x")  # along another axis
-    assert (
-        "ahead<0>(fixed.t, column.first - row.q, fixed.h)"
-        in cpp.CppKernel(made, TARGET, 64, 64, "float32").expressions()
-    )
+    assert "ahead<0>(fixed.t, column.first - row.q, fixed.h)" in cpp.CppKernel(made, TARGET, ARRAYS).expressions()
 
 
 def test_scales_in_pages_are_loads():
     """Vectors of keys end where pages do: the page and the head are looked up once for each."""
     scale = lookup(K_SCALE, (lookup(PAGES, (b, (k - 5) // 48), INT), (k - 5) % 48, h // 4), FLOAT)
     made = make_plan(None, score * scale, "x", pages=Pages(PAGES, 48))
-    text = cpp.CppKernel(made, TARGET, 64, 64, "float32", "int8").expressions()
+    text = cpp.CppKernel(made, TARGET, cpp.CppArrays(64, 64, "float32", "int8")).expressions()
     assert "ahead<1>(fixed.k_scale, at(fixed.pages, fixed.b, floordiv(" in text
     assert "gather" not in text
     again = make_plan(None, score * lookup("t", (k // 48, k % 48), FLOAT), "x", pages=Pages(PAGES, 48))
     assert (
-        "gather" in cpp.CppKernel(again, TARGET, 64, 64, "float32", "int8").expressions()
+        "gather" in cpp.CppKernel(again, TARGET, cpp.CppArrays(64, 64, "float32", "int8")).expressions()
     )  # anyone's k begins anywhere
 
 
 def test_heads_that_share_a_key_head_are_alike():
     def shared(scale):
-        return cpp.CppKernel(make_plan(None, score * scale, "x"), TARGET, 64, 64, "float32").storage()
+        return cpp.CppKernel(make_plan(None, score * scale, "x"), TARGET, ARRAYS).storage()
 
     assert "return 4 % group == 0" in shared(lookup("t", (b, h // 4, k), FLOAT))
     assert "return false;" in shared(lookup("t", (b, h // 4 + h, k), FLOAT))
@@ -181,11 +179,11 @@ def test_heads_that_share_a_key_head_are_alike():
 def test_native_backward_refuses_stored_keys():
     made = make_plan(None, None, "x", pages=Pages(PAGES, 16))
     with pytest.raises(LoweringError, match="no gradients"):
-        cpp_backward.BackwardKernel(made, TARGET, 64, 64, "float32").source()
+        cpp_backward.BackwardKernel(made, TARGET, ARRAYS).source()
 
 
 def test_a_draw_is_worked_out_in_stages():
-    text = cpp.CppKernel(make_plan(causal, None, "x", dropout=True), TARGET, 64, 64, "float32").expressions()
+    text = cpp.CppKernel(make_plan(causal, None, "x", dropout=True), TARGET, ARRAYS).expressions()
     stages = [line.strip() for line in text.split("\n") if "stirred" in line or "seeded" in line]
     assert stages == [
         "fixed.x0 = stirred(stirred(seeded(fixed.seed), fixed.b), fixed.h);",
@@ -204,7 +202,7 @@ def test_a_draw_is_worked_out_in_stages():
 )  # fmt: skip
 def test_native_source_refuses_bad_dtypes_and_tiles(target, dtype, message):
     with pytest.raises(LoweringError) as refused:
-        cpp.CppKernel(make_plan(causal, None), target, 64, 64, dtype).source()
+        cpp.CppKernel(make_plan(causal, None), target, cpp.CppArrays(64, 64, dtype)).source()
     assert str(refused.value) == message
 
 
@@ -212,10 +210,10 @@ def test_an_operator_without_a_form():
     made = make_plan(causal, None)
     odd = replace(made, score=ir.make("sinh", (score,), None, FLOAT))
     with pytest.raises(LoweringError, match=r"`sinh` has no C\+\+ form; rewrite the expression without it"):
-        cpp.CppKernel(odd, TARGET, 64, 64, "float32").source()
+        cpp.CppKernel(odd, TARGET, ARRAYS).source()
 
 
 def test_a_name_that_the_plan_lacks():
     odd = replace(make_plan(causal, None), mask=q - k < param("lost"))
     with pytest.raises(LoweringError, match="`lost` is neither a slot nor a table of the plan"):
-        cpp.CppKernel(odd, TARGET, 64, 64, "float32").source()
+        cpp.CppKernel(odd, TARGET, ARRAYS).source()

@@ -75,5 +75,5 @@ def test_hidden_keys_and_values_may_be_anything(name, dtype, q_len):
 )  # fmt: skip
 def test_rows_are_compared_where_neighbours_may_see_the_same(mask, repeated):
     plan = make_plan(as_mask(mask).expr, None)
-    text = cpp.CppKernel(plan, Target("cpp", 96, 64), 64, 64, "float32").expressions()
+    text = cpp.CppKernel(plan, Target("cpp", 96, 64), cpp.CppArrays(64, 64, "float32")).expressions()
     assert f"const bool REPEATED = {'true' if repeated else 'false'};" in text

@@ -253,7 +253,8 @@ class Watched(native_image.Problem):
 
     def kernel(self, kind):
         c = self.made.case
-        return cpp.CppKernel(self.plan, Target("cpp", *c.tile), c.dim, c.v_dim, c.dtype, c.stored)
+        arrays = cpp.CppArrays(c.dim, c.v_dim, c.dtype, c.stored)
+        return cpp.CppKernel(self.plan, Target("cpp", *c.tile), arrays)
 
     def _fields(self):
         return super()._fields() | {"pages": [len(self.k)]}

@@ -165,7 +165,7 @@ def test_native_machine_code_has_the_vector_instructions(variant, kind):
 @pytest.mark.parametrize("best", [v for v in WANTED if v in HERE][:1])
 def test_machine_code_for_this_processor_has_its_vectors(best):
     made = test_cpp_forward.problem(test_cpp_forward.WINDOW)  # a kernel of the tests there
-    kernel = cpp.CppKernel(made.plan, Target("cpp", *made.case.tile), 64, 64, "float32", named=False)
+    kernel = cpp.CppKernel(made.plan, Target("cpp", *made.case.tile), cpp.CppArrays(64, 64, "float32"), named=False)
     text = disassembled(native_build.library(kernel.source())._name)
     assert all(re.search(x, text) for x in WANTED[best][0])
 

@@ -13,6 +13,7 @@ from frisket.dsl.ir import param, var
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.gluon.forward import emit
+from frisket.lowering.kernels.triton.forward import NO_ARRAYS, OptionalArrays
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Pages, Target, make_plan
 
@@ -24,14 +25,14 @@ closed = Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"
 GOLDEN = {
     "window.py": (
         make_plan(causal & (q - k < param("w")), None, "causal & window(w)", bounds=closed, rows_nonempty=True),
-        Dims(128, 128, "bfloat16", 8), {},
+        Dims(128, 128, "bfloat16", 8), NO_ARRAYS,
     ),
     "everything.py": (
         make_plan(
             causal & documents, 50 * function("tanh", score / 50) + ir.lookup("slope", (h,), FLOAT) * (k - q),
             "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)", dropout=True,
         ),
-        Dims(80, 64, "float16"), {"sinks": True, "top": True, "low": True},
+        Dims(80, 64, "float16"), OptionalArrays(sinks=True, row_max=True, lse_residual=True),
     ),
 }  # fmt: skip
 
@@ -41,11 +42,11 @@ GOLDEN |= {f"blackwell_{name}": of for name, of in GOLDEN.items()}
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_gluon_forward_of_hopper_and_blackwell(name, golden):
-    made, dims, more = GOLDEN[name]
+    made, dims, optional = GOLDEN[name]
     target = BLACKWELL if "blackwell" in name else TARGET
-    text = emit(made, target, dims, **more)
+    text = emit(made, target, dims, optional)
     golden(name, text)
-    assert text == emit(made, target, dims, **more)
+    assert text == emit(made, target, dims, optional)
     ast.parse(text)
 
 
@@ -53,7 +54,7 @@ def test_golden_gluon_forward_of_hopper_and_blackwell(name, golden):
 @pytest.mark.parametrize("target", [TARGET, BLACKWELL], ids=lambda target: target.arch)
 @pytest.mark.parametrize("name", thinned(CASES))
 def test_gluon_text_of_each_case_parses_and_fits_lines(name, target):
-    text = emit(plan(CASES[name]), target, Dims(32, 32, "bfloat16", 2), low=True)
+    text = emit(plan(CASES[name]), target, Dims(32, 32, "bfloat16", 2), OptionalArrays(lse_residual=True))
     ast.parse(text)
     assert "tl." not in text.replace("gl.", "").replace("tl.PropagateNan", "")
     assert ("from triton import language as tl" in text) == ("tl.PropagateNan" in text)

@@ -151,7 +151,7 @@ def test_pallas_tpu_forward_has_no_races_or_reads_outside(name, traced):
     if traced == "traced":
         spans = DeviceSpans(*map(jax.device_put, (spans.bounds, spans.count)), None, spans.slice_of)
     heads = g.heads // g.kv_heads if name == "gqa" else 1  # of a program
-    module = load_source(pallas_tpu.emit(made, TARGET, g, "float32", together=heads))
+    module = load_source(pallas_tpu.emit(made, TARGET, g, "float32", pallas_tpu.ForwardOptions(program_heads=heads)))
     careful = pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan", dma_execution_mode="on_wait"
     )
@@ -217,10 +217,8 @@ def test_pallas_tpu_new_slots_and_tables_do_not_recompile():
 
     def compiled(case):
         made = cases.plan(case)
-        found = runtime.kernel(
-            pallas_tpu.emit, made, TARGET, cases.geometry(case), "float32", False, True, False, False, 1, False
-        )
-        return found._cache_size()
+        options = pallas_tpu.ForwardOptions()
+        return runtime.kernel(pallas_tpu.emit, made, TARGET, cases.geometry(case), "float32", options)._cache_size()
 
     window = CASES["window"].but(block=(128, 128), dim=24, v_dim=24)
     cases.check(window, *run(window)[:2])

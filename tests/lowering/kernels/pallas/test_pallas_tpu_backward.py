@@ -23,6 +23,7 @@ from frisket.dsl.sugar import b, function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_tpu import backward as emitted
+from frisket.lowering.kernels.pallas_tpu.walk import TpuOptions
 from frisket.lowering.plan import Geometry, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.pallas_tpu import jax as runtime
@@ -159,12 +160,8 @@ def test_pallas_tpu_gradients_repeat_and_do_not_recompile():
     eager = {"backward": runtime.backward}
     first, _ = run(case, **eager)
     made = cases.plan(case)
-    kernels = [
-        runtime._gradient_kernel(
-            n, made, Target("pallas-tpu", 128, 128), cases.geometry(case), "float32", frozenset(first)
-        )[0]
-        for n in ("dq", "dkv")
-    ]
+    common = made, Target("pallas-tpu", 128, 128), cases.geometry(case), "float32", frozenset(first), TpuOptions()
+    kernels = [runtime._gradient_kernel(n, *common)[0] for n in ("dq", "dkv")]
     before = [f._cache_size() for f in kernels]
     assert min(before) > 0
     compare(*run(case.but(slots={"w": 290}), **eager))

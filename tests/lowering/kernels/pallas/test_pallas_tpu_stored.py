@@ -110,8 +110,8 @@ def test_pallas_tpu_refuses_storage_that_a_tpu_lacks():
 
 def test_golden_pallas_tpu_forward_of_stored_keys(golden):
     made = stored_cases.problem(STORED["small pages"], "bshd")
-    golden("stored.py", pallas_tpu.emit(made.plan, TARGET, Geometry(2, 4, 2, 3, 160, 32, 32, 0.25), "bfloat16",
-                                               narrow=True))  # fmt: skip
+    geometry, options = Geometry(2, 4, 2, 3, 160, 32, 32, 0.25), pallas_tpu.ForwardOptions(kv_8bit=True)
+    golden("stored.py", pallas_tpu.emit(made.plan, TARGET, geometry, "bfloat16", options))
 
 
 def test_pallas_tpu_never_converts_the_whole_pool():

@@ -25,7 +25,7 @@ from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.kernels.triton import module as triton
-from frisket.lowering.kernels.triton.forward import emit
+from frisket.lowering.kernels.triton.forward import OptionalArrays, emit
 from frisket.lowering.kernels.triton.writer import Dims, arguments
 from frisket.lowering.plan import Bounds, Geometry, Pages, Target, make_plan
 from frisket.runtime.backends.triton import tiles
@@ -91,22 +91,23 @@ GLOBAL = make_plan((abs(q - k) <= 256) | (k < 64) | (q < 64), None, "abs(q - k) 
 
 
 def test_golden_triton_forward_of_long_rows_in_parts(golden):
-    golden("long_rows.py", emit(GLOBAL, TARGET, Dims(128, 128, "bfloat16", 4), sinks=True, low=True, listed=True))
+    optional = OptionalArrays(sinks=True, lse_residual=True)
+    golden("long_rows.py", emit(GLOBAL, TARGET, Dims(128, 128, "bfloat16", 4), optional, listed=True))
 
 
 EVERYTHING = make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + alibi", dropout=True)
-WITH = {"sinks": True, "top": True, "low": True}
+ALL_ARRAYS = OptionalArrays(sinks=True, row_max=True, lse_residual=True)
 
 
 def test_golden_text_with_all_there_is(golden):
-    golden("everything.py", emit(EVERYTHING, TARGET, Dims(96, 80, "bfloat16", 4, "float8_e4m3fn"), **WITH))
+    golden("everything.py", emit(EVERYTHING, TARGET, Dims(96, 80, "bfloat16", 4, "float8_e4m3fn"), ALL_ARRAYS))
 
 
 def test_golden_text_of_few_queries(golden):
     few = replace(TARGET, block_q=16, num_warps=4)
     made, *rest = GOLDEN["window.py"]
     golden("decode_window.py", triton_decode.emit(made, few, Dims(*rest)))
-    golden("decode_everything.py", triton_decode.emit(EVERYTHING, few, Dims(96, 80, "bfloat16", 3), **WITH))
+    golden("decode_everything.py", triton_decode.emit(EVERYTHING, few, Dims(96, 80, "bfloat16", 3), ALL_ARRAYS))
 
 
 def scale(name):
@@ -215,10 +216,10 @@ def test_triton_forward_names_are_reserved(name):
     case = CASES[name]
     made = plan(case)
     dims = Dims(80, 48, "float16", 2, "float8_e5m2")
-    decode = [triton_decode.emit(made, TARGET, dims, **WITH, balanced=balanced) for balanced in (False, True)]
-    assert not unreserved("".join([emit(made, TARGET, dims, **WITH), *decode]), made)
+    decode = [triton_decode.emit(made, TARGET, dims, ALL_ARRAYS, balanced=balanced) for balanced in (False, True)]
+    assert not unreserved("".join([emit(made, TARGET, dims, ALL_ARRAYS), *decode]), made)
     if made.mask is not None:
-        assert not unreserved(emit(made, TARGET, dims, **WITH, listed=True), made)
+        assert not unreserved(emit(made, TARGET, dims, ALL_ARRAYS, listed=True), made)
 
 
 def test_triton_text_has_no_sinks_or_dropout_unless_asked():
@@ -298,7 +299,7 @@ def printed(e):
     def leaf(node, args):
         return Text(node.name) if node.op in ("var", "param") else expr_triton.operator(node, args, False)
 
-    made = expr.printed([e], expr_triton.TRITON, leaf, lambda node, level: f"n{level}", "Triton")
+    made = expr.printed([e], expr_triton.LANGUAGE, leaf, lambda node, level: f"n{level}")
     return [f"{line.name} = {line.text}" for line in made.lines], made.values[e]
 
 

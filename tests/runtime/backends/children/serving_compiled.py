@@ -18,7 +18,7 @@ from frisket.lowering.plan import Geometry, Pages, make_plan
 from frisket.runtime.backends.triton.grids import shares
 from frisket.runtime.backends.triton.kernels import compiled_for
 from frisket.runtime.backends.triton.source import load
-from frisket.runtime.backends.triton.tiles import MEDIUM, default_target
+from frisket.runtime.backends.triton.tiles import MEDIUM, ProgramTraits, default_target
 
 GROUP, KEY_HEADS, DIM, LENGTH, PROCESSORS = 8, 8, 128, 32_768, 132
 ALLOWED = 1.05
@@ -60,7 +60,8 @@ def loops(text):
 def test_a_tile_loads_its_keys_and_values_once(queries, kv, page):
     plan, dims = plan_of(kv, page), Dims(DIM, DIM, "bfloat16", GROUP, kv)
     g = Geometry(1, GROUP * KEY_HEADS, KEY_HEADS, queries, LENGTH, DIM, DIM, DIM**-0.5, kv_dtype=kv)
-    tile = default_target(g, "bfloat16", keys=MEDIUM, stored=bool(kv or page), paged=bool(page), arch="sm_90")
+    traits = ProgramTraits(keys=MEDIUM, stored=bool(kv or page), paged=bool(page))
+    tile = default_target(g, "bfloat16", traits, arch="sm_90")
     few = shares(plan, None, g, tile, dims, PROCESSORS)
     assert few.pack == GROUP
     assert few.queries >= queries  # one tile of queries: keys are read once

@@ -25,12 +25,12 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import decode as triton_decode
-from frisket.lowering.kernels.triton.forward import emit
+from frisket.lowering.kernels.triton.forward import OptionalArrays, emit
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.triton.kernels import compile_reports, compiled_for
 from frisket.runtime.backends.triton.source import load
-from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, default_target, of_kernel, reads_of
+from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, ProgramTraits, default_target, of_kernel, reads_of
 from frisket.runtime.backends.triton.torch import forward
 
 causal = q >= k
@@ -51,7 +51,7 @@ def report(name, dim, dtype, arch="sm_90"):
     plan = PLANS[name]
     reads, keys = reads_of(plan.mask, plan.score), math.inf if plan.mask is None else MEDIUM
     geometry = Geometry(1, 8, 8, 4096, 4096, dim, dim, dim**-0.5)
-    target = default_target(geometry, dtype, keys=keys, reads=reads, arch=arch)
+    target = default_target(geometry, dtype, ProgramTraits(keys, reads=reads), arch=arch)
     dims = Dims(dim, dim, dtype)
     return next(compile_reports(emit(plan, target, dims), plan, target, dims, arch))
 
@@ -186,7 +186,7 @@ def test_a_soft_cap_is_one_product_and_one_tanh(arch):
 @pytest.mark.parametrize("arch", TABULATED)
 def test_few_queries_compile(arch):
     target, dims = Target("triton", 16, 64, 4, 3), Dims(96, 96, "bfloat16", 8)
-    source = triton_decode.emit(DOCUMENTS, target, dims, sinks=True, top=True)
+    source = triton_decode.emit(DOCUMENTS, target, dims, OptionalArrays(sinks=True, row_max=True))
     found = list(compile_reports(source, DOCUMENTS, target, dims, arch))
     assert [r.kernel for r in found] == ["attention_decode", "attention_combine"]
     assert all(r.fits and not r.spills for r in found)

@@ -80,7 +80,7 @@ def module(roots, int64: bool) -> str:
         return Text(node.name) if node.op == "param" else expr_triton.operator(node, args, int64)
 
     roots = [expr.machine(e) for e in roots]
-    made = expr.printed(roots, expr_triton.TRITON, own, lambda node, level: f"v{next(numbers)}", "Triton")
+    made = expr.printed(roots, expr_triton.LANGUAGE, own, lambda node, level: f"v{next(numbers)}")
     inputs = free(*roots)
     after = {INT: ".to(tl.int64)" if int64 else "", FLOAT: "", BOOL: " != 0"}
     page = Page()

@@ -21,7 +21,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, Pages, make_plan
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton.kernels import compile_reports
-from frisket.runtime.backends.triton.tiles import MEDIUM, default_target
+from frisket.runtime.backends.triton.tiles import MEDIUM, ProgramTraits, default_target
 
 RESULTS = Path(__file__).parents[5] / "benchmarks" / "results" / "compiled"
 TABLE = RESULTS / f"triton-{'.'.join(triton.__version__.split('.')[:2])}.txt"
@@ -73,7 +73,7 @@ def stored(arch, dims, q_len, kv_heads):
     mask = (k <= q + lookup("start", (b,))) & (k < lookup("end", (b,)))
     plan = make_plan(mask, score * key, weight=value, pages=Pages("pages", 16))
     g = Geometry(1, HEADS, kv_heads, q_len, LENGTH, dims.head_dim, dims.v_dim, 0.1, kv_dtype=dims.kv_dtype)
-    target = default_target(g, dims.dtype, keys=MEDIUM, stored=True, paged=True, arch=arch)
+    target = default_target(g, dims.dtype, ProgramTraits(MEDIUM, stored=True, paged=True), arch=arch)
     few = triton_grids.shares(plan, None, g, target, dims, 132) if q_len == 1 else None
     if few is None:
         return triton_forward.emit(plan, target, dims), plan, target
