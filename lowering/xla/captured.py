@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from frisket.lowering.derive import Gradient, by_source
 from frisket.lowering.kernels.jnp_expr import evaluate
-from frisket.lowering.plan import Geometry
+from frisket.lowering.plan import KernelInputs
 
 from .tiles import TileRow, XlaTiles, added
 
@@ -18,8 +18,9 @@ LINES = ("head", "row")  # summed along a whole row of tiles before anything is 
 Plane = tuple[tuple[str, int], ...]  # for each axis of a table the coordinate that indexes it, and the first entry
 
 
-def plane_of(gradient: Gradient, geometry: Geometry, slots: Mapping[str, Any], shape: tuple[int, ...]) -> Plane | None:
+def plane_of(gradient: Gradient, inputs: KernelInputs, shape: tuple[int, ...]) -> Plane | None:
     """The layout of tiles in a table indexed by bare coordinates, as in bias[h, q, k], all inside it; else None."""
+    geometry = inputs.geometry
     lengths = dict(zip("bhqk", (geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len)))
     origin = dict(zip("bhqk", geometry.origin))
     axes: list[tuple[str, int]] = []
@@ -27,7 +28,7 @@ def plane_of(gradient: Gradient, geometry: Geometry, slots: Mapping[str, Any], s
         name, shift = index.name if index.op == "var" else "", 0
         if index.op == "add" and [a.op for a in index.args] in (["var", "lit"], ["var", "param"]):
             name, by = index.args[0].name, index.args[1]
-            shift = by.name if by.op == "lit" else slots[by.name]
+            shift = by.name if by.op == "lit" else inputs.slots[by.name]
         # traced places are not known to be inside
         if name not in lengths or name in dict(axes) or not all(isinstance(x, int) for x in (origin[name], shift)):
             return None
@@ -151,37 +152,37 @@ Add = Callable[[tuple[Array, ...], Array, tuple[int, ...]], Array]  # of places,
 
 
 def folded(
-    gradients: Sequence[Gradient], buffers: Sequence[Array], geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Array], *, int64: bool = False, add: Add | None = None,
-) -> dict[str, Array]:  # fmt: skip
-    """`derive.by_source` on JAX; `slots` and `tables` are those of the forward, by plan name; `int64` is the plan's.
-    `add` is another sum by place, for devices where XLA's own adds in any order."""
-    more = geometry, slots, tables, int64, add or in_order
-    return by_source(gradients, buffers, tables, lambda g, x, shape: fold(g, x, shape, *more))
-
-
-def fold(
-    gradient: Gradient, buffer: Array, shape: Sequence[int], geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Array], int64: bool, add: Add,
-) -> Array:  # fmt: skip
-    """Sum `buffer` into an array of `shape`, the table's; 0-d for a slot."""
+    inputs: KernelInputs,
+    gradients: Sequence[Gradient],
+    buffers: Sequence[Array],
+    *,
+    int64: bool = False,
+    add: Add | None = None,
+) -> dict[str, Array]:
+    """`derive.by_source` on JAX; `int64` is the plan's. `add` is another sum by place, for devices where XLA's own adds
+    in any order."""
     import jax.numpy as jnp
 
-    if not gradient.index:
-        return buffer.sum()
-    if gradient.over == "scatter":
-        return buffer
+    tables = {t.name: jnp.asarray(inputs.tables[t.name]) for t in inputs.plan.tables}
 
     def along(start: Any, shape: tuple[int, ...]) -> Array:
         start = start if getattr(start, "ndim", 0) == 0 else jnp.asarray(start).reshape(-1, 1, 1)
         return jnp.arange(shape[0]).reshape(shape) + start
 
-    env = {**gradient.coordinates(geometry, along), **slots}
-    places = [evaluate(i, env, tables, int64=int64, float64=buffer.dtype == jnp.float64) for i in gradient.index]
-    places = [jnp.clip(i, 0, n - 1) for i, n in zip(places, shape, strict=True)]
-    if all(i.size == 1 for i in places):  # one entry: a scalar of an array
-        return jnp.zeros(shape, buffer.dtype).at[tuple(i.reshape(()) for i in places)].add(buffer.sum())
-    return add(tuple(jnp.broadcast_to(i, buffer.shape) for i in places), buffer, tuple(shape))
+    def fold(gradient: Gradient, buffer: Array, shape: tuple[int, ...]) -> Array:
+        """Sum `buffer` into an array of `shape`, the table's; 0-d for a slot."""
+        if not gradient.index:
+            return buffer.sum()
+        if gradient.over == "scatter":
+            return buffer
+        env = {**gradient.coordinates(inputs.geometry, along), **inputs.slots}
+        places = [evaluate(i, env, tables, int64=int64, float64=buffer.dtype == jnp.float64) for i in gradient.index]
+        places = [jnp.clip(i, 0, n - 1) for i, n in zip(places, shape, strict=True)]
+        if all(i.size == 1 for i in places):  # one entry: a scalar of an array
+            return jnp.zeros(shape, buffer.dtype).at[tuple(i.reshape(()) for i in places)].add(buffer.sum())
+        return (add or in_order)(tuple(jnp.broadcast_to(i, buffer.shape) for i in places), buffer, shape)
+
+    return by_source(gradients, buffers, tables, fold)
 
 
 def in_order(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -> Array:

@@ -31,7 +31,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import k, q
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import Bounds, LoopPlan, make_plan
+from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, KernelInputs, LoopPlan, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.triton import jax as triton_jax
 
@@ -105,10 +105,8 @@ def forward(case: Case, platform: str = "cuda", **changes: Any) -> str:
 
     def run(q: Any, k: Any, v: Any, numbers: Any) -> Any:
         own = replace(g, origin=numbers["origin"], sizes=g.full)
-        return triton_jax.forward(
-            made, spans.traced(numbers["spans"]), own, q, k, v, numbers["slots"], numbers["tables"], target,
-            platform=platform, **changes,
-        )  # fmt: skip
+        of = made, spans.traced(numbers["spans"]), own, target, numbers["slots"], numbers["tables"]
+        return triton_jax.forward(KernelInputs(*of, platform=platform, **changes), q, k, v)
 
     return lowered(run, *cases.arrays(case), spans.numbers(case, made), platform=platform)
 
@@ -122,10 +120,9 @@ def backward(case: Case, platform: str = "cuda") -> str:
     out = jnp.zeros((case.batch, case.q_len, case.heads, case.v_dim), case.dtype)
 
     def run(q: Any, k: Any, v: Any, out: Any, lse: Any, numbers: Any) -> Any:
-        return triton_jax.backward(
-            made, spans.traced(numbers["spans"]), g, q, k, v, out, lse, out, lse, numbers["slots"], numbers["tables"],
-            target, grad_names=wanted, platform=platform,
-        )  # fmt: skip
+        of = made, spans.traced(numbers["spans"]), g, target, numbers["slots"], numbers["tables"]
+        given = ForwardResults(out, lse), Cotangents(out, lse)
+        return triton_jax.backward(KernelInputs(*of, platform=platform), q, k, v, *given, grad_names=wanted)
 
     return lowered(run, *cases.arrays(case), out, jnp.zeros(rows), spans.numbers(case, made), platform=platform)
 
@@ -243,12 +240,8 @@ def check_64_bits() -> None:
     with gpu("sm_90"), compiler.watched() as (kernels, _):
         target = triton_jax.target(made, cases.geometry(case), case.dtype)
         source = Spans(case).traced(jnp.zeros((1, 1, 1, 4), jnp.int32))
-        lowered(
-            lambda *qkv: triton_jax.forward(
-                made, source, cases.geometry(case), *qkv, made.slot_values(case.slots), {}, target, platform="cuda"
-            ),
-            *cases.arrays(case),
-        )
+        inputs = cases.kernel_inputs(case, target, made, spans=source, tables={}, platform="cuda")
+        lowered(lambda *qkv: triton_jax.forward(inputs, *qkv), *cases.arrays(case))
     assert len(kernels) == 1
 
 

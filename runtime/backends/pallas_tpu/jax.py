@@ -21,7 +21,7 @@ from frisket.lowering.kernels.pallas_tpu import backward as emitted
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
-from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded
 from frisket.runtime.backends.base import Block, Shapes
@@ -89,28 +89,25 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> s
 
 
 def forward(
-    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Values, tables: Values, target: Target, *, sinks: jax.Array | None = None,
-    platform: str = "cpu", lse_residual: bool = False,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
+) -> tuple[jax.Array, ...]:
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
     [batch, kv_len, kv_heads, dim] or, where the plan has pages, [pages, tokens of a page, kv_heads, dim], and sinks
     [heads], and with `lse_residual` the rounding error of lse. Raises LoweringError with the words of `refuses`, and
     where the spans take more scalar memory than there is."""
-    dtype = str(q.dtype)
-    if why := refuses(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
+    plan, geometry, target, dtype = inputs.plan, inputs.geometry, inputs.target, str(q.dtype)
+    if why := refuses(plan, geometry, dtype, inputs.table_shapes):
         raise LoweringError(why)
-    rows, heads = spans.rows((target.block_q, target.block_k)), together(geometry, dtype, target.block_q)
+    rows, heads = inputs.spans.rows((target.block_q, target.block_k)), together(geometry, dtype, target.block_q)
     # heads of one program share a walk: they must see the same tiles
     if pallas_walk.folded(rows.slice_of, heads) != heads:
         heads = 1
     walk = walked(rows, -(-geometry.kv_len // target.block_k), parts=heads)
-    search = searches(walk)
-    flags = sinks is not None, strided(platform), k.dtype != q.dtype, lse_residual, 1 if search else heads, search
+    heads, search = (1, True) if searches(walk) else (heads, False)
+    flags = inputs.sinks is not None, strided(inputs.platform), k.dtype != q.dtype, lse_residual, heads, search
     run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
-    values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
-    numbers = geometry.origin, geometry.full, *values
-    return run(q, k, v, walk, *numbers, sinks, interpret=platform != "tpu")  # type: ignore[no-any-return]
+    interpret = inputs.platform != "tpu"
+    return run(q, k, v, walk, *inputs.operands, inputs.sinks, interpret=interpret)  # type: ignore[no-any-return]
 
 
 def strided(platform: str) -> bool:
@@ -181,28 +178,28 @@ def _kernel(emit: Function, plan: LoopPlan, target: Target, g: Geometry, dtype: 
 
 
 def backward(
-    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array,
-    lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Values, tables: Values,
-    target: Target, *, grad_names: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
-    lse_residual: jax.Array | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    inputs: KernelInputs,
+    q: Array,
+    k: Array,
+    v: Array,
+    results: ForwardResults,
+    cotangents: Cotangents,
+    *,
+    grad_names: frozenset[str],
+) -> dict[str, Any]:
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
-    dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again;
-    `lse_residual` is its rounding error.
+    dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again.
 
     A gradient by position (`derive.Gradient` "scatter") takes float32 [q_len, kv_len] of memory beside its table.
     Raises LoweringError with the words of `refuses_gradients`, and where the spans take more scalar memory than there
     is."""
-    import jax.numpy as jnp
-
-    dtype, shapes = str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}
-    if why := refuses_gradients(plan, geometry, dtype, shapes, grad_names):
+    plan, geometry, spans, dtype = inputs.plan, inputs.geometry, inputs.spans, str(q.dtype)
+    if why := refuses_gradients(plan, geometry, dtype, inputs.table_shapes, grad_names):
         raise LoweringError(why)
-    arrays = _prepared(plan.guard)(q, k, v, out, lse, lse_residual, dout, dlse)
-    values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
-    numbers = geometry.origin, geometry.full, *values
-    interpret, rolls = interpreter(platform), strided(platform)
-    target = emitted.with_tiles(target)
+    of_rows, dlse = (results.out, results.lse, results.lse_residual), cotangents.dlse
+    arrays = _prepared(plan.guard)((q, k, v), of_rows, (cotangents.dout, dlse))
+    interpret, rolls = interpreter(inputs.platform), strided(inputs.platform)
+    target = emitted.with_tiles(inputs.target)
     dq_target, dkv_target = target.dq or target, target.dkv or target
     captured = emitted.captured(plan, grad_names)
     rows, columns = spans.rows((dq_target.block_q, dq_target.block_k)), -(-geometry.kv_len // dq_target.block_k)
@@ -212,24 +209,24 @@ def backward(
     heads = heads if pallas_walk.folded(rows.slice_of, heads) == heads else 1
     shared = walk if heads == 1 else walked(rows, columns, parts=heads)
     heads = 1 if searches(shared) else heads
-    if loaded := _gradient_kernel("dq", plan, dq_target, geometry, dtype, grad_names, rolls, heads, searches(shared)):
+    of_kernel, flags = (geometry, dtype, grad_names), (rolls, heads, searches(shared))
+    if loaded := _gradient_kernel(emitted.dq, plan, dq_target, *of_kernel, *flags):
         kernel, names = loaded
-        grads |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
+        grads |= zip(names, kernel(*arrays, shared, *inputs.operands, interpret=interpret), strict=True)
     group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((dkv_target.block_q, dkv_target.block_k))
     turned = walked(of_keys, -(-geometry.q_len // dkv_target.block_q), group)
-    if loaded := _gradient_kernel("dkv", plan, dkv_target, geometry, dtype, grad_names, rolls, 1, searches(turned)):
+    if loaded := _gradient_kernel(emitted.dkv, plan, dkv_target, *of_kernel, rolls, searches(turned)):
         kernel, names = loaded
         fold = pallas_walk.folded(of_keys.slice_of, group)
-        grads |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
+        grads |= zip(names, kernel(*arrays, turned, *inputs.operands, fold=fold, interpret=interpret), strict=True)
     for i, gradient in captured:
         if gradient.over == "scatter":
             # operands of the run, and no part of its key
             placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
             run = _by_position(plan, dq_target, placeless, dtype, i, rolls, searches(walk))
-            grads[i] = run(*arrays, walk, *numbers, interpret=interpret)
+            grads[i] = run(arrays, walk, *inputs.operands, interpret=interpret)
     sums = [grads.pop(i) for i, _ in captured]
-    known = {name: jnp.asarray(x) for name, x in tables.items()}
-    return grads | folded([g for _, g in captured], sums, geometry, slots, known)
+    return grads | folded(inputs, [g for _, g in captured], sums)
 
 
 def interpreter(platform: str) -> Any:
@@ -267,8 +264,8 @@ def _prepared(guard: bool) -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
 
-    def prepared(q: Array, k: Array, v: Array, out: Array, lse: Array, residual: Any, dout: Array, dlse: Any) -> Any:
-        Float = jnp.float32
+    def prepared(qkv: tuple[Array, ...], of_rows: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Any:
+        (q, k, v), (out, lse, residual), (dout, dlse), Float = qkv, of_rows, cotangents, jnp.float32
         delta = (dout.astype(Float) * out.astype(Float)).sum(-1).transpose(0, 2, 1)
         delta, lse = (delta if dlse is None else delta - dlse).astype(Float), lse.astype(Float)
         if guard:
@@ -287,28 +284,28 @@ GradientKernel: TypeAlias = tuple[Callable[..., Any], tuple[str | int, ...]]  # 
 
 
 def _gradient_kernel(
-    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: frozenset[str],
-    strided: bool = True, heads: int = 1, search: bool = False,
-) -> GradientKernel | None:  # fmt: skip
-    """One kernel of the backward, or None where no gradient of it is wanted. One module serves all lengths."""
+    emit: Function,
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    grad_names: frozenset[str],
+    *flags: Any,
+) -> GradientKernel | None:
+    """One kernel of the backward, which `emitted.dq` or `emitted.dkv` writes; None where no gradient of it is wanted.
+    One module serves all lengths."""
     alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
-    return _loaded_gradient(which, plan, target, alike, dtype, grad_names, strided, heads, search)
+    return _loaded_gradient(emit, plan, target, alike, dtype, grad_names, *flags)
 
 
 @memo(group="kernels")
-def _loaded_gradient(
-    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: frozenset[str],
-    strided: bool = True, heads: int = 1, search: bool = False,
-) -> GradientKernel | None:  # fmt: skip
+def _loaded_gradient(emit: Function, *parts: Any) -> GradientKernel | None:
     import jax
 
-    if which == "dq":
-        source = emitted.dq(plan, target, geometry, dtype, grad_names, strided, heads, search)
-    else:
-        source = emitted.dkv(plan, target, geometry, dtype, grad_names, strided, search)
+    source = emit(*parts)
     if source is None:
         return None
-    static = ("interpret",) if which == "dq" else ("fold", "interpret")
+    static = ("interpret",) if emit is emitted.dq else ("fold", "interpret")
     return jax.jit(load(source.text)[source.entry], static_argnames=static), source.results
 
 
@@ -333,9 +330,9 @@ def _by_position(
     padded = tuple(-(-n // block) * block for n, block in sides)
 
     def run(
-        q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, walk: Any, origin: Any,
-        sizes: Any, slots: Any, tables: Any, *, interpret: Any,
-    ) -> Array:  # fmt: skip
+        arrays: tuple[Array, ...], walk: Any, origin: Any, sizes: Any, slots: Any, tables: Any, *, interpret: Any
+    ) -> Array:
+        q, k, v, dout, lse, delta = arrays
         vectors = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (geometry.batch,)) for x in origin[2:]]
         known = {t.name: jnp.asarray(x) for t, x in zip(plan.tables, tables, strict=True)}
         scalars = {s.name: x for s, x in zip(plan.slots, slots, strict=True)}

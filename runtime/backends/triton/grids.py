@@ -12,7 +12,7 @@ GPU idles. The exact counts of a layout say which rows are long.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import COORDINATES, SCORE, SIZES, Expr, uses, walk
 from frisket.grammar.memo import memo
-from frisket.lowering.derive import Gradient, alone
+from frisket.lowering.derive import Gradient, alone, backward_of
 from frisket.lowering.kernels.triton import cotangents
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.decode import emit, packed, rows_of_a_tile
@@ -90,12 +90,20 @@ class ForwardKind(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchStep:
-    """One kernel of a backward; `side` is the method of a SpanSource that its records come from, if any."""
+    """One launch of a kernel. `side` is the method of a SpanSource that its records come from; a kernel without records
+    reads no slots and no tables. The records are of tiles of `block`, or of the tile where that is None. `numbers` are
+    values of parameters that are the launch's own."""
 
     name: str
     tile: Target
     grid: Grid
     side: Literal["", "rows", "columns"]
+    block: tuple[int, int] | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def records(self) -> tuple[int, int]:
+        return self.block or (self.tile.block_q, self.tile.block_k)
 
 
 def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[LaunchStep]:
@@ -111,6 +119,12 @@ def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[L
 
 
 # -- captured gradients -------------------------------------------------------------------------------
+
+
+def by_position(plan: LoopPlan, grad_names: frozenset[str]) -> list[Gradient]:
+    """The gradients that no row or column of tiles can sum."""
+    captured = (x for x in backward_of(plan).gradients if x.source in grad_names)
+    return [x for x in captured if x.over in ("diagonal", "scatter")]
 
 
 def tiles(g: Geometry, side: int) -> tuple[int, int]:
@@ -292,10 +306,6 @@ class Shares:
         return replace(self.target, splits=int(self.alone))
 
     @property
-    def combine_target(self) -> Target:
-        return replace(self.target, num_warps=2)
-
-    @property
     def flags(self) -> dict[str, bool]:
         """The flags by which the text of the kernels differs."""
         return {"packs": self.pack > 1, "balanced": self.balanced}
@@ -317,10 +327,17 @@ class Shares:
             shapes["Parts"] = (heads, programs // (self.target.splits + 1), 2), np.int32
         return shapes
 
-    def numbers(self, g: Geometry) -> dict[str, Any]:
-        """The numbers that the combining kernel is launched with."""
-        division = {"queries": self.queries, "pack": self.pack} if self.balanced else {"splits": self.target.splits}
-        return {"heads": g.heads, "q_len": g.q_len, **division}
+    def steps(self, g: Geometry) -> list[LaunchStep]:
+        """The launch of the parts, and where rows have several, that of the kernel that combines their `results`."""
+        splits = {"splits": self.target.splits}
+        numbers = {**splits, "batches": g.batch}
+        first = LaunchStep("attention_decode", self.target, self.grid(g), "rows", self.block, numbers)
+        if self.alone:
+            return [first]
+        division = {"queries": self.queries, "pack": self.pack} if self.balanced else splits
+        numbers = {"heads": g.heads, "q_len": g.q_len, **division}
+        grid, tile = (g.q_len, g.heads, g.batch), replace(self.target, num_warps=2)
+        return [first, LaunchStep("attention_combine", tile, grid, "", numbers=numbers)]
 
 
 def shares(
@@ -468,22 +485,17 @@ class Parts(DividedLaunch):
     def __init__(
         self, context: LaunchContext, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, kind: ForwardKind
     ) -> None:
-        g, target = context.geometry, chosen.target
-        dims = context.dims(kind.device_slots)
+        g, dims = context.geometry, context.dims(kind.device_slots)
         kernels = emitted_kernels(emit, plan, chosen.text_target, dims, **chosen.flags, **kind.flags)
-        self.splits, self.partial_shapes = target.splits, chosen.results(g)
+        self.splits, self.partial_shapes = chosen.target.splits, chosen.results(g)
         partial: dict[str, Access] = dict.fromkeys(self.partial_shapes, "")
-        self.first = context.launch(
-            kernels, "attention_decode", chosen.grid(g), target,
-            {"Q": "q", "K": "k", "V": "v", **(kind.tensors if chosen.alone else partial)},
-            records=None if spans is None else spans.rows, block=chosen.block, device_slots=kind.device_slots,
-            splits=target.splits, batches=g.batch,
-        )  # fmt: skip
-        if not chosen.alone:
-            self.combine = Launch(
-                kernels.kernels["attention_combine"], {}, NOTHING, (g.q_len, g.heads, g.batch), chosen.combine_target,
-                context.device, chosen.numbers(g), partial | kind.tensors, (),
-            )  # fmt: skip
+        step, *combines = chosen.steps(g)
+        tensors: dict[str, Access] = {"Q": "q", "K": "k", "V": "v", **(partial if combines else kind.tensors)}
+        more = {"records": spans and spans.rows, "block": step.block, "device_slots": kind.device_slots, **step.numbers}
+        self.first = context.launch(kernels, step.name, step.grid, step.tile, tensors, **more)
+        for last in combines:
+            place = last.grid, last.tile, context.device, last.numbers
+            self.combine = Launch(kernels.kernels[last.name], {}, NOTHING, *place, partial | kind.tensors, ())
 
 
 # -- long rows of tiles -------------------------------------------------------------------------------
@@ -592,16 +604,12 @@ class RowLaunches(DividedLaunch):
         self.partial_shapes = {n: ((parts.places, rows, *shape), np.float32) for n, shape in sums.items()}
         partial: dict[str, Access] = dict.fromkeys(sums, "")
         at = uploaded(parts.at, device)
-        self.first = context.launch(
-            kernels, names[0], grid_of(parts.programs.shape[1], heads, g.batch, target), target,
-            inputs | results | partial, records=records, device_slots=device_slots,
-            Parts=uploaded(parts.programs, device), At=at,
-        )  # fmt: skip
+        more = {"records": records, "device_slots": device_slots, "Parts": uploaded(parts.programs, device), "At": at}
+        grid, tensors = grid_of(parts.programs.shape[1], heads, g.batch, target), inputs | results | partial
+        self.first = context.launch(kernels, names[0], grid, target, tensors, **more)
         slices = span_tables(records(self.first.tile), device)["SliceOf"]
         listed = {"Rows": uploaded(parts.rows, device), "SliceOf": slices, "At": at}
         numbers = {"heads": g.heads, "q_len": g.q_len, "kv_len": g.kv_len, "queries": rows, "scale": g.scale}
-        self.combine = Launch(
-            kernels.kernels[names[1]], {}, NOTHING, (parts.rows.shape[1] * rows, heads, g.batch),
-            replace(target, num_warps=2), device, numbers | listed, partial | results, (),
-        )  # fmt: skip
+        place = (parts.rows.shape[1] * rows, heads, g.batch), replace(target, num_warps=2), device, numbers | listed
+        self.combine = Launch(kernels.kernels[names[1]], {}, NOTHING, *place, partial | results, ())
         self.inputs = len(inputs)

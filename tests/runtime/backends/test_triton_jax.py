@@ -22,7 +22,7 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton import writer as triton_writer
 from frisket.lowering.kernels.triton.writer import Dims, Form
-from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
+from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, Geometry, Target, make_plan
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton.tiles import TABLE, shared
 from frisket.runtime.machine.extras import pip_install
@@ -188,10 +188,8 @@ def test_a_cpu_needs_the_interpreter(monkeypatch):
     case = Case(causal)
 
     def call(platform):
-        return triton_jax.forward(
-            cases.plan(case), cases.Source(case), cases.geometry(case), *cases.arrays(case), {}, {},
-            Target("triton", 64, 64), platform=platform,
-        )  # fmt: skip
+        inputs = cases.kernel_inputs(case, Target("triton", 64, 64), platform=platform)
+        return triton_jax.forward(inputs, *cases.arrays(case))
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(BackendError, match="Triton kernels need a GPU: on the CPU take backend='xla' or 'cpp', or set"):
@@ -214,11 +212,11 @@ def test_without_jax_triton_the_extra_is_named(monkeypatch):
 
 def test_triton_jax_calls_without_queries_give_zeros():
     case = Case(causal, score * lookup("x", (k,), FLOAT), q_len=0, tables={"x": np.ones(150, np.float32)})
-    made, g, arrays = cases.plan(case), cases.geometry(case), cases.arrays(case)
-    given = {}, cases.tables(case, made), Target("triton", 64, 64)
-    out, lse, top = triton_jax.forward(made, None, g, *arrays, *given)
+    inputs, arrays = cases.kernel_inputs(case, Target("triton", 64, 64), spans=None), cases.arrays(case)
+    out, lse, top = triton_jax.forward(inputs, *arrays)
     assert (out.shape, lse.shape, top.shape) == ((1, 0, 2, 32), (1, 2, 0), (1, 2, 0))
-    found = triton_jax.backward(made, None, g, *arrays, out, lse, out, None, *given, grad_names=frozenset({"k", "t0"}))
+    given = ForwardResults(out, lse), Cotangents(out)
+    found = triton_jax.backward(inputs, *arrays, *given, grad_names=frozenset({"k", "t0"}))
     assert {n: (x.shape, bool(jnp.any(x))) for n, x in found.items()} == {
         "k": ((1, 150, 2, 32), False), "t0": ((150,), False),
     }  # fmt: skip

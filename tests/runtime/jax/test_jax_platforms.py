@@ -139,12 +139,13 @@ def stand_ins(monkeypatch):
     calls = []
 
     def executor(backend, direction):
-        def forward(plan, spans, g, q, k, v, *given, lse_residual=False, **more):
+        def forward(inputs, q, k, v, *, lse_residual):
             calls.append((backend, direction))
+            g = inputs.geometry
             rows = jnp.zeros((g.batch, g.heads, g.q_len), jnp.float32)
             return (jnp.zeros_like(q), *[rows] * (2 + lse_residual))
 
-        def backward(plan, spans, g, q, k, v, *given, grad_names, **more):
+        def backward(inputs, q, k, v, results, cotangents, *, grad_names):
             calls.append((backend, direction))
             return {n: jnp.zeros_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
 
@@ -241,9 +242,10 @@ def test_traced_documents_are_planned_once_for_all_layers(stand_ins, monkeypatch
         return rows(self, block)
 
     def executor(backend, direction):
-        def forward(plan, spans, g, q, k, v, slots, tables, target, **more):
+        def forward(inputs, q, k, v, *, lse_residual):
             stand_ins.append((backend, direction))
-            spans.rows((target.block_q, target.block_k))
+            g, target = inputs.geometry, inputs.target
+            inputs.spans.rows((target.block_q, target.block_k))
             return (jnp.zeros_like(q), *[jnp.zeros((g.batch, g.heads, g.q_len), jnp.float32)] * 2)
 
         return forward
