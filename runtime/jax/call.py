@@ -153,10 +153,10 @@ class JaxCall:
             name = other.backend_on(platform, str(arrays["q"].dtype), False, grad_names)
             return other.backward(name, platform, arrays, grad_names)
         inputs, run = kernel_inputs(self, backend, platform, arrays), executor(backend, "backward")
-        out, lse, residual, stats = (arrays.get(n) for n in ("out", "lse", "lse_residual", "softmax_stats"))
-        if stats is None and residual is not None and RECORDS[backend].stats_kind == "offset":
-            stats = softmax_stats_of(inputs.plan, lse, residual)
-        results = ForwardResults(out, lse, residual, stats)
+        results = ForwardResults(*(arrays.get(n) for n in RESULTS if n != "top"))
+        lse, residual, without_stats = results.lse, results.lse_residual, results.softmax_stats is None
+        if without_stats and residual is not None and RECORDS[backend].stats_kind == "offset":
+            results = replace(results, softmax_stats=softmax_stats_of(inputs.plan, lse, residual))
         cotangents = Cotangents(arrays["dout"], arrays.get("dlse"))
         try:
             gradients: Arrays = run(inputs, *(arrays[n] for n in "qkv"), results, cotangents, grad_names=grad_names)

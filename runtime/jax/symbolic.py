@@ -80,9 +80,9 @@ def _planned(
     sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
     seen, mod = prepare(parts[0], parts[1], sane)
     limits = limits_of((MAX_SIZE, g.heads, MAX_SIZE, MAX_SIZE), program.scalars, program.tables)
-    facts = {"score_finite": mod is None or finite(mod, sane), "rows_nonempty": False, "limits": limits}
-    own = program.plan_arguments(values)
-    loop_plan = make_plan(seen, mod, program.expanded, dropout=dropout, **facts, **own)
+    facts: dict[str, Any] = {"score_finite": mod is None or finite(mod, sane), "rows_nonempty": False, "limits": limits}
+    facts |= program.plan_arguments(values)
+    loop_plan = make_plan(seen, mod, program.expanded, dropout=dropout, **facts)
     return loop_plan, None if seen is None else _intervals(seen, traced, limits)
 
 
