@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from frisket.lowering.derive import Gradient, by_source
+import numpy as np
+
+from frisket.lowering.derive import BITS, Gradient, by_source
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.plan import KernelInputs
 
@@ -190,3 +193,40 @@ def in_order(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -
     import jax.numpy as jnp
 
     return jnp.zeros(shape, values.dtype).at[places].add(values)
+
+
+# -- fixed point, as `lowering/aten/captured.py`; 64 bits are there whether or not JAX has them otherwise ------------
+
+
+def folded_in_fixed_point(inputs: KernelInputs, buffers: Mapping[Gradient, Array]) -> dict[str, Array]:
+    """`folded` with sums by place in fixed point, for GPUs, where XLA's scatter adds in any order."""
+    import jax
+    import jax.numpy as jnp
+
+    inputs = replace(inputs, tables={n: jnp.asarray(x) for n, x in inputs.tables.items()})
+    with jax.enable_x64(True):
+        return folded(inputs, list(buffers), list(buffers.values()), int64=inputs.plan.int64, add=fixed)
+
+
+def units(total: Array) -> Array:
+    """How many units make 1, float32, from the sum of all magnitudes."""
+    import jax.numpy as jnp
+
+    _, exponent = jnp.frexp(total)
+    # the exponents that float32 has without denormals, where a scale and its inverse are exact
+    scale = jnp.ldexp(jnp.ones_like(total), jnp.clip(BITS - exponent, -126, 126))
+    return jnp.where(jnp.isfinite(total), scale, np.nan).astype(np.float32)
+
+
+def amounts(counted: Array, per: Array) -> Array:
+    return (counted.astype(np.float64) / per.astype(np.float64)).astype(np.float32)
+
+
+def fixed(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -> Array:
+    """`values` added up by place: integers have one sum in any order, and XLA's scatter on a GPU adds in any."""
+    import jax.numpy as jnp
+
+    values = values.astype(np.float64)
+    per = units(jnp.abs(values).sum())
+    counted = jnp.round(values * per.astype(np.float64)).astype(np.int64)
+    return amounts(jnp.zeros(shape, np.int64).at[places].add(counted), per)

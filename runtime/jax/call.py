@@ -45,7 +45,7 @@ from frisket.runtime.plans.device import DevicePlanSpec, FlatPlan
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.sharding.partition import fitting
 
-from .attend import backend_on, executor, quickest
+from .attend import backend_on, check_platform, executor, quickest
 
 Arrays = dict[str, Any]
 RESULTS = ("out", "lse", "top", "lse_residual", "softmax_stats")  # of a forward
@@ -80,9 +80,12 @@ class JaxCall:
 
     def backend_on(self, platform: str, dtype: str, exported: bool = False, names: frozenset[str] = frozenset()) -> str:
         """The backend that runs the call on a platform, or makes the gradients of `names`; raises if none does."""
+        if self.backend:
+            check_platform(self.backend, platform, self.geometry)
+            return self.backend
         plan, shapes = self.shard_plan(self.plan), dict(self.shapes)
-        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, names)
-        if self.backend or self.tile or names:
+        name = backend_on(platform, plan, self.geometry, dtype, shapes, exported, names)
+        if self.tile or names:
             return name
         return quickest(name, plan, self.geometry, dtype, shapes, getattr(self.source, "narrow", False))
 

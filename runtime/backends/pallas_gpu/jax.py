@@ -15,9 +15,9 @@ from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.triton.cotangents import sums
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Target
+from frisket.lowering.xla.captured import folded_in_fixed_point
 from frisket.runtime.backends.base import Block, Shapes
 from frisket.runtime.backends.pallas_tpu.jax import kernel
-from frisket.runtime.backends.triton.jax import folded  # in fixed point: XLA's scatter on a GPU adds in any order
 from frisket.runtime.machine.generated import load
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def backward(
         walk = _operands(pallas_gpu.walked(spans.columns((dkv.block_q, dkv.block_k))))
         outputs = run(*operands, *walk, *common, interpret=interpret)
         grads |= dict(zip(sorted(part, reverse=True), outputs, strict=True))
-    grads |= folded(inputs, buffers)
+    grads |= folded_in_fixed_point(inputs, buffers)
     without = grad_names - grads.keys()  # influence
     return grads | {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in without}
 

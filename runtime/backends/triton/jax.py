@@ -26,7 +26,6 @@ from frisket.dsl.errors import BackendError, LoweringError, ParameterError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.aten.captured import BITS
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.triton import backward as triton_backward
@@ -34,20 +33,21 @@ from frisket.lowering.kernels.triton import cotangents as triton_cotangents
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton import writer as triton_writer
-from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, arguments, near, padded, rows_of_tables
-from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, TableUse, Target
+from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, arguments, near, rows_of_tables
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, TableUse
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.lowering.xla.captured import folded as xla_folded
-from frisket.runtime.backends.base import RECORDS, Block, Shapes
+from frisket.lowering.xla.captured import amounts, folded_in_fixed_point, units
+from frisket.runtime.backends.base import Shapes
 from frisket.runtime.backends.cpp.jax import _halves as halves
 from frisket.runtime.backends.cpp.jax import too_wide
 from frisket.runtime.machine.extras import pip_install
 from frisket.runtime.plans.device import Values
 
 from . import grids as triton_grids
-from . import tiles as triton_tiles
+from . import interpreted
 from .grids import NO_FLAGS, CapturedResult, Grid, of_host
 from .launch import GRID, loaded_kernels, refused_shape, span_arrays
+from .tiles import jax_gpu
 
 if TYPE_CHECKING:
     import jax
@@ -56,10 +56,6 @@ Array = Any  # a jax.Array, traced or not
 Shaped = Mapping[str, tuple[Sequence[int], Any]]  # (shape, dtype) by the kernels' names
 INT32 = np.iinfo(np.int32)
 _interpreter = Lock()  # it replaces functions of Triton's while it runs
-# These kernels replace Mosaic GPU's from SHORTEST queries on, where a query sees at most WINDOW keys (a window of 1024
-# and half a tile) or there are at most KEYS keys.
-SHORTEST, WINDOW, KEYS = 1024, 1088, 8192
-TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
 
 
 def forward(
@@ -84,7 +80,8 @@ def forward(
     call = JaxTritonCall(replace(inputs, plan=plan), dims)
     flags = triton_grids.ForwardKind((), sinks is not None, True, lse_residual).flags
     arrays = {"Q": q, "K": k, "V": v} | ({} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)})
-    few = triton_grids.shares(plan, None, g, target, dims, triton_grids.INTERPRETED if interpreted() else processors())
+    processors = triton_grids.INTERPRETED if interpreted() else jax_gpu().processors
+    few = triton_grids.shares(plan, None, g, target, dims, processors)
     if few is None:
         source = _source(triton_forward.emit, plan, target, dims, **flags)
         steps = [triton_grids.LaunchStep("attention_forward", target, triton_grids.of_forward(g, target), "rows")]
@@ -134,7 +131,7 @@ def backward(
     sums_of = {s.gradient: arrays[s.buffer] for s in totals}
     buffers: dict[Gradient, Array] = {s: x.sum(-1) if s.over == "head" else x for s, x in sums_of.items()}
     buffers |= _CapturedJaxRun(call, arrays).buffers(triton_grids.by_position(inputs.plan, grad_names))
-    folds = folded(inputs, buffers)
+    folds = folded_in_fixed_point(inputs, buffers)
     return grads | folds | _zeros(values - folds.keys(), inputs.tables)
 
 
@@ -153,52 +150,6 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> s
                 "mod reads b or h"
             )
     return next(filter(None, (refused_shape(t, shapes.get(t.name, (1,) * t.rank)) for t in plan.every_table)), "")
-
-
-def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = None, narrow: bool = False) -> Target:
-    """The tiles of a call, for this machine's GPU; `narrow` says that rows see a few hundred keys at most."""
-    if tile is not None:
-        return _precise(triton_tiles.of_tile(tile, geometry, dtype, architecture()), dtype)
-    chosen = triton_tiles.default_target(
-        geometry, dtype, keys=_keys_seen(plan, narrow), curved=plan.score_class == "general",
-        reads=triton_tiles.reads_of(plan.mask, plan.score), arch=architecture(),
-        stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
-        paged=plan.pages is not None, unwritten=plan.unwritten, descriptors=False,  # jax-triton passes none
-        limit=gpu_here()[2],
-    )  # fmt: skip
-    return _precise(chosen, dtype)
-
-
-def _keys_seen(plan: LoopPlan, narrow: bool) -> float:
-    """The keys that a query sees: as many as in a medium window where rows are narrow or no formula gives them."""
-    if plan.mask is None:
-        return math.inf
-    literals = tuple((s.name, s.value) for s in plan.slots if s.value is not None)
-    keys, _ = triton_tiles.keys_seen(plan.mask, literals)
-    return min(keys, triton_tiles.MEDIUM) if narrow or plan.bounds is None else keys
-
-
-def pays(plan: LoopPlan, g: Geometry, dtype: str, narrow: bool) -> bool:
-    """Whether the forward is faster than Mosaic GPU's on Hopper at head size 64. On an H100 Mosaic's takes 1.12 to 1.16
-    times as long under a window of 1024 keys, and under a causal mask 1.09 times at 2,048 tokens, 1.01 times at 8,192,
-    and less time from 16,384 on. By the model of benchmarks/gpu_sim shorter windows and documents of 512 tokens gain
-    more, because a program of Mosaic's takes thousands of cycles beside its tiles. At head size 128 Mosaic's is faster.
-    Score mods, dropout, and calls without a mask have not been measured."""
-    few = _keys_seen(plan, narrow) <= WINDOW or (plan.mask is not None and g.kv_len <= KEYS)
-    short = few and g.q_len >= SHORTEST
-    plain = plan.score is None and plan.keep_mask is None and not interpreted()
-    return short and plain and max(padded(g.head_dim), padded(g.v_dim)) <= 64
-
-
-def _precise(target: Target, dtype: str) -> Target:
-    """Products of float32 exact, or in TF32 where `jax_default_matmul_precision` asks for no more than that; tanh of
-    16-bit inputs exact where it is "highest"."""
-    import jax
-
-    precision = str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009 - mypy knows it not
-    if dtype != "float32":
-        return target if precision == "highest" else triton_tiles.with_tanh(target, architecture())
-    return target.everywhere(precision="tf32") if precision in TF32 else target
 
 
 # -- what kernels take and give -----------------------------------------------------------------------
@@ -271,43 +222,6 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
         counted = count(("Counted", (*shape, 2)), per.reshape(1))
         with jax.enable_x64(True):
             return amounts(lax.bitcast_convert_type(counted, np.int64), per)
-
-
-def folded(inputs: KernelInputs, buffers: Mapping[Gradient, Array]) -> dict[str, Array]:
-    """The gradient of every table and slot, by its name in the plan; sums by place in fixed point."""
-    import jax
-    import jax.numpy as jnp
-
-    inputs = replace(inputs, tables={n: jnp.asarray(x) for n, x in inputs.tables.items()})
-    with jax.enable_x64(True):
-        return xla_folded(inputs, list(buffers), list(buffers.values()), int64=inputs.plan.int64, add=fixed)
-
-
-# -- fixed point, as `lowering/aten/captured.py`; 64 bits are there whether or not JAX has them otherwise ------
-
-
-def units(total: Array) -> Array:
-    """How many units make 1, float32, from the sum of all magnitudes."""
-    import jax.numpy as jnp
-
-    _, exponent = jnp.frexp(total)
-    # the exponents that float32 has without denormals, where a scale and its inverse are exact
-    scale = jnp.ldexp(jnp.ones_like(total), jnp.clip(BITS - exponent, -126, 126))
-    return jnp.where(jnp.isfinite(total), scale, np.nan).astype(np.float32)
-
-
-def amounts(counted: Array, per: Array) -> Array:
-    return (counted.astype(np.float64) / per.astype(np.float64)).astype(np.float32)
-
-
-def fixed(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -> Array:
-    """`values` added up by place: integers have one sum in any order, and XLA's scatter on a GPU adds in any."""
-    import jax.numpy as jnp
-
-    values = values.astype(np.float64)
-    per = units(jnp.abs(values).sum())
-    counted = jnp.round(values * per.astype(np.float64)).astype(np.int64)
-    return amounts(jnp.zeros(shape, np.int64).at[places].add(counted), per)
 
 
 # -- calls of one kernel -----------------------------------------------------------------------------
@@ -530,55 +444,9 @@ def span_operands(spans: Any, names: Sequence[str]) -> dict[str, Array]:
     return {n: x.astype(np.int32) for n, x in arrays.items()}
 
 
-NOWHERE = "sm_90", 132, 0  # where there is no GPU: an H100
-# parts of GPUs' names -> architecture, for JAX's abstract devices, which have nothing but a name
-KINDS = {kind: arch for arch, gpu in triton_tiles.GPUS.items() for kind in gpu["kinds"]}
-
-
-def architecture() -> str:
-    """The architecture as in `tiles.GPUS`: that of the current mesh where JAX lowers for an abstract
-    device, else of the first GPU, else sm_90."""
-    return gpu_here()[0]
-
-
-def processors() -> int:
-    """Streaming multiprocessors, or compute units."""
-    return gpu_here()[1]
-
-
 def capability(platform: str) -> int | None:
     """The capability that jax-triton compiles for: 90 for sm_90. On AMD's GPUs it asks the device."""
-    return int(architecture()[3:]) if platform != "rocm" else None
-
-
-def gpu_here() -> tuple[str, int, int]:
-    """(architecture, processors, bytes of shared memory that a block may have, or 0 where that is not known)."""
-    import jax
-
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract is not None and abstract.platform in ("gpu", "cuda", "rocm", None):
-        kind = next((n for n in sorted(KINDS, key=len, reverse=True) if n in abstract.device_kind), "")
-        if kind:
-            return KINDS[kind], abstract.num_cores or NOWHERE[1], 0
-    return _first()
-
-
-@memo(group="once")
-def _first() -> tuple[str, int, int]:
-    import jax
-
-    try:
-        device: Any = jax.devices("gpu")[0]
-    except RuntimeError:
-        return NOWHERE
-    of_amd = str(device.compute_capability).split(":")[0]
-    name = of_amd if of_amd.startswith("gfx") else f"sm_{str(device.compute_capability).replace('.', '')}"
-    cores, shared = getattr(device, "core_count", NOWHERE[1]), getattr(device, "shared_memory_per_block_optin", 0)
-    return name, int(cores), int(shared)
-
-
-def interpreted() -> bool:
-    return RECORDS["triton"].interpreted
+    return int(jax_gpu().arch[3:]) if platform != "rocm" else None
 
 
 def check(platform: str, dtype: str) -> None:

@@ -24,6 +24,7 @@ from frisket.lowering.kernels.triton import writer as triton_writer
 from frisket.lowering.kernels.triton.writer import Dims, Form
 from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, Geometry, Target, make_plan
 from frisket.runtime.backends.triton import jax as triton_jax
+from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.tiles import TABLE, shared
 from frisket.runtime.machine.extras import pip_install
 
@@ -116,7 +117,7 @@ def closed(mask):
 
 
 def block(made, **options):
-    found = triton_jax.target(made, G, "bfloat16", **options)
+    found = triton_tiles.jax_target(made, G, "bfloat16", **options)
     return found.block_q, found.block_k
 
 
@@ -136,29 +137,29 @@ def test_tiles_are_those_of_the_mask():
 def test_jax_tiles_fit_the_gpu_that_is_here(monkeypatch):
     device = SimpleNamespace(compute_capability="12.1", core_count=48, shared_memory_per_block_optin=101_376)
     monkeypatch.setattr(jax, "devices", lambda kind: [device])
-    monkeypatch.setattr(triton_jax, "_first", triton_jax._first.__wrapped__)
-    assert triton_jax.gpu_here() == ("sm_121", 48, 101_376)
-    found = triton_jax.target(closed(causal), G, "bfloat16")
+    monkeypatch.setattr(triton_tiles, "_first_of_jax", triton_tiles._first_of_jax.__wrapped__)
+    assert triton_tiles.jax_gpu() == ("sm_121", 48, 101_376)
+    found = triton_tiles.jax_target(closed(causal), G, "bfloat16")
     assert found.limit == 101_376
     assert shared("forward", 128, found.block_q, found.block_k, found.num_stages) <= 101_376
 
 
 def test_float32_is_multiplied_as_jax_is_told():
     made = closed(causal)
-    assert triton_jax.target(made, G, "float32").precision == "ieee"
+    assert triton_tiles.jax_target(made, G, "float32").precision == "ieee"
     with jax.default_matmul_precision("tensorfloat32"):
-        found = triton_jax.target(made, G, "float32")
+        found = triton_tiles.jax_target(made, G, "float32")
     assert {t.precision for t in (found, found.dq, found.dkv, found.decode)} == {"tf32"}
 
 
 def test_a_gpu_that_is_not_here_is_named_by_the_mesh():
-    assert triton_jax.gpu_here() == ("sm_90", 132, 0)
+    assert triton_tiles.jax_gpu() == ("sm_90", 132, 0)
     named = {"NVIDIA A100-SXM4-80GB": "sm_80", "NVIDIA L40S": "sm_89", "AMD Instinct MI300X": "gfx942"}
     named |= {"NVIDIA GB10": "sm_121", "NVIDIA GB200": "sm_100", "Tesla T4": "sm_75", "NVIDIA Thor": "sm_110"}
     for kind, arch in named.items():
         device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=100)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-            assert (triton_jax.architecture(), triton_jax.processors()) == (arch, 100)
+            assert triton_tiles.jax_gpu()[:2] == (arch, 100)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_gpu_that_is_no_hopper_has_triton(monkeypatch):
     monkeypatch.setattr(jax_attend, "lowerable", lambda backend: "")
     for kind, backend in (("9.0", "pallas-mosaic-gpu"), ("8.0", "triton"), ("10.3", "triton")):
         monkeypatch.setattr(pallas_gpu, "capabilities", lambda kind=kind: iter([kind]))
-        found = jax_attend.backend_on("", "cuda", plan, geometry, "bfloat16", {}, False, frozenset())
+        found = jax_attend.backend_on("cuda", plan, geometry, "bfloat16", {}, False, frozenset())
         assert found == backend
 
 
@@ -260,7 +260,7 @@ def test_traced_documents_are_planned_once_for_all_layers(stand_ins, monkeypatch
 def test_unknown_platform_takes_xla(called):
     plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
     geometry = fk.compile("causal").call(CallArgs(Q, K, V)).geometry
-    assert jax_attend.backend_on("", "metal", plan, geometry, "float32", {}, False, frozenset()) == "xla"
+    assert jax_attend.backend_on("metal", plan, geometry, "float32", {}, False, frozenset()) == "xla"
 
 
 def test_errors_under_jit_say_under_which_mask():

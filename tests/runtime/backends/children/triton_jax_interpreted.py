@@ -160,7 +160,7 @@ def test_stored_keys_and_values(name, splits):
     out, lse, _ = triton_jax.forward(inputs, *map(jnp.asarray, (made.q, made.k, made.v)))
     assert out.dtype == stored.case.dtype
     stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
-    chosen = triton_jax.target(made.plan, cases.geometry(stored.case), "bfloat16")
+    chosen = triton_tiles.jax_target(made.plan, cases.geometry(stored.case), "bfloat16")
     assert chosen.num_stages == triton_tiles.STORED_STAGES
     assert chosen.decode.block_k == triton_tiles.STORED_OF_FEW[128 if name == "half" else 64]
 
