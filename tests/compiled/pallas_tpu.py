@@ -155,9 +155,8 @@ def backward(
         walk, heads = causal_walk(geometry, block), 1
     else:
         walk, heads = shared(geometry, dtype, block)
-    search = runtime.searches(walk)
-    emit, flags = (pallas_tpu_backward.dkv, [search]) if which == "dkv" else (pallas_tpu_backward.dq, [heads, search])
-    made = runtime._gradient_kernel(emit, plan, own, geometry, dtype, wanted, strided, *flags)
+    flags = strided, heads, runtime.searches(walk)
+    made = runtime._gradient_kernel(which, plan, own, geometry, dtype, wanted, *flags)
     assert made is not None
     slots, tables = list(plan.slot_values({}).values()), [plan.table_values(case.tables)[t.name] for t in plan.tables]
 

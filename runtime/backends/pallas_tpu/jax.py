@@ -96,6 +96,7 @@ def forward(
     [heads], and with `lse_residual` the rounding error of lse. Raises LoweringError with the words of `refuses`, and
     where the spans take more scalar memory than there is."""
     plan, geometry, target, dtype = inputs.plan, inputs.geometry, inputs.target, str(q.dtype)
+    sinks, platform = inputs.sinks, inputs.platform
     if why := refuses(plan, geometry, dtype, inputs.table_shapes):
         raise LoweringError(why)
     rows, heads = inputs.spans.rows((target.block_q, target.block_k)), together(geometry, dtype, target.block_q)
@@ -103,11 +104,10 @@ def forward(
     if pallas_walk.folded(rows.slice_of, heads) != heads:
         heads = 1
     walk = walked(rows, -(-geometry.kv_len // target.block_k), parts=heads)
-    heads, search = (1, True) if searches(walk) else (heads, False)
-    flags = inputs.sinks is not None, strided(inputs.platform), k.dtype != q.dtype, lse_residual, heads, search
+    search = searches(walk)
+    flags = sinks is not None, strided(platform), k.dtype != q.dtype, lse_residual, 1 if search else heads, search
     run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
-    interpret = inputs.platform != "tpu"
-    return run(q, k, v, walk, *inputs.operands, inputs.sinks, interpret=interpret)  # type: ignore[no-any-return]
+    return run(q, k, v, walk, *inputs.operands, sinks, interpret=platform != "tpu")  # type: ignore[no-any-return]
 
 
 def strided(platform: str) -> bool:
@@ -198,7 +198,7 @@ def backward(
         raise LoweringError(why)
     of_rows, dlse = (results.out, results.lse, results.lse_residual), cotangents.dlse
     arrays = _prepared(plan.guard)((q, k, v), of_rows, (cotangents.dout, dlse))
-    interpret, rolls = interpreter(inputs.platform), strided(inputs.platform)
+    interpret, rolls, numbers = interpreter(inputs.platform), strided(inputs.platform), inputs.operands
     target = emitted.with_tiles(inputs.target)
     dq_target, dkv_target = target.dq or target, target.dkv or target
     captured = emitted.captured(plan, grad_names)
@@ -209,22 +209,21 @@ def backward(
     heads = heads if pallas_walk.folded(rows.slice_of, heads) == heads else 1
     shared = walk if heads == 1 else walked(rows, columns, parts=heads)
     heads = 1 if searches(shared) else heads
-    of_kernel, flags = (geometry, dtype, grad_names), (rolls, heads, searches(shared))
-    if loaded := _gradient_kernel(emitted.dq, plan, dq_target, *of_kernel, *flags):
+    if loaded := _gradient_kernel("dq", plan, dq_target, geometry, dtype, grad_names, rolls, heads, searches(shared)):
         kernel, names = loaded
-        grads |= zip(names, kernel(*arrays, shared, *inputs.operands, interpret=interpret), strict=True)
+        grads |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
     group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((dkv_target.block_q, dkv_target.block_k))
     turned = walked(of_keys, -(-geometry.q_len // dkv_target.block_q), group)
-    if loaded := _gradient_kernel(emitted.dkv, plan, dkv_target, *of_kernel, rolls, searches(turned)):
+    if loaded := _gradient_kernel("dkv", plan, dkv_target, geometry, dtype, grad_names, rolls, 1, searches(turned)):
         kernel, names = loaded
         fold = pallas_walk.folded(of_keys.slice_of, group)
-        grads |= zip(names, kernel(*arrays, turned, *inputs.operands, fold=fold, interpret=interpret), strict=True)
+        grads |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
     for i, gradient in captured:
         if gradient.over == "scatter":
             # operands of the run, and no part of its key
             placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
             run = _by_position(plan, dq_target, placeless, dtype, i, rolls, searches(walk))
-            grads[i] = run(arrays, walk, *inputs.operands, interpret=interpret)
+            grads[i] = run(*arrays, walk, *numbers, interpret=interpret)
     sums = [grads.pop(i) for i, _ in captured]
     return grads | folded(inputs, [g for _, g in captured], sums)
 
@@ -284,28 +283,28 @@ GradientKernel: TypeAlias = tuple[Callable[..., Any], tuple[str | int, ...]]  # 
 
 
 def _gradient_kernel(
-    emit: Function,
-    plan: LoopPlan,
-    target: Target,
-    geometry: Geometry,
-    dtype: str,
-    grad_names: frozenset[str],
-    *flags: Any,
-) -> GradientKernel | None:
-    """One kernel of the backward, which `emitted.dq` or `emitted.dkv` writes; None where no gradient of it is wanted.
-    One module serves all lengths."""
+    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: frozenset[str],
+    strided: bool = True, heads: int = 1, search: bool = False,
+) -> GradientKernel | None:  # fmt: skip
+    """One kernel of the backward, or None where no gradient of it is wanted. One module serves all lengths."""
     alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
-    return _loaded_gradient(emit, plan, target, alike, dtype, grad_names, *flags)
+    return _loaded_gradient(which, plan, target, alike, dtype, grad_names, strided, heads, search)
 
 
 @memo(group="kernels")
-def _loaded_gradient(emit: Function, *parts: Any) -> GradientKernel | None:
+def _loaded_gradient(
+    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_names: frozenset[str],
+    strided: bool = True, heads: int = 1, search: bool = False,
+) -> GradientKernel | None:  # fmt: skip
     import jax
 
-    source = emit(*parts)
+    if which == "dq":
+        source = emitted.dq(plan, target, geometry, dtype, grad_names, strided, heads, search)
+    else:
+        source = emitted.dkv(plan, target, geometry, dtype, grad_names, strided, search)
     if source is None:
         return None
-    static = ("interpret",) if emit is emitted.dq else ("fold", "interpret")
+    static = ("interpret",) if which == "dq" else ("fold", "interpret")
     return jax.jit(load(source.text)[source.entry], static_argnames=static), source.results
 
 
@@ -329,10 +328,8 @@ def _by_position(
     sides = (geometry.q_len, target.block_q), (geometry.kv_len, target.block_k)
     padded = tuple(-(-n // block) * block for n, block in sides)
 
-    def run(
-        arrays: tuple[Array, ...], walk: Any, origin: Any, sizes: Any, slots: Any, tables: Any, *, interpret: Any
-    ) -> Array:
-        q, k, v, dout, lse, delta = arrays
+    def run(*operands: Any, interpret: Any) -> Array:
+        (q, k, v, dout, lse, delta), (walk, origin, sizes, slots, tables) = operands[:6], operands[6:]
         vectors = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (geometry.batch,)) for x in origin[2:]]
         known = {t.name: jnp.asarray(x) for t, x in zip(plan.tables, tables, strict=True)}
         scalars = {s.name: x for s, x in zip(plan.slots, slots, strict=True)}

@@ -158,10 +158,12 @@ def test_pallas_tpu_gradients_repeat_and_do_not_recompile():
     )
     eager = {"backward": runtime.backward}
     first, _ = run(case, **eager)
-    made, of_kernel = cases.plan(case), (cases.geometry(case), "float32", frozenset(first))
+    made = cases.plan(case)
     kernels = [
-        runtime._gradient_kernel(emit, made, Target("pallas-tpu", 128, 128), *of_kernel, True, *flags)[0]
-        for emit, flags in ((emitted.dq, (1, False)), (emitted.dkv, (False,)))
+        runtime._gradient_kernel(
+            n, made, Target("pallas-tpu", 128, 128), cases.geometry(case), "float32", frozenset(first)
+        )[0]
+        for n in ("dq", "dkv")
     ]
     before = [f._cache_size() for f in kernels]
     assert min(before) > 0
