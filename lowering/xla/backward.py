@@ -6,7 +6,6 @@ size of the scores, and nothing is differentiated but the score mod's own formul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +52,7 @@ def backward(
     arrays = q, k, v, *of_rows, cotangents.dout, cotangents.dlse
     grads, buffers = _compiled(static, planes)(arrays, *numbers.flat())
     if buffers:
-        grads |= folded(inputs, gradients, buffers, int64=inputs.plan.int64)
+        grads |= folded(inputs, gradients, buffers, inputs.plan.int64)
     return dict(grads)
 
 
@@ -75,11 +74,7 @@ def _compiled(static: Static, planes: tuple[Plane | None, ...]) -> Any:
 
 
 def _backward(
-    t: XlaTiles,
-    captured: Sequence[CapturedGradient],
-    qkv: tuple[Array, Array, Array],
-    results: ForwardResults,
-    cotangents: Cotangents,
+    t: XlaTiles, captured: list[CapturedGradient], qkv: Any, results: ForwardResults, cotangents: Cotangents
 ) -> tuple[dict[str, Array], list[Array]]:
     import jax.numpy as jnp
     from jax import lax

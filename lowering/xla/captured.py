@@ -155,12 +155,7 @@ Add = Callable[[tuple[Array, ...], Array, tuple[int, ...]], Array]  # of places,
 
 
 def folded(
-    inputs: KernelInputs,
-    gradients: Sequence[Gradient],
-    buffers: Sequence[Array],
-    *,
-    int64: bool = False,
-    add: Add | None = None,
+    inputs: KernelInputs, gradients: Sequence[Gradient], buffers: Sequence[Array], int64: bool, add: Add | None = None
 ) -> dict[str, Array]:
     """`derive.by_source` on JAX; `int64` is the plan's. `add` is another sum by place, for devices where XLA's own adds
     in any order."""
@@ -205,7 +200,7 @@ def folded_in_fixed_point(inputs: KernelInputs, buffers: Mapping[Gradient, Array
 
     inputs = replace(inputs, tables={n: jnp.asarray(x) for n, x in inputs.tables.items()})
     with jax.enable_x64(True):
-        return folded(inputs, list(buffers), list(buffers.values()), int64=inputs.plan.int64, add=fixed)
+        return folded(inputs, list(buffers), list(buffers.values()), inputs.plan.int64, fixed)
 
 
 def units(total: Array) -> Array:

@@ -276,7 +276,7 @@ def _content(source: Plan | DevicePlanSpec) -> tuple[Any, ...]:
 
 
 def kernel_inputs(call: JaxCall, backend: str, platform: str, arrays: Arrays, source: Any = None) -> KernelInputs:
-    """What an executor takes of a call with these arrays; `source` is the call's where it is at hand."""
+    """The record that executors take of a call with these arrays; `source` is the call's where it is at hand."""
     leaves = list(call.leaves)
     for name, x in arrays.items():
         if (place := call.places.get(name, -1)) >= 0 or name.isdecimal():

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -27,7 +27,7 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Cotangents, ForwardResults, Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
-from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.base import RECORDS, Shapes
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled, record
 from frisket.runtime.calls.arrays import refuse_gradients, turn
@@ -112,13 +112,7 @@ def _shapes(plan: LoopPlan, call: CheckedCall) -> dict[str, tuple[int, ...]]:
 
 
 def _divided(
-    plan: LoopPlan,
-    source: Any,
-    geometry: Geometry,
-    numbers: dict[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    backend: str,
-    options: Options,
+    plan: LoopPlan, source: Any, geometry: Geometry, numbers: Arrays, shapes: Shapes, backend: str, options: Options
 ) -> tuple[JaxCall, Arrays, Arrays]:
     """A call without arrays, the arrays that gradients flow to, and those they do not."""
     numbers = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")} | numbers

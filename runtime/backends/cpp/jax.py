@@ -62,7 +62,7 @@ def forward(
     dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
     name, literals = _target_name("forward", inputs, *dtypes)
     width = norm_width(q.dtype, inputs.geometry.v_dim) if lse_residual else 2
-    static = CppStatic(name, _form(inputs, literals), inputs.geometry.scale, width=width)
+    static = CppStatic(name, _form(inputs, len(literals)), inputs.geometry.scale, width=width)
     values = _values(inputs, literals, _real(q), traced(q))
     result: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _compiled(static)((q, k, v), *values)
     return result
@@ -87,7 +87,7 @@ def backward(
     sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
     outputs = tuple(x for x, mine in zip(sums, grad_mask, strict=True) if mine)
     optional = cotangents.dlse, results.softmax_stats
-    form = _form(inputs, literals, [x is not None for x in optional], grad_mask)
+    form = _form(inputs, len(literals), *(x is not None for x in optional), grad_mask=grad_mask)
     static = CppStatic(name, form, inputs.geometry.scale, outputs)
     arrays = q, k, v, results.out, results.lse.astype(real), cotangents.dout.astype(q.dtype)
     more = (x.astype(real) for x in optional if x is not None)
@@ -121,7 +121,7 @@ def _folded(inputs: KernelInputs, captured: Sequence[Gradient], sums: Sequence[A
             "where a table's gradient goes may need more than 32 bits and JAX has 64-bit integers switched off; "
             'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
         )
-    return folded(inputs, captured, sums, int64=wide)
+    return folded(inputs, captured, sums, wide)
 
 
 # -- what is known of rows -------------------------------------------------------------------------
@@ -177,17 +177,14 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
 
 
 def _form(
-    inputs: KernelInputs,
-    literals: Sequence[float],
-    optional: Sequence[bool] = (False, False),
-    grad_mask: Sequence[bool] = (),
+    inputs: KernelInputs, literals: int, dlse: bool = False, stats: bool = False, grad_mask: Sequence[bool] = ()
 ) -> tuple[int, ...]:
-    """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it. `optional`: whether
-    there are a cotangent of lse, and `softmax_stats`."""
+    """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it. `dlse` and `stats`
+    say whether there are a cotangent of lse, and `softmax_stats`; `literals` is their number."""
     plan, target = inputs.plan, inputs.target
     origins = (int(np.prod(np.shape(x))) for x in inputs.geometry.origin[2:])
-    floating = *(int(s.type is FLOAT) for s in plan.slots), *(1 for _ in literals)
-    flags = len(grad_mask), *map(int, (*optional, inputs.sinks is not None, inputs.rows is not None))
+    floating = *(int(s.type is FLOAT) for s in plan.slots), *[1] * literals
+    flags = len(grad_mask), *map(int, (dlse, stats, inputs.sinks is not None, inputs.rows is not None))
     ranks = (t.rank for t in plan.tables)
     pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
     sizes = len(floating), len(plan.tables), *pages, target.block_q

@@ -225,7 +225,7 @@ def backward(
             run = _by_position(plan, dq_target, placeless, dtype, i, rolls, searches(walk))
             grads[i] = run(*arrays, walk, *numbers, interpret=interpret)
     sums = [grads.pop(i) for i, _ in captured]
-    return grads | folded(inputs, [g for _, g in captured], sums)
+    return grads | folded(inputs, [g for _, g in captured], sums, int64=False)
 
 
 def interpreter(platform: str) -> Any:

@@ -44,10 +44,9 @@ from frisket.runtime.machine.extras import pip_install
 from frisket.runtime.plans.device import Values
 
 from . import grids as triton_grids
-from . import interpreted
-from .grids import NO_FLAGS, CapturedResult, Grid, of_host
+from .grids import NO_FLAGS, CapturedResult, Grid, LaunchStep, of_host
 from .launch import GRID, loaded_kernels, refused_shape, span_arrays
-from .tiles import jax_gpu
+from .tiles import interpreted, jax_gpu
 
 if TYPE_CHECKING:
     import jax
@@ -84,7 +83,7 @@ def forward(
     few = triton_grids.shares(plan, None, g, target, dims, processors)
     if few is None:
         source = _source(triton_forward.emit, plan, target, dims, **flags)
-        steps = [triton_grids.LaunchStep("attention_forward", target, triton_grids.of_forward(g, target), "rows")]
+        steps = [LaunchStep("attention_forward", target, triton_grids.of_forward(g, target), "rows")]
     else:
         source = _source(triton_decode.emit, plan, few.text_target, dims, **few.flags, **flags)
         steps = few.steps(g)
@@ -204,7 +203,7 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
         flags: Mapping[str, bool] = NO_FLAGS, more: Values = NO_FLAGS, zeroed: bool = False, **numbers: Any,
     ) -> Array:  # fmt: skip
         (name, shape), source = result, _source(emit, self.plan, self.tile, self.call.dims, *parts, **flags)
-        step = triton_grids.LaunchStep(kernel, self.tile, grid, "rows", numbers=numbers)
+        step = LaunchStep(kernel, self.tile, grid, "rows", numbers=numbers)
         results = {name: (shape, np.int32 if name == "Counted" else np.float32)}
         return self.call.run(source, step, {**self.arrays, **more}, results, zeroed=zeroed)[name]
 
@@ -301,14 +300,7 @@ class JaxTritonCall:
     # -- launching ------------------------------------------------------------------------------------
 
     def run(
-        self,
-        source: str,
-        step: triton_grids.LaunchStep,
-        arrays: Values,
-        results: Shaped,
-        *,
-        zeroed: bool = False,
-        **lengths: int,
+        self, source: str, step: LaunchStep, arrays: Values, results: Shaped, *, zeroed: bool = False, **lengths: int
     ) -> dict[str, Array]:
         """The results by name, of (shape, dtype); `zeroed` says that they begin as 0."""
         import jax

@@ -42,14 +42,12 @@ from frisket.lowering.kernels.triton.cotangents import NAMES, square
 from frisket.lowering.kernels.triton.units import ALONG, GATHERED, by_distance
 from frisket.lowering.kernels.triton.writer import padded
 from frisket.lowering.plan import Geometry, LoopPlan, Target, score_class
-from frisket.runtime.backends.base import Block
+from frisket.runtime.backends.base import RECORDS, Block
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import make_layout
 from frisket.runtime.masks.mask import Mask
 from frisket.runtime.plans.device import CallPlan
-
-from . import interpreted
 
 Window = Literal["short", "medium", "long"]
 Reads = Literal["axis", "distance", "each"]
@@ -452,10 +450,10 @@ def jax_target(plan: LoopPlan, g: Geometry, dtype: str, tile: Block | None = Non
     if tile is not None:
         return _precise(of_tile(tile, g, dtype, gpu.arch), dtype, gpu.arch)
     paged, reads = plan.pages is not None, reads_of(plan.mask, plan.score)
-    kinds = {"curved": plan.score_class == "general", "paged": paged, "unwritten": plan.unwritten}
+    kinds: dict[str, Any] = {"curved": plan.score_class == "general", "paged": paged, "unwritten": plan.unwritten}
     kinds["stored"] = g.kv_dtype != "" or plan.weight is not None or paged
-    machine: dict[str, Any] = {"arch": gpu.arch, "limit": gpu.shared, "descriptors": False}  # jax-triton passes none
-    chosen = default_target(g, dtype, keys=_keys_of(plan, narrow), reads=reads, **kinds, **machine)
+    kinds |= {"arch": gpu.arch, "limit": gpu.shared, "descriptors": False}  # jax-triton passes none
+    chosen = default_target(g, dtype, keys=_keys_of(plan, narrow), reads=reads, **kinds)
     return _precise(chosen, dtype, gpu.arch)
 
 
@@ -488,6 +486,10 @@ def _precise(target: Target, dtype: str, arch: str) -> Target:
     if dtype != "float32":
         return target if precision == "highest" else with_tanh(target, arch)
     return target.everywhere(precision="tf32") if precision in TF32 else target
+
+
+def interpreted() -> bool:
+    return RECORDS["triton"].interpreted
 
 
 class Gpu(NamedTuple):
