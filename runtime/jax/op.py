@@ -115,8 +115,8 @@ def _divided(
     plan: LoopPlan, source: Any, geometry: Geometry, numbers: Arrays, shapes: Shapes, backend: str, options: Options
 ) -> tuple[JaxCall, Arrays, Arrays]:
     """A call without arrays, the arrays that gradients flow to, and those they do not."""
-    numbers = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")} | numbers
-    numbers |= {"origin": geometry.origin, "sizes": geometry.full}
+    empty: Arrays = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")}
+    numbers = empty | numbers | {"origin": geometry.origin, "sizes": geometry.full}
     tree: Any
     leaves, tree = jax.tree.flatten(numbers)
     numbered = tree.unflatten(range(len(leaves)))

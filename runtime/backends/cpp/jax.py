@@ -87,7 +87,8 @@ def backward(
     sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
     outputs = tuple(x for x, mine in zip(sums, grad_mask, strict=True) if mine)
     optional = cotangents.dlse, results.softmax_stats
-    form = _form(inputs, len(literals), *(x is not None for x in optional), grad_mask=grad_mask)
+    dlse, stats = (x is not None for x in optional)
+    form = _form(inputs, len(literals), dlse, stats, grad_mask)
     static = CppStatic(name, form, inputs.geometry.scale, outputs)
     arrays = q, k, v, results.out, results.lse.astype(real), cotangents.dout.astype(q.dtype)
     more = (x.astype(real) for x in optional if x is not None)
