@@ -29,7 +29,7 @@ from store import keep, shown
 
 import frisket as fk
 from frisket.lowering.kernels.pallas_tpu.walk import walk
-from frisket.lowering.plan import Geometry, Target
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, Target
 from frisket.runtime.backends.pallas_tpu import jax as pallas_tpu
 from frisket.runtime.bench.race import processor_seconds, raced
 from frisket.runtime.machine import modules
@@ -143,15 +143,14 @@ def ours(mask: Mask) -> dict[str, int]:
     made, block = plan.work((TILE, TILE)), (TILE, TILE)
     g = Geometry(1, 1, 1, TOKENS, TOKENS, 16, 16, 0.25)
     x, target = jnp.ones((1, TOKENS, 1, 16)), Target("pallas-tpu", *block)
-    values = made.slots, {n: jnp.asarray(t) for n, t in made.tables.items()}
+    inputs = KernelInputs(made.plan, plan, g, target, made.slots, {n: jnp.asarray(t) for n, t in made.tables.items()})
     known, pallas_tpu.load = pallas_tpu.load, noting
     try:
         pallas_tpu._kernel.memo.clear()
         pallas_tpu._loaded_gradient.memo.clear()
-        out, lse, _ = pallas_tpu.forward(made.plan, plan, g, x, x, x, *values, target)
-        found = pallas_tpu.backward(
-            made.plan, plan, g, x, x, x, out, lse, out, None, *values, target, grad_names=frozenset("qkv")
-        )
+        out, lse, _ = pallas_tpu.forward(inputs, x, x, x)
+        given = ForwardResults(out, lse), Cotangents(out)
+        found = pallas_tpu.backward(inputs, x, x, x, *given, grad_names=frozenset("qkv"))
         jax.block_until_ready(found)
         jax.effects_barrier()
     finally:

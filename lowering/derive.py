@@ -130,6 +130,7 @@ def derivatives(score: Expr) -> Backward:
 # -- reverse mode ---------------------------------------------------------------------------------
 
 _ZERO, _ONE = lit(0.0), lit(1.0)
+BITS = 61  # of the sum of all magnitudes in fixed point; rounding of each value is far below what is left of 64
 
 
 def norm_width(dtype: Any, v_dim: int, device: str = "cpu") -> int:

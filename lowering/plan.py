@@ -269,7 +269,17 @@ class KernelInputs:
     sinks: Any = None  # [heads]
     rows: Any = None  # the `TokenPermutation` in which executors with `rows` read and write their rows
     deterministic: bool = True  # whether equal calls get equal gradients
-    platform: str = ""  # of JAX: what it is lowered for
+    platform: str = "cpu"  # of JAX: what it is lowered for
+
+    @property
+    def table_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(table.shape) for name, table in self.tables.items()}
+
+    @property
+    def operands(self) -> tuple[Origin, Sizes, list[Any], list[Any]]:
+        """The operands of a kernel that takes any origin, sizes, slots and tables; the last two in the plan's order."""
+        slots, tables = [self.slots[s.name] for s in self.plan.slots], [self.tables[t.name] for t in self.plan.tables]
+        return self.geometry.origin, self.geometry.full, slots, tables
 
 
 @dataclass(frozen=True, eq=False)

@@ -121,12 +121,12 @@ def masks() -> Iterator[tuple[str, Row]]:
 def jax() -> Iterator[tuple[str, Row]]:
     """Triton's forward as JAX calls it: arrays are read by pointers, and two query heads share a key head, as in the
     figures of `mosaic`."""
-    from frisket.runtime.backends.triton.jax import target
+    from frisket.runtime.backends.triton.tiles import jax_target
 
     for direction, mask, dim, length in FIGURES:
         if direction == "forward":
             plan, _ = our_kernels.planned(Ours(direction, mask, dim, group=2))
-            own = target(plan, Geometry(1, 16, 8, length, length, dim, dim, 1.0), "bfloat16")
+            own = jax_target(plan, Geometry(1, 16, 8, length, length, dim, dim, 1.0), "bfloat16")
             tile = Tile(own.block_q, own.block_k, own.num_warps, own.num_stages)
             one = Case(mask, dim, length, group=2)
             rate = 4 * dim * one.pairs / full.ours_time(direction, one, tile).seconds / 1e12

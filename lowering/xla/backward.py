@@ -6,18 +6,16 @@ size of the scores, and nothing is differentiated but the score mod's own formul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
-from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs
 
 from .captured import CapturedGradient, Plane, folded, plane_of
-from .forward import left_out
+from .forward import unpack_out_residual
 from .promotion import usual_promotion
 from .tiles import Numbers, Static, XlaTiles, added, dot, prepared
 
@@ -29,29 +27,32 @@ Array = Any  # a jax.Array, traced or not
 
 @usual_promotion()
 def backward(
-    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, grad_names: frozenset[str], sinks: jax.Array | None = None,
-    lse_residual: jax.Array | None = None, softmax_stats: jax.Array | None = None,
-) -> dict[str, jax.Array]:  # fmt: skip
+    inputs: KernelInputs,
+    q: Array,
+    k: Array,
+    v: Array,
+    results: ForwardResults,
+    cotangents: Cotangents,
+    *,
+    grad_names: frozenset[str],
+) -> dict[str, jax.Array]:
     """The gradients of `grad_names`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents
     of `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
     shapes and dtypes of the arrays, a table's has its shape, a slot's is 0-d, both in float32, or float64 beside
-    float64. `lse` knows of the sinks, so that they are not read again; `lse_residual` is its rounding error, and
-    `softmax_stats` the forward's fifth result."""
+    float64. `lse` knows of the sinks, so that they are not read again; `softmax_stats` is the forward's fifth
+    result."""
     import jax.numpy as jnp
 
-    static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, grad_names)
-    arrays = {t.name: jnp.asarray(tables[t.name]) for t in plan.tables}
+    static, numbers = prepared(inputs, q.dtype == jnp.float64, grad_names)
+    gradients, shapes = _captured(static), {n: np.shape(x) for n, x in inputs.tables.items()}
     planes = tuple(
-        plane_of(g, geometry, slots, arrays[g.source].shape) if g.over == "scatter" and g.index else None
-        for g in _captured(static)
+        plane_of(g, inputs, shapes[g.source]) if g.over == "scatter" and g.index else None for g in gradients
     )
-    grads, buffers = _compiled(static, planes)(
-        (q, k, v, out, lse, lse_residual, softmax_stats, dout, dlse), *numbers.flat()
-    )
+    of_rows = results.out, results.lse, results.lse_residual, results.softmax_stats
+    arrays = q, k, v, *of_rows, cotangents.dout, cotangents.dlse
+    grads, buffers = _compiled(static, planes)(arrays, *numbers.flat())
     if buffers:
-        grads |= folded(_captured(static), buffers, geometry, slots, arrays, int64=plan.int64)
+        grads |= folded(inputs, gradients, buffers, inputs.plan.int64)
     return dict(grads)
 
 
@@ -63,25 +64,28 @@ def _captured(static: Static) -> list[Gradient]:
 def _compiled(static: Static, planes: tuple[Plane | None, ...]) -> Any:
     import jax
 
-    def backward_of_attention(arrays: Any, *numbers: Any) -> Any:
-        return _backward(static, planes, Numbers(*numbers), *arrays)
+    def backward_of_attention(arrays: tuple[Any, ...], *numbers: Any) -> Any:
+        (q, k, v), results, cotangents = arrays[:3], ForwardResults(*arrays[3:7]), Cotangents(*arrays[7:])
+        t = XlaTiles(static, Numbers(*numbers), q, k)
+        captured = [CapturedGradient(g, t, plane) for g, plane in zip(_captured(static), planes, strict=True)]
+        return _backward(t, captured, (q, k, v), results, cotangents)
 
     return jax.jit(backward_of_attention)
 
 
 def _backward(
-    static: Static, planes: tuple[Plane | None, ...], numbers: Numbers, q: Array, k: Array, v: Array, out: Array,
-    lse: Array, lse_residual: Array | None, softmax_stats: Array | None, dout: Array, dlse: Array | None,
-) -> tuple[dict[str, Array], list[Array]]:  # fmt: skip
+    t: XlaTiles, captured: list[CapturedGradient], qkv: Any, results: ForwardResults, cotangents: Cotangents
+) -> tuple[dict[str, Array], list[Array]]:
     import jax.numpy as jnp
     from jax import lax
 
-    t = XlaTiles(static, numbers, q, k)
+    static, (q, k, v) = t.static, qkv
+    out, lse, lse_residual, softmax_stats = results.out, results.lse, results.lse_residual, results.softmax_stats
+    dout, dlse = cotangents.dout, cotangents.dlse
     slope = backward_of(static.plan).slope
-    captured = [CapturedGradient(g, t, plane) for g, plane in zip(_captured(static), planes, strict=True)]
     exact = out.astype(static.dtype)
     if softmax_stats is not None and softmax_stats.shape[3] > 2:
-        exact = exact + left_out(softmax_stats, out).astype(static.dtype)
+        exact = exact + unpack_out_residual(softmax_stats, out).astype(static.dtype)
     delta = (dout.astype(static.dtype) * exact).sum(-1).transpose(0, 2, 1)
     delta = t.padded(delta if dlse is None else delta - dlse, 2)
     lse_residual = t.padded(jnp.zeros_like(lse) if lse_residual is None else lse_residual, 2)
@@ -93,7 +97,7 @@ def _backward(
     def row(r: Array, sums: dict[str, Any]) -> dict[str, Any]:
         tile_row = t.row(r)
         q_tile, dout_tile = t.queries(queries, tile_row) * static.scale, t.queries(dout, tile_row) * t.keep
-        lse_tile, low_tile, delta_tile = (t.lines(x, tile_row)[..., None] for x in (lse, lse_residual, delta))
+        lse_tile, residual_tile, delta_tile = (t.lines(x, tile_row)[..., None] for x in (lse, lse_residual, delta))
         # a row that sees nothing may have any cotangent, NaN too
         dout_tile = jnp.where((lse_tile == nowhere).reshape(*dout_tile.shape[:3], 1), 0, dout_tile)
         plain_q = finite(q_tile)
@@ -102,7 +106,7 @@ def _backward(
             (dq, parts), whole = state
             k_tile, v_tile = (t.keys(x, tile_row, chunk[0], body.width) for x in (k, v))
             s, env = t.scores(tile_row, body, chunk, q_tile, k_tile)
-            p, dp = jnp.exp(s - lse_tile - low_tile), dot(dout_tile, v_tile, (3, 3)).reshape(s.shape)
+            p, dp = jnp.exp(s - lse_tile - residual_tile), dot(dout_tile, v_tile, (3, 3)).reshape(s.shape)
             weight = p
             if (survivors := t.survivors(env)) is not None:
                 weight, dp = jnp.where(survivors, p, 0), jnp.where(survivors, dp, 0)
@@ -142,7 +146,7 @@ def _backward(
     for n, x in (("k", k), ("v", v)):
         if n in static.grad_names:
             begin[n] = t.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), 0.0)
-    sums = lax.fori_loop(0, len(numbers.rows), row, begin)
+    sums = lax.fori_loop(0, t.steps, row, begin)
     grads = {n: sums[n].transpose(0, 2, 1, 3).astype(k.dtype) for n in ("k", "v") if n in sums}
     if "q" in sums:
         grads["q"] = sums["q"][:, : q.shape[1]]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from frisket.lowering.derive import Gradient, by_source
+import numpy as np
+
+from frisket.lowering.derive import BITS, Gradient, by_source
 from frisket.lowering.kernels.jnp_expr import evaluate
-from frisket.lowering.plan import Geometry
+from frisket.lowering.plan import KernelInputs
 
 from .tiles import TileRow, XlaTiles, added
 
@@ -18,8 +21,9 @@ LINES = ("head", "row")  # summed along a whole row of tiles before anything is 
 Plane = tuple[tuple[str, int], ...]  # for each axis of a table the coordinate that indexes it, and the first entry
 
 
-def plane_of(gradient: Gradient, geometry: Geometry, slots: Mapping[str, Any], shape: tuple[int, ...]) -> Plane | None:
+def plane_of(gradient: Gradient, inputs: KernelInputs, shape: tuple[int, ...]) -> Plane | None:
     """The layout of tiles in a table indexed by bare coordinates, as in bias[h, q, k], all inside it; else None."""
+    geometry = inputs.geometry
     lengths = dict(zip("bhqk", (geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len)))
     origin = dict(zip("bhqk", geometry.origin))
     axes: list[tuple[str, int]] = []
@@ -27,7 +31,7 @@ def plane_of(gradient: Gradient, geometry: Geometry, slots: Mapping[str, Any], s
         name, shift = index.name if index.op == "var" else "", 0
         if index.op == "add" and [a.op for a in index.args] in (["var", "lit"], ["var", "param"]):
             name, by = index.args[0].name, index.args[1]
-            shift = by.name if by.op == "lit" else slots[by.name]
+            shift = by.name if by.op == "lit" else inputs.slots[by.name]
         # traced places are not known to be inside
         if name not in lengths or name in dict(axes) or not all(isinstance(x, int) for x in (origin[name], shift)):
             return None
@@ -151,37 +155,32 @@ Add = Callable[[tuple[Array, ...], Array, tuple[int, ...]], Array]  # of places,
 
 
 def folded(
-    gradients: Sequence[Gradient], buffers: Sequence[Array], geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Array], *, int64: bool = False, add: Add | None = None,
-) -> dict[str, Array]:  # fmt: skip
-    """`derive.by_source` on JAX; `slots` and `tables` are those of the forward, by plan name; `int64` is the plan's.
-    `add` is another sum by place, for devices where XLA's own adds in any order."""
-    more = geometry, slots, tables, int64, add or in_order
-    return by_source(gradients, buffers, tables, lambda g, x, shape: fold(g, x, shape, *more))
-
-
-def fold(
-    gradient: Gradient, buffer: Array, shape: Sequence[int], geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Array], int64: bool, add: Add,
-) -> Array:  # fmt: skip
-    """Sum `buffer` into an array of `shape`, the table's; 0-d for a slot."""
+    inputs: KernelInputs, gradients: Sequence[Gradient], buffers: Sequence[Array], int64: bool, add: Add | None = None
+) -> dict[str, Array]:
+    """`derive.by_source` on JAX; `int64` is the plan's. `add` is another sum by place, for devices where XLA's own adds
+    in any order."""
     import jax.numpy as jnp
 
-    if not gradient.index:
-        return buffer.sum()
-    if gradient.over == "scatter":
-        return buffer
+    tables = {t.name: jnp.asarray(inputs.tables[t.name]) for t in inputs.plan.tables}
 
     def along(start: Any, shape: tuple[int, ...]) -> Array:
         start = start if getattr(start, "ndim", 0) == 0 else jnp.asarray(start).reshape(-1, 1, 1)
         return jnp.arange(shape[0]).reshape(shape) + start
 
-    env = {**gradient.coordinates(geometry, along), **slots}
-    places = [evaluate(i, env, tables, int64=int64, float64=buffer.dtype == jnp.float64) for i in gradient.index]
-    places = [jnp.clip(i, 0, n - 1) for i, n in zip(places, shape, strict=True)]
-    if all(i.size == 1 for i in places):  # one entry: a scalar of an array
-        return jnp.zeros(shape, buffer.dtype).at[tuple(i.reshape(()) for i in places)].add(buffer.sum())
-    return add(tuple(jnp.broadcast_to(i, buffer.shape) for i in places), buffer, tuple(shape))
+    def fold(gradient: Gradient, buffer: Array, shape: tuple[int, ...]) -> Array:
+        """Sum `buffer` into an array of `shape`, the table's; 0-d for a slot."""
+        if not gradient.index:
+            return buffer.sum()
+        if gradient.over == "scatter":
+            return buffer
+        env = {**gradient.coordinates(inputs.geometry, along), **inputs.slots}
+        places = [evaluate(i, env, tables, int64=int64, float64=buffer.dtype == jnp.float64) for i in gradient.index]
+        places = [jnp.clip(i, 0, n - 1) for i, n in zip(places, shape, strict=True)]
+        if all(i.size == 1 for i in places):  # one entry: a scalar of an array
+            return jnp.zeros(shape, buffer.dtype).at[tuple(i.reshape(()) for i in places)].add(buffer.sum())
+        return (add or in_order)(tuple(jnp.broadcast_to(i, buffer.shape) for i in places), buffer, shape)
+
+    return by_source(gradients, buffers, tables, fold)
 
 
 def in_order(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -> Array:
@@ -189,3 +188,40 @@ def in_order(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -
     import jax.numpy as jnp
 
     return jnp.zeros(shape, values.dtype).at[places].add(values)
+
+
+# -- fixed point, as `lowering/aten/captured.py`; 64 bits are there whether or not JAX has them otherwise ------------
+
+
+def folded_in_fixed_point(inputs: KernelInputs, buffers: Mapping[Gradient, Array]) -> dict[str, Array]:
+    """`folded` with sums by place in fixed point, for GPUs, where XLA's scatter adds in any order."""
+    import jax
+    import jax.numpy as jnp
+
+    inputs = replace(inputs, tables={n: jnp.asarray(x) for n, x in inputs.tables.items()})
+    with jax.enable_x64(True):
+        return folded(inputs, list(buffers), list(buffers.values()), inputs.plan.int64, fixed)
+
+
+def units(total: Array) -> Array:
+    """How many units make 1, float32, from the sum of all magnitudes."""
+    import jax.numpy as jnp
+
+    _, exponent = jnp.frexp(total)
+    # the exponents that float32 has without denormals, where a scale and its inverse are exact
+    scale = jnp.ldexp(jnp.ones_like(total), jnp.clip(BITS - exponent, -126, 126))
+    return jnp.where(jnp.isfinite(total), scale, np.nan).astype(np.float32)
+
+
+def amounts(counted: Array, per: Array) -> Array:
+    return (counted.astype(np.float64) / per.astype(np.float64)).astype(np.float32)
+
+
+def fixed(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -> Array:
+    """`values` added up by place: integers have one sum in any order, and XLA's scatter on a GPU adds in any."""
+    import jax.numpy as jnp
+
+    values = values.astype(np.float64)
+    per = units(jnp.abs(values).sum())
+    counted = jnp.round(values * per.astype(np.float64)).astype(np.int64)
+    return amounts(jnp.zeros(shape, np.int64).at[places].add(counted), per)

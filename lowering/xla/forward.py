@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frisket.dsl.ir import Named
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
-from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.plan import KernelInputs
 
 from .promotion import usual_promotion
 from .tiles import Numbers, Static, TileRow, XlaTiles, dot, prepared
@@ -26,21 +24,18 @@ if TYPE_CHECKING:
 
 @usual_promotion()
 def forward(
-    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Named, tables: Named, target: Target, *, sinks: jax.Array | None = None, lse_residual: bool = False,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
+) -> tuple[jax.Array, ...]:
     """The forward: (out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from q
     [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
     `top` is the largest visible score, and with `lse_residual` a fourth array is the rounding error of lse: lse +
     lse_residual is what a backward subtracts from scores of any size. A fifth is then what rounding left out of `out`,
-    see `noted`. Float64 throughout where q is. The arrays, slots, tables and the origin may be traced, and the spans if
-    they are `DeviceSpans`; shapes are the host's."""
+    see `pack_out_residual`. Float64 throughout where q is. The arrays, slots, tables and the origin may be traced, and
+    the spans if they are `DeviceSpans`; shapes are the host's."""
     import jax.numpy as jnp
 
-    static, numbers = prepared(
-        plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, lse_residual=lse_residual
-    )
-    result: tuple[jax.Array, ...] = _compiled(static)(q, k, v, sinks, *numbers.flat())
+    static, numbers = prepared(inputs, q.dtype == jnp.float64, lse_residual=lse_residual)
+    result: tuple[jax.Array, ...] = _compiled(static)(q, k, v, inputs.sinks, *numbers.flat())
     return result
 
 
@@ -97,23 +92,25 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
     out, *rest = (x[:, :q_len] for x in outs)
     lines = [x[..., :q_len] for x in lines]
     if static.lse_residual:
-        lines.append(noted(*rest) if rest else jnp.zeros((*lines[0].shape, 2), lines[0].dtype))
+        lines.append(pack_out_residual(*rest) if rest else jnp.zeros((*lines[0].shape, 2), lines[0].dtype))
     return out, *lines
 
 
-def noted(rest: Any) -> Any:
-    """The notes of a forward [batch, heads, q_len, `norm_width`], as native kernels write them. Behind two entries
-    without use stands `rest` [batch, q_len, heads, v_dim], which rounding left out of `out`: two numbers an entry."""
+def pack_out_residual(out_residual: Any) -> Any:
+    """The softmax_stats of a forward [batch, heads, q_len, `norm_width`], as native kernels write them. Behind two
+    entries without use stands `out_residual` [batch, q_len, heads, v_dim], which rounding left out of `out`: two
+    numbers an entry."""
     import jax.numpy as jnp
     from jax import lax
 
     front = ((0, 0),) * 3
-    pairs = jnp.pad(rest, (*front, (0, rest.shape[3] % 2))).reshape(*rest.shape[:3], -1, 2)
+    padded = jnp.pad(out_residual, (*front, (0, out_residual.shape[3] % 2)))
+    pairs = padded.reshape(*padded.shape[:3], -1, 2)
     return jnp.pad(lax.bitcast_convert_type(pairs, np.float32).transpose(0, 2, 1, 3), (*front, (2, 0)))
 
 
-def left_out(softmax_stats: Any, out: Any) -> Any:
-    """The `rest` of `noted`, for an `out` of its shape and dtype."""
+def unpack_out_residual(softmax_stats: Any, out: Any) -> Any:
+    """The `out_residual` that `pack_out_residual` wrote, for an `out` of its shape and dtype."""
     from jax import lax
 
     pairs = lax.bitcast_convert_type(softmax_stats[..., 2:].transpose(0, 2, 1, 3), out.dtype)

@@ -14,22 +14,25 @@ from typing import Any
 from frisket.dsl.ir import walk
 from frisket.dsl.types import INT
 from frisket.lowering.kernels.jnp_expr import evaluate
-from frisket.lowering.plan import Geometry, LoopPlan
+from frisket.lowering.plan import KernelInputs, Target
 from frisket.lowering.planner.intervals import Interval
 
 from .forward import attended
-from .tiles import EDGE, Body, Loop, Numbers, Static, TileRow, XlaTiles, scalar
+from .tiles import EDGE, Body, Loop, Numbers, Static, TileRow, XlaTiles, scalar, slots_and_tables
 
-QUERIES = 128  # of a row of tiles
 Array = Any  # a jax.Array, traced
+TARGET = Target("xla", 128, EDGE)
 # with the predicate alone: a full tile is not known in advance
 KEYS = Body(EDGE, True)
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """The sizes of a call that are traced values: batch entries, queries, keys."""
+class SymbolicRows:
+    """Rows whose keys are intervals: `seen` are expressions over `values`, or None where a row sees all keys. The sizes
+    are traced values."""
 
+    seen: tuple[Interval, ...] | None
+    values: Mapping[str, Any]
     batch: Array
     q_len: Array
     kv_len: Array
@@ -38,18 +41,15 @@ class Lengths:
 class SymbolicTiles(XlaTiles):
     """Rows and their keys, of one batch entry and all heads a step."""
 
-    def __init__(
-        self, static: Static, numbers: Numbers, q: Array, k: Array, seen: tuple[Interval, ...] | None,
-        values: Mapping[str, Any], lengths: Lengths,
-    ) -> None:  # fmt: skip
+    def __init__(self, static: Static, numbers: Numbers, q: Array, k: Array, rows: SymbolicRows) -> None:
         super().__init__(static, numbers, q, k)
-        self.seen, self.values, self.lengths = seen, values, lengths
+        self.rows = rows
         self.length = self.q_len + static.block_q
-        self.tiles = (lengths.q_len + static.block_q - 1) // static.block_q
+        self.tiles = (rows.q_len + static.block_q - 1) // static.block_q
 
     @property
     def steps(self) -> Array:
-        return self.lengths.batch * self.tiles
+        return self.rows.batch * self.tiles
 
     def place(self, r: Array) -> tuple[Array, Array, Array]:
         return r // self.tiles, 0 * r, r % self.tiles  # 0 * r: a zero of the trace's own type
@@ -68,13 +68,13 @@ class SymbolicTiles(XlaTiles):
         """The keys [lo, hi) outside of which no query of the row sees any."""
         import jax.numpy as jnp
 
-        n = self.lengths.kv_len
-        if self.seen is None:
+        n = self.rows.kv_len
+        if self.rows.seen is None:
             return jnp.zeros_like(n), n
-        q1 = jnp.minimum(row.start + self.static.block_q, self.lengths.q_len) - 1
-        env = {**row.env, **self.values, "q0": row.start, "q1": q1, "k0": jnp.zeros_like(n), "k1": n - 1}
+        q1 = jnp.minimum(row.start + self.static.block_q, self.rows.q_len) - 1
+        env = {**row.env, **self.rows.values, "q0": row.start, "q1": q1, "k0": jnp.zeros_like(n), "k1": n - 1}
         lo, hi = n, jnp.zeros_like(n)
-        for pair in self.seen:
+        for pair in self.rows.seen:
             first, last = jnp.broadcast_arrays(*(self._value(e, env) for e in pair))
             some = last >= first
             lo = jnp.minimum(lo, jnp.where(some, first, n).min())
@@ -85,8 +85,8 @@ class SymbolicTiles(XlaTiles):
     def _value(self, e: Any, env: Mapping[str, Array]) -> Array:
         import jax.numpy as jnp
 
-        tables = {n.name: jnp.asarray(self.values[n.name]) for n in walk(e) if n.op == "lookup"}
-        return evaluate(e, env, tables, int64=self.static.int64, float64=self.static.float64)
+        tables = {n.name: jnp.asarray(self.rows.values[n.name]) for n in walk(e) if n.op == "lookup"}
+        return evaluate(e, env, tables, **self.static.widths)
 
 
 def longer(x: Array, n: int) -> Array:
@@ -97,25 +97,20 @@ def longer(x: Array, n: int) -> Array:
 
 
 def forward(
-    plan: LoopPlan, seen: tuple[Interval, ...] | None, geometry: Geometry, q: Array, k: Array, v: Array,
-    slots: Mapping[str, Any], tables: Mapping[str, Any], values: Mapping[str, Any], sinks: Array | None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """The forward (out, lse, top) as in `xla.forward`, in shapes whose batch and lengths are symbols.
+    inputs: KernelInputs, seen: tuple[Interval, ...] | None, values: Mapping[str, Any], q: Array, k: Array, v: Array
+) -> tuple[Array, Array, Array]:
+    """The forward (out, lse, top) as in `xla.forward`, in shapes whose batch and lengths are symbols, without spans.
 
     `seen` are the intervals of keys that a row of tiles sees, as expressions over `values`; None: all keys."""
     import jax.numpy as jnp
 
-    float64, g = q.dtype == jnp.float64, geometry
-    static = Static(plan, g.scale, QUERIES, 1, g.heads, (KEYS,), False, plan.int64, float64)
+    plan, g = inputs.plan, inputs.geometry
+    static = Static(plan, g.scale, inputs.target.block_q, 1, g.heads, (KEYS,), False, q.dtype == jnp.float64)
     whole = jnp.int64 if plan.int64 else jnp.int32
-    sizes = [jnp.asarray(n, whole) for n in (g.batch, g.heads, g.q_len, g.kv_len)]
-    zero = scalar(INT, 0, plan.int64, float64).reshape(-1)
-    numbers = Numbers(
-        slots=tuple(scalar(s.type, slots[s.name], plan.int64, float64) for s in plan.slots),
-        tables=tuple(jnp.asarray(tables[t.name]) for t in plan.tables), origin=(zero,) * 4, sizes=tuple(sizes),
-        rows=None, ends=(), chunks=(),
-    )  # fmt: skip
-    lengths = Lengths(*(jnp.asarray(n, jnp.int32) for n in (g.batch, g.q_len, g.kv_len)))
+    sizes = tuple(jnp.asarray(n, whole) for n in (g.batch, g.heads, g.q_len, g.kv_len))
+    zero = scalar(INT, 0, **static.widths).reshape(-1)
+    numbers = Numbers(*slots_and_tables(inputs, static), (zero,) * 4, sizes, rows=None, ends=(), chunks=())
+    rows = SymbolicRows(seen, values, *(jnp.asarray(n, jnp.int32) for n in (g.batch, g.q_len, g.kv_len)))
     k, v = longer(k, EDGE), longer(v, EDGE)
-    out, lse, top = attended(SymbolicTiles(static, numbers, q, k, seen, values, lengths), q, k, v, sinks)
+    out, lse, top = attended(SymbolicTiles(static, numbers, q, k, rows), q, k, v, inputs.sinks)
     return out, lse, top

@@ -22,7 +22,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.kernels.jnp_expr import evaluate
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
@@ -222,7 +222,6 @@ class Static:
     heads: int  # heads of one step: a whole number of groups, or a part of one
     bodies: tuple[Body, ...]
     once: bool  # row i has chunk i and no other
-    int64: bool
     float64: bool
     block_k: int | None = None  # of traced spans: records count in tiles of so many keys
     grad_names: frozenset[str] = frozenset()  # gradients to make
@@ -231,6 +230,11 @@ class Static:
     @property
     def dtype(self) -> Any:
         return np.float64 if self.float64 else np.float32
+
+    @property
+    def widths(self) -> dict[str, bool]:
+        """Whether Ints and Floats have 64 bits, as keywords."""
+        return {"int64": self.plan.int64, "float64": self.float64}
 
 
 @dataclass(frozen=True)
@@ -250,29 +254,30 @@ class Numbers:
 
 
 def prepared(
-    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, float64: bool, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, grad_names: frozenset[str] = frozenset(), lse_residual: bool = False,
-) -> tuple[Static, Numbers]:  # fmt: skip
+    inputs: KernelInputs, float64: bool, grad_names: frozenset[str] = frozenset(), lse_residual: bool = False
+) -> tuple[Static, Numbers]:
     """Divide a call into its compiled part and its data."""
-    import jax.numpy as jnp
-
+    plan, spans, geometry, target = inputs.plan, inputs.spans, inputs.geometry, inputs.target
     if plan.int64 and not int64_enabled():  # JAX would narrow to 32 bits without an error
         raise LoweringError(
             "an index of this mask may leave 32 bits and JAX has 64-bit integers switched off; "
             'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
         )
     work = schedule(spans, geometry, (target.block_q, target.block_k))
-    static = Static(
-        plan, geometry.scale, min(target.block_q, geometry.q_len), work.batches, work.heads, work.bodies, work.once,
-        plan.int64, float64, target.block_k if isinstance(spans, DeviceSpans) else None, grad_names, lse_residual,
-    )  # fmt: skip
-    return static, Numbers(
-        slots=tuple(scalar(s.type, slots[s.name], plan.int64, float64) for s in plan.slots),
-        tables=tuple(jnp.asarray(tables[t.name]) for t in plan.tables),
-        origin=tuple(scalar(INT, x, plan.int64, float64).reshape(-1) for x in geometry.origin),
-        sizes=tuple(scalar(INT, x, plan.int64, float64) for x in geometry.full),
-        rows=work.rows, ends=work.ends, chunks=work.chunks,
-    )  # fmt: skip
+    block_q, block_k = min(target.block_q, geometry.q_len), target.block_k if isinstance(spans, DeviceSpans) else None
+    shared = work.batches, work.heads, work.bodies, work.once
+    static = Static(plan, geometry.scale, block_q, *shared, float64, block_k, grad_names, lse_residual)
+    origin = tuple(scalar(INT, x, **static.widths).reshape(-1) for x in geometry.origin)
+    sizes = tuple(scalar(INT, x, **static.widths) for x in geometry.full)
+    return static, Numbers(*slots_and_tables(inputs, static), origin, sizes, work.rows, work.ends, work.chunks)
+
+
+def slots_and_tables(inputs: KernelInputs, static: Static) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The slots and the tables of a call, in the plan's order."""
+    import jax.numpy as jnp
+
+    slots = (scalar(s.type, inputs.slots[s.name], **static.widths) for s in inputs.plan.slots)
+    return tuple(slots), tuple(jnp.asarray(inputs.tables[t.name]) for t in inputs.plan.tables)
 
 
 def int64_enabled() -> bool:
@@ -490,9 +495,8 @@ class XlaTiles:
         return s, env
 
     def value(self, e: Expr, env: Mapping[str, Array], rounded: bool = False) -> Array:
-        kinds = {"int64": self.static.int64, "float64": self.static.float64}
         # fused products of a compiler would round scores otherwise in forward and backward
-        return evaluate(e, env, self.tables, **kinds, rounded=rounded)
+        return evaluate(e, env, self.tables, **self.static.widths, rounded=rounded)
 
     def survivors(self, env: Mapping[str, Array]) -> Array | None:
         """The positions that dropout keeps; None: all."""

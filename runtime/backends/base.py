@@ -137,7 +137,7 @@ class Backend:
     loads: bool = False  # kernels read tables, scalars and spans on the device: calls plan there
     # of each row, for the backward: the rounding error of lse, or the offset and the sum of its exponentials
     stats_kind: Literal["", "lse_residual", "offset"] = ""
-    exact_delta: bool = False  # delta is not taken from the rounded out; forwards of JAX give `lowering.xla` `noted`
+    exact_delta: bool = False  # delta is not taken from the rounded out; JAX: see `pack_out_residual` of `lowering.xla`
     int64: bool = False  # kernels have Ints of 64 bits, in JAX without jax_enable_x64 too
     plans: Literal["", "host", "device"] = ""  # tables of the host are planned by its own planner where it is named
     operators: tuple[str, ...] = ()  # names in `frisket.operations`

@@ -82,27 +82,28 @@ def executor(backend: str, direction: str) -> Callable[..., Any]:
     return RECORDS[backend].executor("jax", direction == "backward")
 
 
+def check_platform(backend: str, platform: str, geometry: Geometry) -> None:
+    """Raise where a call names a backend that does not run on a platform; warn where it runs slowly."""
+    allowed = RECORDS[backend].lowered_for or (platform,)
+    if platform not in allowed:
+        raise BackendError(
+            f"backend {backend!r} runs on {' and '.join(allowed)}, and this is lowered for {platform}\n"
+            "  without a backend each platform takes its default"
+        )
+    if platform == "cpu" and RECORDS[backend].interpreter:
+        warn_slow(backend, geometry)
+
+
 def backend_on(
-    named: str, platform: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, exported: bool,
-    grad_names: frozenset[str],
-) -> str:  # fmt: skip
-    """The backend that runs a call on a platform, or makes its gradients where some are `grad_names`: the one that is
-    named, or the first that has all it takes. A backend that lacks something is named once in a warning."""
-    if named:
-        allowed = RECORDS[named].lowered_for or (platform,)
-        if platform not in allowed:
-            raise BackendError(
-                f"backend {named!r} runs on {' and '.join(allowed)}, and this is lowered for {platform}\n"
-                "  without a backend each platform takes its default"
-            )
-        if platform == "cpu" and RECORDS[named].interpreter:
-            warn_slow(named, geometry)
-        return named
+    platform: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, exported: bool, names: frozenset[str]
+) -> str:
+    """The backend that runs a call on a platform where it names none, or makes the gradients of `names`: the first that
+    has all it takes. A backend that lacks something is named once in a warning."""
     lacks = []
     for backend in ranked("jax", platform):
         if backend.unfit() or (backend.optional and (exported or backend.reason("jax"))):
             continue  # kernels of this machine do not travel
-        why = lowerable(backend.name) or _reason(backend, plan, geometry, dtype, shapes, grad_names)
+        why = lowerable(backend.name) or _reason(backend, plan, geometry, dtype, shapes, names)
         if not why:
             name = backend.name
             break

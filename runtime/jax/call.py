@@ -1,7 +1,7 @@
 """JaxCall: a call of JAX without its arrays. A primitive carries it until a platform is known, where it runs.
 
 Arrays go by name: "q", "k", "v", "sinks"; slots and tables that gradients flow to by their names in the plan; others by
-the numbers of their leaves; in a shard, SHARD. `_BackendRun` puts them into the arguments of an executor.
+the numbers of their leaves; in a shard, SHARD. `kernel_inputs` puts them into the record that an executor takes.
 
 Below it are the arrays: tokens in another order, wherever an array is, and marks on arrays (reverse mode works, forward
 raises: the primal of the mark is the array, its tangent goes through a primitive that can be transposed and never
@@ -31,7 +31,7 @@ from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
-from frisket.lowering.plan import KV_INPUTS, Geometry, LoopPlan, Slot
+from frisket.lowering.plan import KV_INPUTS, Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Slot
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
@@ -45,12 +45,12 @@ from frisket.runtime.plans.device import DevicePlanSpec, FlatPlan
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.sharding.partition import fitting
 
-from .attend import backend_on, executor, quickest
+from .attend import backend_on, check_platform, executor, quickest
 
 Arrays = dict[str, Any]
+RESULTS = ("out", "lse", "top", "lse_residual", "softmax_stats")  # of a forward
 # of arrays that have queries or keys
-LENGTH_AXES = dict.fromkeys(("q", "k", "v", "out", "dout"), 1) | dict.fromkeys(("lse", "top", "low", "norm", "dlse"), 2)
-RESULTS = ("out", "lse", "top", "low", "norm")  # of a forward
+LENGTH_AXES = dict.fromkeys(("q", "k", "v", "out", "dout"), 1) | dict.fromkeys((*RESULTS[1:], "dlse"), 2)
 SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
 
 
@@ -80,15 +80,14 @@ class JaxCall:
 
     def backend_on(self, platform: str, dtype: str, exported: bool = False, names: frozenset[str] = frozenset()) -> str:
         """The backend that runs the call on a platform, or makes the gradients of `names`; raises if none does."""
+        if self.backend:
+            check_platform(self.backend, platform, self.geometry)
+            return self.backend
         plan, shapes = self.shard_plan(self.plan), dict(self.shapes)
-        name = backend_on(self.backend, platform, plan, self.geometry, dtype, shapes, exported, names)
-        if self.backend or self.tile or names:
+        name = backend_on(platform, plan, self.geometry, dtype, shapes, exported, names)
+        if self.tile or names:
             return name
         return quickest(name, plan, self.geometry, dtype, shapes, getattr(self.source, "narrow", False))
-
-    def _keywords(self, backend: str, platform: str) -> dict[str, Any]:
-        how: dict[str, Any] = {} if self.rows is None else {"rows": self.rows}
-        return how | ({"platform": platform} if RECORDS[backend].accelerated else {})
 
     def _rows_around(self, backend: str) -> TokenPermutation | None:
         """The rows by which arrays are put in order, around kernels that do not read them by tables."""
@@ -107,21 +106,17 @@ class JaxCall:
             return tuple(_taken(x, rows.back, n) for n, x in zip(RESULTS, results))
         if RECORDS[backend].engine is not None:
             return self._by_engine(backend, platform, arrays, lse_residual)
-        run, how = _BackendRun(self, backend, arrays, plan), self._keywords(backend, platform)
-        offset = RECORDS[backend].stats_kind == "offset"
-        if lse_residual:
-            how["lse_residual"] = True
-        arguments = run.plan, run.spans, run.geometry, *(arrays[n] for n in "qkv"), run.slots, run.tables, run.target
+        inputs, run = kernel_inputs(self, backend, platform, arrays, plan), executor(backend, "forward")
         try:
             with deferring(not (self.backend or any(map(traced, arrays.values())))):  # what is traced stays as it is
-                result: tuple[Any, ...] = executor(backend, "forward")(*arguments, sinks=arrays.get("sinks"), **how)
+                result: tuple[Any, ...] = run(inputs, *(arrays[n] for n in "qkv"), lse_residual=lse_residual)
         except BuildError as error:
             return self.forward(self._library_instead(error), platform, arrays, plan, lse_residual)
         if not lse_residual:
             return result[:3]
-        if not offset:
-            return result if RECORDS[backend].exact_delta else (*result, _no_norm(*result[:2]))
-        return *result[:3], lse_residual_of(run.plan, result[3], result[1]), result[3]
+        if RECORDS[backend].stats_kind != "offset":
+            return result if RECORDS[backend].exact_delta else (*result, _no_stats(*result[:2]))
+        return *result[:3], lse_residual_of(inputs.plan, result[3], result[1]), result[3]
 
     def _by_engine(self, backend: str, platform: str, arrays: Arrays, lse_residual: bool) -> tuple[Any, ...]:
         """The results of `forward` by an engine that is proved to compute the call. Nobody asks for the largest scores,
@@ -129,17 +124,16 @@ class JaxCall:
         numbers = self.tree.unflatten(self.leaves)
         on_host = isinstance(self.source, Plan) and all(type(x) is int for x in numbers["origin"])
         program: Any = self.source.program if isinstance(self.source, Plan) else None
-        facts = EngineCall(
-            program, replace(self.geometry, origin=numbers["origin"], sizes=numbers["sizes"]), str(arrays["q"].dtype),
-            "jax", platform, not on_host, self.stored, self.plan.keep_mask is not None, "sinks" in arrays,
-        )  # fmt: skip
+        geometry = replace(self.geometry, origin=numbers["origin"], sizes=numbers["sizes"])
+        of_arrays, dropout = (geometry, str(arrays["q"].dtype), "jax", platform), self.plan.keep_mask is not None
+        facts = EngineCall(program, *of_arrays, not on_host, self.stored, dropout, "sinks" in arrays)
         proof = "this is a shard of a call" if self.shards != (1, 1) else prove(RECORDS[backend], facts)
         if isinstance(proof, str):
             raise BackendError(f"backend {backend!r} does not run this call: {proof}\n  leave out the backend")
         out, lse = executor(backend, "forward")(proof.arguments, *(arrays[n] for n in "qkv"), platform)
         # NaN: an engine has no largest scores, and 0 would pass for one
         results = out, lse, jnp.full_like(lse, jnp.nan)
-        return (*results, jnp.zeros_like(lse), _no_norm(out, lse)) if lse_residual else results
+        return (*results, jnp.zeros_like(lse), _no_stats(out, lse)) if lse_residual else results
 
     def _library_instead(self, error: BuildError) -> str:
         """The backend where a native kernel cannot be built; whoever named it has the error."""
@@ -158,23 +152,17 @@ class JaxCall:
         if RECORDS[backend].engine is not None:
             other = replace(self, backend="")
             # of an engine these are zeros: generated kernels take lse
-            arrays = {n: x for n, x in arrays.items() if n != "norm"}
+            arrays = {n: x for n, x in arrays.items() if n != "softmax_stats"}
             name = other.backend_on(platform, str(arrays["q"].dtype), False, grad_names)
             return other.backward(name, platform, arrays, grad_names)
-        run, how = _BackendRun(self, backend, arrays), self._keywords(backend, platform)
-        operands = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
-        arguments = run.plan, run.spans, run.geometry, *operands, run.slots, run.tables, run.target
-        how["sinks"] = arrays.get("sinks")
-        if RECORDS[backend].stats_kind != "offset":
-            how["lse_residual"] = arrays.get("low")
-            if RECORDS[backend].exact_delta:
-                how["softmax_stats"] = arrays.get("norm")
-        else:
-            computed = "norm" not in arrays and "low" in arrays
-            stats = softmax_stats_of(run.plan, arrays["lse"], arrays["low"]) if computed else arrays.get("norm")
-            how["softmax_stats"] = stats
+        inputs, run = kernel_inputs(self, backend, platform, arrays), executor(backend, "backward")
+        results = ForwardResults(*(arrays.get(n) for n in RESULTS if n != "top"))
+        lse, residual, without_stats = results.lse, results.lse_residual, results.softmax_stats is None
+        if without_stats and residual is not None and RECORDS[backend].stats_kind == "offset":
+            results = replace(results, softmax_stats=softmax_stats_of(inputs.plan, lse, residual))
+        cotangents = Cotangents(arrays["dout"], arrays.get("dlse"))
         try:
-            gradients: Arrays = executor(backend, "backward")(*arguments, grad_names=grad_names, **how)
+            gradients: Arrays = run(inputs, *(arrays[n] for n in "qkv"), results, cotangents, grad_names=grad_names)
         except BuildError as error:
             return self.backward(self._library_instead(error), platform, arrays, grad_names)
         return {n: gradients[n].astype(arrays[n].dtype) for n in grad_names}
@@ -245,7 +233,7 @@ class JaxCall:
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
-def _no_norm(out: Any, lse: Any) -> Any:
+def _no_stats(out: Any, lse: Any) -> Any:
     return jnp.zeros((*lse.shape, norm_width(out.dtype, out.shape[3])), lse.dtype)
 
 
@@ -287,43 +275,44 @@ def _content(source: Plan | DevicePlanSpec) -> tuple[Any, ...]:
     return program.expanded, values, planned, lengths, tuple(map(digest, source.origin))
 
 
-class _BackendRun:
-    """A call with its arrays, on one backend: what executors take."""
+def kernel_inputs(call: JaxCall, backend: str, platform: str, arrays: Arrays, source: Any = None) -> KernelInputs:
+    """The record that executors take of a call with these arrays; `source` is the call's where it is at hand."""
+    leaves = list(call.leaves)
+    for name, x in arrays.items():
+        if (place := call.places.get(name, -1)) >= 0 or name.isdecimal():
+            leaves[place if place >= 0 else int(name)] = x
+    numbers = call.tree.unflatten(leaves)
+    at = tuple(arrays.get(name, 0) for name in SHARD)
+    geometry = replace(call.geometry, origin=_origin(call, numbers["origin"], at), sizes=numbers["sizes"])
+    plan, slots, tables, source = call.plan, numbers["slots"], numbers["tables"], source or call.source
+    if isinstance(source, DevicePlanSpec):
+        source = FlatPlan(source, numbers["given"], numbers["spans"])
+    narrow = bool(getattr(source, "narrow", False))
+    target = target_on(backend, call.plan, geometry, str(arrays["q"].dtype), call.tile, narrow)
+    tile = target.block_q, target.block_k
+    if isinstance(source, Plan):
+        tiled = source.work(tile, proofs=RECORDS[backend].guarded)
+        plan, slots, tables = tiled.plan, tiled.slots, tiled.tables
+    tables = {**tables, **{t.name: arrays[t.source] for t in plan.tables if t.source in arrays}}
+    plan = call.shard_plan(plan)
+    sizes = zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
+    drawn = numbers["drawn"] | {n: i * size for n, i, size in sizes}
+    if RECORDS[backend].int64 and isinstance(call.source, DevicePlanSpec):  # without x64
+        plan = _holding(plan, call.source, slots, tables)
+    slots = {**slots, **{s.name: drawn[s.source] for s in plan.slots if s.source in drawn}}
+    tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.every_table}
+    spans: Any = RepeatedSpans(source, call, at)
+    spans = spans if RECORDS[backend].accelerated else spans.rows(tile)
+    return KernelInputs(plan, spans, geometry, target, slots, tables, arrays.get("sinks"), call.rows, platform=platform)
 
-    def __init__(self, call: JaxCall, backend: str, arrays: Arrays, plan: Any = None) -> None:
-        leaves = list(call.leaves)
-        for name, x in arrays.items():
-            if (place := call.places.get(name, -1)) >= 0 or name.isdecimal():
-                leaves[place if place >= 0 else int(name)] = x
-        numbers = call.tree.unflatten(leaves)
-        at = tuple(arrays.get(name, 0) for name in SHARD)
-        self.geometry = replace(call.geometry, origin=_origin(call, numbers["origin"], at), sizes=numbers["sizes"])
-        self.plan, slots, tables = call.plan, numbers["slots"], numbers["tables"]
-        source: Any = plan or call.source
-        if isinstance(source, DevicePlanSpec):
-            source = FlatPlan(source, numbers["given"], numbers["spans"])
-        narrow = bool(getattr(source, "narrow", False))
-        self.target = target_on(backend, call.plan, self.geometry, str(arrays["q"].dtype), call.tile, narrow)
-        if isinstance(source, Plan):
-            tiled = source.work((self.target.block_q, self.target.block_k), proofs=RECORDS[backend].guarded)
-            self.plan, slots, tables = tiled.plan, tiled.slots, tiled.tables
-        tables = {**tables, **{t.name: arrays[t.source] for t in self.plan.tables if t.source in arrays}}
-        self.plan = call.shard_plan(self.plan)
-        sizes = zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
-        drawn = numbers["drawn"] | {n: i * size for n, i, size in sizes}
-        self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
-        if RECORDS[backend].int64 and isinstance(call.source, DevicePlanSpec):  # without x64
-            ints = {x.name: x.source for xs in (self.plan.every_table, self.plan.slots) for x in xs if x.type is INT}
-            kinds = {n: x.dtype for n, x in {**slots, **tables}.items() if n in ints and hasattr(x, "aval")}
-            # -w of the least int32 is let pass: windows that are traced numbers stay in 32 bits
-            most = {n: float(np.iinfo(x).max) - (n in slots) for n, x in kinds.items() if x.itemsize > 2}
-            most = {n: min(x, dict(call.source.most).get(ints[n] or "", x)) for n, x in most.items()}  # a cache's, say
-            self.plan = self.plan.holding(most)
-        wide = self.plan.int64
-        self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.every_table}
-        spans = RepeatedSpans(source, call, at)
-        tile = self.target.block_q, self.target.block_k
-        self.spans: Any = spans if RECORDS[backend].accelerated else spans.rows(tile)
+
+def _holding(plan: LoopPlan, spec: DevicePlanSpec, slots: Arrays, tables: Arrays) -> LoopPlan:
+    """The plan for whatever traced Ints may hold, by their dtypes: in 64 bits where 32 may be too few."""
+    ints = {x.name: x.source for xs in (plan.every_table, plan.slots) for x in xs if x.type is INT}
+    kinds = {n: x.dtype for n, x in {**slots, **tables}.items() if n in ints and hasattr(x, "aval")}
+    # -w of the least int32 is let pass: windows that are traced numbers stay in 32 bits
+    most = {n: float(np.iinfo(x).max) - (n in slots) for n, x in kinds.items() if x.itemsize > 2}
+    return plan.holding({n: min(x, dict(spec.most).get(ints[n] or "", x)) for n, x in most.items()})  # a cache's, say
 
 
 def _origin(call: JaxCall, origin: Any, at: tuple[Any, ...]) -> Any:

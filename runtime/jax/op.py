@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -24,13 +24,13 @@ from jax.custom_derivatives import SymbolicZero
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Geometry, LoopPlan
+from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Cotangents, ForwardResults, Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
-from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.base import RECORDS, Shapes
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled, record
-from frisket.runtime.calls.arrays import TokenPermutation, refuse_gradients, turn
+from frisket.runtime.calls.arrays import refuse_gradients, turn
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import kernel_step
 from frisket.runtime.machine.settings import Settings
@@ -88,7 +88,7 @@ def _divided_plan(call: CheckedCall, options: Options, named: str) -> tuple[JaxC
     if not plan.on_device:
         tiled = plan.work(ANY)
         shapes = {n: tuple(x.shape) for n, x in tiled.tables.items()} | _shapes(tiled.plan, call)
-        return _divided(tiled.plan, plan, call.geometry, numbers, shapes, named, options.tile, options.rows)
+        return _divided(tiled.plan, plan, call.geometry, numbers, shapes, named, options)
     kernel, planner, spans = plan.static.plan, plan.static.planner, dict(plan.spans_by_tile)
     tables = plan.tables()
     known = [t for t in kernel.every_table if t.source not in KV_INPUTS]
@@ -104,7 +104,7 @@ def _divided_plan(call: CheckedCall, options: Options, named: str) -> tuple[JaxC
         rows: Any = plan.rows(block)
         spans[block, False] = rows.bounds, rows.count, rows.overflow, rows.order
     numbers |= {"slots": plan.slots(), "tables": tables, "spans": spans}
-    return _divided(kernel, plan.key, call.geometry, numbers, shapes, named, options.tile, options.rows)
+    return _divided(kernel, plan.key, call.geometry, numbers, shapes, named, options)
 
 
 def _shapes(plan: LoopPlan, call: CheckedCall) -> dict[str, tuple[int, ...]]:
@@ -112,12 +112,11 @@ def _shapes(plan: LoopPlan, call: CheckedCall) -> dict[str, tuple[int, ...]]:
 
 
 def _divided(
-    plan: LoopPlan, source: Any, geometry: Geometry, numbers: dict[str, Any], shapes: Mapping[str, tuple[int, ...]],
-    backend: str, tile: tuple[int, int] | None, rows: TokenPermutation | None,
-) -> tuple[JaxCall, Arrays, Arrays]:  # fmt: skip
+    plan: LoopPlan, source: Any, geometry: Geometry, numbers: Arrays, shapes: Shapes, backend: str, options: Options
+) -> tuple[JaxCall, Arrays, Arrays]:
     """A call without arrays, the arrays that gradients flow to, and those they do not."""
-    numbers = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")} | numbers
-    numbers |= {"origin": geometry.origin, "sizes": geometry.full}
+    empty: Arrays = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")}
+    numbers = empty | numbers | {"origin": geometry.origin, "sizes": geometry.full}
     tree: Any
     leaves, tree = jax.tree.flatten(numbers)
     numbered = tree.unflatten(range(len(leaves)))
@@ -129,8 +128,8 @@ def _divided(
     fixed = {str(i): x for i, x in enumerate(leaves) if inside[i] and i not in learned_places}
     static = tuple(None if inside[i] else x for i, x in enumerate(leaves))
     bare = replace(geometry, origin=(0, 0, 0, 0), sizes=None)  # both are leaves: calls that differ in them share a text
-    shape_items = tuple(shapes.items())
-    return JaxCall(plan, source, bare, backend, tile, static, tree, places, shape_items, rows=rows), learned, fixed
+    leaf_places = static, tree, places, tuple(shapes.items())
+    return JaxCall(plan, source, bare, backend, options.tile, *leaf_places, rows=options.rows), learned, fixed
 
 
 def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[Any, Any, Any]:
@@ -185,23 +184,25 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         learned, fixed, out, lse, (lse_residual, softmax_stats), grad_names = residuals
         dout, dlse, _ = cotangents  # the largest score is not differentiable
         dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-        rows = {"out": out, "lse": lse, "low": lse_residual, "dout": dout}
+        rows = {"out": out, "lse": lse, "lse_residual": lse_residual, "dout": dout}
         rows |= {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
         gradients: Arrays = {}
         if inner := tuple(sorted(grad_names.keys() - {"sinks"})):
-            gradients = dict(zip(inner, task(learned | fixed | rows | {"norm": softmax_stats}, inner), strict=True))
+            arrays = learned | fixed | rows | {"softmax_stats": softmax_stats}
+            gradients = dict(zip(inner, task(arrays, inner), strict=True))
         if "sinks" in grad_names:
-            gradients["sinks"] = of_sinks(learned["sinks"], out, lse, lse_residual, dout, rows.get("dlse"))
+            of_rows = ForwardResults(out, lse, lse_residual), Cotangents(dout, rows.get("dlse"))
+            gradients["sinks"] = of_sinks(learned["sinks"], *of_rows)
         return {n: placed(gradients[n], x) if n in gradients else None for n, x in learned.items()}, None
 
     run.defvjp(forwards, backwards, symbolic_zeros=symbolic)
     return run
 
 
-def of_sinks(sinks: Any, out: Any, lse: Any, lse_residual: Any, dout: Any, dlse: Any = None) -> Any:
+def of_sinks(sinks: Any, results: ForwardResults, cotangents: Cotangents) -> Any:
     """-sum of exp(sink - lse - lse_residual) * delta over batch entries and queries."""
-    real = lse.dtype
-    delta = (dout.astype(real) * out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
+    lse, dout, dlse, real = results.lse, cotangents.dout, cotangents.dlse, results.lse.dtype
+    delta = (dout.astype(real) * results.out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
     finite_lse = jnp.nan_to_num(jnp.where(lse == -jnp.inf, 0, lse), nan=jnp.nan)  # inf - inf is 0 here: all weight
-    share = jnp.exp(jnp.nan_to_num(sinks.astype(real)[:, None], nan=jnp.nan) - finite_lse - lse_residual)
+    share = jnp.exp(jnp.nan_to_num(sinks.astype(real)[:, None], nan=jnp.nan) - finite_lse - results.lse_residual)
     return -jnp.where(share == 0, 0, share * delta).sum((0, 2)).astype(sinks.dtype)

@@ -39,14 +39,13 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import platform_of
 from frisket.runtime.sharding.partition import fitting, names_of
 
-from .call import SHARD, JaxCall
+from .call import RESULTS, SHARD, JaxCall
 
 Level = tuple[int, tuple[bool, ...]]  # of jax.vmap: instances, and which operands have an axis for them
 # the axes of arrays: batch, query, key, head, kv head, sizes of heads, page of a sequence
-AXES = {
-    "q": "bshd", "k": "btnd", "v": "btne", "sinks": "h", "out": "bshe", "dout": "bshe", "lse": "bhs", "low": "bhs",
-    "norm": "bhsr", "top": "bhs", "dlse": "bhs", K_SCALE: "btn", V_SCALE: "btn", PAGES: "bc", FIRST: "b",
-}  # fmt: skip
+AXES = {"q": "bshd", "k": "btnd", "v": "btne", "sinks": "h", "out": "bshe", "dout": "bshe", "softmax_stats": "bhsr"}
+AXES |= dict.fromkeys(("lse", "lse_residual", "top", "dlse"), "bhs")
+AXES |= {K_SCALE: "btn", V_SCALE: "btn", PAGES: "bc", FIRST: "b"}
 POOLS = {"k": "ptnd", "v": "ptne", K_SCALE: "ptn", V_SCALE: "ptn"}  # page of the pool, in place of batch
 NOWHERE = AbstractMesh((), ())
 
@@ -68,7 +67,7 @@ class Task:
 
     @property
     def results(self) -> tuple[str, ...]:
-        return self.grad_names or ("out", "lse", "top", *["low", "norm"] * self.lse_residual)
+        return self.grad_names or (RESULTS if self.lse_residual else RESULTS[:3])
 
     def axes(self, name: str) -> str:
         """The axes of an array, without the mapped ones in front; empty for others."""
@@ -85,8 +84,9 @@ class Task:
         (batch, q_len, heads, _), dtype = shapes["q"]
         rows = (batch, heads, q_len), np.dtype(np.float64 if dtype == np.float64 else np.float32)
         if not self.grad_names:
-            shapes |= {"out": ((batch, q_len, heads, shapes["v"][0][3]), dtype), "lse": rows, "top": rows, "low": rows}
-            shapes["norm"] = (*rows[0], norm_width(dtype, shapes["v"][0][3])), rows[1]
+            v_dim = shapes["v"][0][3]
+            shapes |= {"out": ((batch, q_len, heads, v_dim), dtype), "lse": rows, "top": rows, "lse_residual": rows}
+            shapes["softmax_stats"] = (*rows[0], norm_width(dtype, v_dim)), rows[1]
         front = tuple(n for n, _ in self.levels)
         return [((*front, *shapes[n][0]), shapes[n][1]) for n in self.results]
 

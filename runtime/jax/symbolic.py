@@ -16,12 +16,12 @@ from frisket.lowering.analysis.decide import contexts
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.kernels.expr import machine
 from frisket.lowering.kernels.jnp_expr import JNP
-from frisket.lowering.plan import RATE, SEED, Geometry, make_plan
+from frisket.lowering.plan import RATE, SEED, Geometry, KernelInputs, make_plan
 from frisket.lowering.planner.intervals import Interval
 from frisket.lowering.planner.planner import planner
 from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite
-from frisket.lowering.xla.symbolic import forward
+from frisket.lowering.xla.symbolic import TARGET, forward
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.backends.base import LIBRARY
 from frisket.runtime.backends.registry import library
@@ -61,7 +61,8 @@ def attend(att: Any, request: CallArgs) -> tuple[Any, ...]:
     slots = loop_plan.slot_values({**values, **UNDRAWN, **({SEED: seed, RATE: rate} if rate else {})})
     tables = {t.name: values[t.source] for t in loop_plan.tables}
     q, k, v = (_forward_only.bind(x) for x in call_arrays.transposed("bshd"))
-    out, lse, highest = forward(loop_plan, seen, g, q, k, v, slots, tables, values, sinks)
+    inputs = KernelInputs(loop_plan, None, g, TARGET, slots, tables, sinks)
+    out, lse, highest = forward(inputs, seen, values, q, k, v)
     return call_arrays.as_called(turn(out, "bshd", call_arrays.layout), lse, highest)
 
 
@@ -79,10 +80,9 @@ def _planned(
     sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
     seen, mod = prepare(parts[0], parts[1], sane)
     limits = limits_of((MAX_SIZE, g.heads, MAX_SIZE, MAX_SIZE), program.scalars, program.tables)
-    loop_plan = make_plan(
-        seen, mod, program.expanded, limits=limits, score_finite=mod is None or finite(mod, sane), rows_nonempty=False,
-        dropout=dropout, **program.plan_arguments(values),
-    )  # fmt: skip
+    facts: dict[str, Any] = {"score_finite": mod is None or finite(mod, sane), "rows_nonempty": False, "limits": limits}
+    facts |= program.plan_arguments(values)
+    loop_plan = make_plan(seen, mod, program.expanded, dropout=dropout, **facts)
     return loop_plan, None if seen is None else _intervals(seen, traced, limits)
 
 

@@ -28,6 +28,7 @@ from frisket.dsl.errors import ParameterError, PeerError, ShapeError
 from frisket.dsl.ir import param, substitute, walk
 from frisket.dsl.types import INT
 from frisket.lowering.kernels.jnp_expr import evaluate
+from frisket.lowering.plan import Cotangents, ForwardResults
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merged
@@ -204,11 +205,12 @@ def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
     @usual_promotion()
     def backwards(residuals: Any, cotangents: Any) -> Any:
         learned, fixed, out, lse, lse_residual = residuals
-        rows = {"q": learned["q"], "out": out, "lse": lse, "low": lse_residual}
+        rows = {"q": learned["q"], "out": out, "lse": lse, "lse_residual": lse_residual}
         rows |= {"dout": cotangents[0], "dlse": cotangents[1].astype(lse.dtype)}
         grads = run.backward(learned, fixed, rows)
         if "sinks" in learned:
-            grads["sinks"] = of_sinks(learned["sinks"], *(rows[n] for n in ("out", "lse", "low", "dout", "dlse")))
+            of_rows = ForwardResults(out, lse, lse_residual), Cotangents(rows["dout"], rows["dlse"])
+            grads["sinks"] = of_sinks(learned["sinks"], *of_rows)
         # sums are in float32, and a cotangent has the dtype of its array
         return {n: grads[n].astype(x.dtype) for n, x in learned.items()}, None
 
@@ -226,8 +228,8 @@ def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
     lse = jnp.full((batch, heads, length), -jnp.inf, real)
     # sinks count once, so they are in the state before the first step
     state = {"out": jnp.zeros((batch, length, heads, v_dim), real), "lse": jnp.maximum(lse, sinks), "q": q}
-    state = varying_alike(state | {"low": jnp.zeros_like(lse)})[0]
-    return state["out"], state["lse"], state["low"]
+    state = varying_alike(state | {"lse_residual": jnp.zeros_like(lse)})[0]
+    return state["out"], state["lse"], state["lse_residual"]
 
 
 class _Ring:

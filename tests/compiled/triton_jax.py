@@ -31,9 +31,10 @@ from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import k, q
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import Bounds, LoopPlan, make_plan
+from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, KernelInputs, LoopPlan, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.triton import jax as triton_jax
+from frisket.runtime.backends.triton import tiles as triton_tiles
 
 triton_jax.triton_call()  # before jax_triton, whose import has a side effect that it undoes
 import jax_triton.triton_lib as jax_triton  # noqa: E402
@@ -100,32 +101,29 @@ def plan(case: Case) -> LoopPlan:
 def forward(case: Case, platform: str = "cuda", **changes: Any) -> str:
     """The module of a forward whose slots, tables, origin and spans are arguments."""
     made, g = plan(case), cases.geometry(case)
-    target = triton_jax.target(made, g, case.dtype)
+    target = triton_tiles.jax_target(made, g, case.dtype)
     spans = Spans(case)
 
     def run(q: Any, k: Any, v: Any, numbers: Any) -> Any:
         own = replace(g, origin=numbers["origin"], sizes=g.full)
-        return triton_jax.forward(
-            made, spans.traced(numbers["spans"]), own, q, k, v, numbers["slots"], numbers["tables"], target,
-            platform=platform, **changes,
-        )  # fmt: skip
+        of = made, spans.traced(numbers["spans"]), own, target, numbers["slots"], numbers["tables"]
+        return triton_jax.forward(KernelInputs(*of, platform=platform, **changes), q, k, v)
 
     return lowered(run, *cases.arrays(case), spans.numbers(case, made), platform=platform)
 
 
 def backward(case: Case, platform: str = "cuda") -> str:
     made, g = plan(case), cases.geometry(case)
-    target = triton_jax.target(made, g, case.dtype)
+    target = triton_tiles.jax_target(made, g, case.dtype)
     spans = Spans(case)
     wanted = frozenset({"q", "k", "v", *(x.source for x in backward_of(made).gradients)})
     rows = (case.batch, case.heads, case.q_len)
     out = jnp.zeros((case.batch, case.q_len, case.heads, case.v_dim), case.dtype)
 
     def run(q: Any, k: Any, v: Any, out: Any, lse: Any, numbers: Any) -> Any:
-        return triton_jax.backward(
-            made, spans.traced(numbers["spans"]), g, q, k, v, out, lse, out, lse, numbers["slots"], numbers["tables"],
-            target, grad_names=wanted, platform=platform,
-        )  # fmt: skip
+        of = made, spans.traced(numbers["spans"]), g, target, numbers["slots"], numbers["tables"]
+        given = ForwardResults(out, lse), Cotangents(out, lse)
+        return triton_jax.backward(KernelInputs(*of, platform=platform), q, k, v, *given, grad_names=wanted)
 
     return lowered(run, *cases.arrays(case), out, jnp.zeros(rows), spans.numbers(case, made), platform=platform)
 
@@ -180,7 +178,7 @@ def calls(module: str) -> int:
 def check_forward_and_backward(arch: str) -> None:
     """One custom call for each kernel, compiled for the architecture; on Hopper without a spill in default tiles."""
     with gpu(arch), compiler.watched() as (kernels, grids):
-        target = triton_jax.target(plan(WHOLE), cases.geometry(WHOLE), "bfloat16")
+        target = triton_tiles.jax_target(plan(WHOLE), cases.geometry(WHOLE), "bfloat16")
         assert calls(forward(WHOLE)) == 1
         assert grids == [(1024 // target.block_q, 8, 8)]
         assert calls(backward(WHOLE)) == 3
@@ -241,14 +239,10 @@ def check_64_bits() -> None:
     made = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12, "w": 2**40})
     assert made.int64
     with gpu("sm_90"), compiler.watched() as (kernels, _):
-        target = triton_jax.target(made, cases.geometry(case), case.dtype)
+        target = triton_tiles.jax_target(made, cases.geometry(case), case.dtype)
         source = Spans(case).traced(jnp.zeros((1, 1, 1, 4), jnp.int32))
-        lowered(
-            lambda *qkv: triton_jax.forward(
-                made, source, cases.geometry(case), *qkv, made.slot_values(case.slots), {}, target, platform="cuda"
-            ),
-            *cases.arrays(case),
-        )
+        inputs = cases.kernel_inputs(case, target, made, spans=source, tables={}, platform="cuda")
+        lowered(lambda *qkv: triton_jax.forward(inputs, *qkv), *cases.arrays(case))
     assert len(kernels) == 1
 
 
@@ -256,7 +250,7 @@ def check_amd() -> None:
     """As far as it goes without a device: compiled for gfx942, where JAX's plugin of CUDA takes the result for PTX."""
     device = jax_triton.triton_kernel_call_lib
     device.get_arch_details, device.get_compute_capability = lambda device: "gfx942", lambda device: 94
-    triton_jax._first = lambda: ("gfx942", 304, 0)
+    triton_tiles._first_of_jax = lambda: triton_tiles.Gpu("gfx942", 304, 0)
     with compiler.watched() as (kernels, _):
         try:
             assert calls(forward(WHOLE, platform="rocm")) == 1

@@ -15,7 +15,7 @@ from gpu_sim.sass import parse
 from support.sass import listing
 
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.triton.jax import pays
+from frisket.runtime.backends.triton.tiles import pays
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-model.json"
 TILE = Tile(128, 64, 8, 3)

@@ -17,7 +17,7 @@ from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.plan import Bounds, Geometry, Spans, make_plan
+from frisket.lowering.plan import Bounds, Geometry, KernelInputs, Spans, Target, make_plan
 from frisket.lowering.simplify.curves import Fact, facts_of
 from frisket.runtime.plans.compiled import holds
 from support.lowering import brute
@@ -203,6 +203,15 @@ class Source:
 
     def columns(self, block) -> Spans:
         return spans(self.case.but(block=block), transposed=True)
+
+
+def kernel_inputs(case: Case, target: Target, made=None, **fields) -> KernelInputs:
+    """What an executor of JAX takes first; `fields` are other ones than the case's."""
+    made = made or plan(case)
+    fields = {"spans": Source(case), "geometry": geometry(case), **fields}
+    fields["slots"] = fields["slots"] if "slots" in fields else slots(case, made)
+    fields["tables"] = fields["tables"] if "tables" in fields else tables(case, made)
+    return KernelInputs(made, target=target, **fields)
 
 
 def shared(found: Spans) -> Spans:

@@ -31,14 +31,20 @@ from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp import call as cpp_call
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.forward import CppArrays
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target, needs_int64
-from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.plan import (
+    Cotangents,
+    ForwardResults,
+    KernelInputs,
+    LoopPlan,
+    Spans,
+    TableUse,
+    Target,
+    needs_int64,
+)
 from frisket.lowering.xla.captured import folded
 from frisket.lowering.xla.tiles import int64_enabled
-from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import traced
-from frisket.runtime.plans.device import Values
 
 if TYPE_CHECKING:
     import jax
@@ -48,58 +54,65 @@ LN2 = 2839 / 2**12, 535 / 2**24, 5.7699990475432854e-08  # of 12 bits, of 12 mor
 
 
 def forward(
-    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Values, tables: Values, target: Target, *, sinks: Any = None,
-    rows: TokenPermutation | None = None, lse_residual: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and [batch, heads, q_len, 2] what the
     backward has to know of each row) from q [batch, q_len, heads, dim] and
     k, v [batch, kv_len, kv_heads, dim], or pools [pages, page, kv_heads, dim], as `lowering.xla.forward` has them. With
     `lse_residual` the 2 is `norm_width`. Anything that holds values may be traced or mapped; shapes are the host's."""
-    real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
-    dims = geometry.head_dim, geometry.v_dim
-    name, literals = target_name("forward", plan, target, *dims, *dtypes, permuted=rows is not None)
-    width = norm_width(q.dtype, geometry.v_dim) if lse_residual else 2
-    static = CppStatic(name, _form(plan, geometry, target, literals, sinks, rows), geometry.scale, width=width)
-    result: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _compiled(static)(
-        (q, k, v), *_values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q), target, rows)
-    )
+    name, literals = _target_name("forward", inputs, *dtypes)
+    width = norm_width(q.dtype, inputs.geometry.v_dim) if lse_residual else 2
+    static = CppStatic(name, _form(inputs, len(literals)), inputs.geometry.scale, width=width)
+    values = _values(inputs, literals, _real(q), traced(q))
+    result: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _compiled(static)((q, k, v), *values)
     return result
 
 
 def backward(
-    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Values,
-    tables: Values, target: Target, *, grad_names: frozenset[str], sinks: Any = None,
-    softmax_stats: Any = None, rows: TokenPermutation | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    inputs: KernelInputs,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    results: ForwardResults,
+    cotangents: Cotangents,
+    *,
+    grad_names: frozenset[str],
+) -> dict[str, Any]:
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `softmax_stats` is the forward's, or
     `softmax_stats_of` an lse of other keys too; without it weights are as exact as a float is at the size of lse."""
-    real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    plan, real = inputs.plan, _real(q)
     gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
     grad_mask = [n in grad_names for n in ("q", "k", "v", *(g.source for g in gradients))]
-    dims = geometry.head_dim, geometry.v_dim
-    name, literals = target_name("backward", plan, target, *dims, str(q.dtype), permuted=rows is not None)
+    name, literals = _target_name("backward", inputs, str(q.dtype))
     sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
     outputs = tuple(x for x, mine in zip(sums, grad_mask, strict=True) if mine)
-    form = _form(plan, geometry, target, literals, sinks, rows, dlse, softmax_stats, grad_mask)
-    static = CppStatic(name, form, geometry.scale, outputs)
-    arrays: tuple[jax.Array, ...] = (q, k, v, out, lse.astype(real), dout.astype(q.dtype))
-    arrays = (*arrays, *(x.astype(real) for x in (dlse, softmax_stats) if x is not None))
-    values = _values(plan, spans, geometry, slots, literals, tables, real, sinks, traced(q), target, rows)
-    results = list(_compiled(static)(arrays, *values))
-    grads: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in grad_names}
-    if results:
-        grads |= _folded(plan, [g for g in gradients if g.source in grad_names], results, geometry, slots, tables)
+    optional = cotangents.dlse, results.softmax_stats
+    dlse, stats = (x is not None for x in optional)
+    form = _form(inputs, len(literals), dlse, stats, grad_mask)
+    static = CppStatic(name, form, inputs.geometry.scale, outputs)
+    arrays = q, k, v, results.out, results.lse.astype(real), cotangents.dout.astype(q.dtype)
+    more = (x.astype(real) for x in optional if x is not None)
+    values = _values(inputs, literals, real, traced(q))
+    gradient_arrays = list(_compiled(static)((*arrays, *more), *values))
+    grads: dict[str, Any] = {n: gradient_arrays.pop(0) for n in ("q", "k", "v") if n in grad_names}
+    if gradient_arrays:
+        grads |= _folded(inputs, [g for g in gradients if g.source in grad_names], gradient_arrays)
     return grads
 
 
-def _folded(
-    plan: LoopPlan, captured: Sequence[Gradient], sums: Sequence[Any], geometry: Geometry, slots: Values, tables: Values
-) -> dict[str, Any]:
-    import jax.numpy as jnp
+def _real(q: jax.Array) -> np.dtype[Any]:
+    return np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
 
+
+def _target_name(kind: str, inputs: KernelInputs, *dtypes: str) -> tuple[str, tuple[float, ...]]:
+    g = inputs.geometry
+    permuted = inputs.rows is not None
+    return target_name(kind, inputs.plan, inputs.target, g.head_dim, g.v_dim, *dtypes, permuted=permuted)
+
+
+def _folded(inputs: KernelInputs, captured: Sequence[Gradient], sums: Sequence[Any]) -> dict[str, Any]:
+    plan, slots, tables = inputs.plan, inputs.slots, inputs.tables
     limits: dict[str, float] = {n: abs(x) for n, x in slots.items() if isinstance(x, int)}
     kinds = {n: x.dtype for n, x in {**slots, **tables}.items() if hasattr(x, "dtype")}
     # the values may be traced, so only the dtype bounds them
@@ -110,8 +123,7 @@ def _folded(
             "where a table's gradient goes may need more than 32 bits and JAX has 64-bit integers switched off; "
             'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
         )
-    arrays = {name: jnp.asarray(table) for name, table in tables.items()}
-    return folded(captured, sums, geometry, slots, arrays, int64=wide)
+    return folded(inputs, captured, sums, wide)
 
 
 # -- what is known of rows -------------------------------------------------------------------------
@@ -167,25 +179,25 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
 
 
 def _form(
-    plan: LoopPlan, geometry: Geometry, target: Target, literals: Sequence[float], sinks: Any,
-    rows: TokenPermutation | None, dlse: Any = None, softmax_stats: Any = None, grad_mask: Sequence[bool] = (),
-) -> tuple[int, ...]:  # fmt: skip
-    """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it."""
-    origins = (int(np.prod(np.shape(x))) for x in geometry.origin[2:])
-    floating = *(int(s.type is FLOAT) for s in plan.slots), *(1 for _ in literals)
-    flags = (len(grad_mask), *(int(x is not None) for x in (dlse, softmax_stats, sinks, rows)))
+    inputs: KernelInputs, literals: int, dlse: bool = False, stats: bool = False, grad_mask: Sequence[bool] = ()
+) -> tuple[int, ...]:
+    """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it. `dlse` and `stats`
+    say whether there are a cotangent of lse, and `softmax_stats`; `literals` is their number."""
+    plan, target = inputs.plan, inputs.target
+    origins = (int(np.prod(np.shape(x))) for x in inputs.geometry.origin[2:])
+    floating = *(int(s.type is FLOAT) for s in plan.slots), *[1] * literals
+    flags = len(grad_mask), *map(int, (dlse, stats, inputs.sinks is not None, inputs.rows is not None))
     ranks = (t.rank for t in plan.tables)
     pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
     sizes = len(floating), len(plan.tables), *pages, target.block_q
     return (*flags, *origins, *sizes, *floating, *ranks, *map(int, grad_mask))
 
 
-def _values(
-    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Values, literals: Sequence[float],
-    tables: Values, real: np.dtype[Any], sinks: Any, traced: bool, target: Target, rows: TokenPermutation | None,
-) -> tuple[Any, ...]:  # fmt: skip
+def _values(inputs: KernelInputs, literals: Sequence[float], real: np.dtype[Any], traced: bool) -> tuple[Any, ...]:
     """(words, floats, (bounds, count, slice_of, perhaps the rows of queries and keys), sinks or None, tables). What is
     the host's goes into a trace as constants; otherwise JAX keeps a copy of it for the next call."""
+    plan, spans, geometry, slots, tables = inputs.plan, inputs.spans, inputs.geometry, inputs.slots, inputs.tables
+    sinks, rows = inputs.sinks, inputs.rows
     whole = [*(0 if s.type is FLOAT else slots[s.name] for s in plan.slots), *(0 for _ in literals)]
     floats = [*(slots[s.name] if s.type is FLOAT else 0.0 for s in plan.slots), *literals] or [0.0]
     words = _joined([*geometry.full, *geometry.origin, *whole], np.dtype(np.int64))
@@ -205,7 +217,7 @@ def _values(
         numbers = tuple(_copied(x.tobytes(), x.shape, x.dtype.str) if isinstance(x, np.ndarray) else x for x in numbers)
     walked = _kept(spans, "runs", runs) if not traced and isinstance(spans, Spans) else runs()
     if rows is not None:
-        more = target.block_k + cpp_call.BEHIND
+        more = inputs.target.block_k + cpp_call.BEHIND
         walked += rows.padded(more) if traced else _kept(rows, f"{more} more", partial(rows.padded, more))
     arrays = tuple(map(stored, plan.tables))
     return *numbers, walked, None if sinks is None else sinks.astype(real).reshape(-1), arrays
@@ -286,7 +298,7 @@ class CppStatic:
     scale: float
     # of a backward, for each result: q, k, v, or how it is summed, and the table's number
     gradients: tuple[tuple[str, int], ...] | None = None
-    width: int = 2  # of what a forward notes of each row
+    width: int = 2  # of the `softmax_stats` of a forward
 
     @property
     def attributes(self) -> dict[str, Any]:

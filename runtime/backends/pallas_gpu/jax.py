@@ -14,12 +14,11 @@ from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.triton.cotangents import sums
-from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Target
+from frisket.lowering.xla.captured import folded_in_fixed_point
 from frisket.runtime.backends.base import Block, Shapes
 from frisket.runtime.backends.pallas_tpu.jax import kernel
-from frisket.runtime.backends.triton.jax import folded  # in fixed point: XLA's scatter on a GPU adds in any order
 from frisket.runtime.machine.modules import load_source
-from frisket.runtime.plans.device import Values
 
 if TYPE_CHECKING:
     import jax
@@ -49,26 +48,23 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> s
 
 
 def forward(
-    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Values, tables: Values, target: Target, *, sinks: jax.Array | None = None,
-    platform: str = "cpu", lse_residual: bool = False,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
+) -> tuple[jax.Array, ...]:
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
     [batch, kv_len, kv_heads, dim] and sinks [heads]; with `lse_residual` the rounding error of lse too. Raises
     LoweringError with the words of `refuses`."""
-    dtype = str(q.dtype)
-    if why := refuses(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
+    plan, g, target, sinks, dtype = inputs.plan, inputs.geometry, inputs.target, inputs.sinks, str(q.dtype)
+    if why := refuses(plan, g, dtype, inputs.table_shapes):
         raise LoweringError(why)
-    g, on_device = geometry, platform == "cuda"
+    on_device = inputs.platform == "cuda"
     if 0 in (g.batch, g.q_len, g.kv_len):
         return _nothing(g, dtype, sinks)[: 3 + lse_residual]
-    run = kernel(pallas_gpu.emit, plan, target, geometry, dtype, sinks is not None, not on_device, lse_residual)
-    numbers = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
+    run = kernel(pallas_gpu.emit, plan, target, g, dtype, sinks is not None, not on_device, lse_residual)
     options = {} if sinks is None else {"sinks": sinks}
     if not on_device:
         options["interpret"] = simulator()
-    walk = pallas_gpu.walked(spans.rows((target.block_q, target.block_k))).in_order()
-    return run(q, k, v, *walk, geometry.origin, geometry.full, *numbers, **options)  # type: ignore[no-any-return]
+    walk = pallas_gpu.walked(inputs.spans.rows((target.block_q, target.block_k))).in_order()
+    return run(q, k, v, *walk, *inputs.operands, **options)  # type: ignore[no-any-return]
 
 
 def text(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, *_: Any) -> tuple[str, Target]:
@@ -102,37 +98,42 @@ def refuses_gradients(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Sh
 
 
 def backward(
-    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: Array, k: Array, v: Array, out: Array, lse: Array,
-    dout: Array, dlse: Array | None, slots: Values, tables: Values, target: Target, *, grad_names: frozenset[str],
-    sinks: Array | None = None, platform: str = "cpu", lse_residual: Array | None = None,
-) -> dict[str, Array]:  # fmt: skip
+    inputs: KernelInputs,
+    q: Array,
+    k: Array,
+    v: Array,
+    results: ForwardResults,
+    cotangents: Cotangents,
+    *,
+    grad_names: frozenset[str],
+) -> dict[str, Array]:
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array; tables and slots of the plan ("t0", "s1") in float32.
 
-    `out` and `lse` are the forward's: where there were `sinks`, lse includes them, and that is all of them needed
-    here; their own gradient is the caller's. `lse_residual` is the rounding error of lse. Equal calls give equal bits.
+    `out` and `lse` are the forward's: where there were sinks, lse includes them, and that is all of them needed
+    here; their own gradient is the caller's. Equal calls give equal bits.
     Raises LoweringError with the words of `refuses_gradients`."""
     import jax.numpy as jnp
 
-    g = geometry
-    if why := refuses_gradients(plan, g, str(q.dtype), {n: tuple(x.shape) for n, x in tables.items()}, grad_names):
+    plan, g, spans, tables, target = inputs.plan, inputs.geometry, inputs.spans, inputs.tables, inputs.target
+    if why := refuses_gradients(plan, g, str(q.dtype), inputs.table_shapes, grad_names):
         raise LoweringError(why)
     arrays = {"q": q, "k": k, "v": v}
     if 0 in (g.batch, g.q_len, g.kv_len):
         zeros = {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in grad_names - arrays.keys()}
         return zeros | {n: jnp.zeros_like(x) for n, x in arrays.items() if n in grad_names}
-    dout = dout.astype(q.dtype)
-    delta = jnp.einsum("bqhd,bqhd->bhq", out.astype(jnp.float32), dout.astype(jnp.float32))
-    if dlse is not None:
-        delta = delta - dlse
+    dout, lse = cotangents.dout.astype(q.dtype), results.lse
+    delta = jnp.einsum("bqhd,bqhd->bhq", results.out.astype(jnp.float32), dout.astype(jnp.float32))
+    if cotangents.dlse is not None:
+        delta = delta - cotangents.dlse
     # a row without keys has no gradient: p = exp2(s - inf) is 0
     lse2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
-    low2 = jnp.zeros_like(lse2) if lse_residual is None else lse_residual * LOG2E
-    interpret = None if platform == "cuda" else simulator()
-    numbers = [jnp.asarray(slots[s.name]) for s in plan.slots]
-    operands = q, k, v, dout, lse2, low2, delta
+    residual2 = jnp.zeros_like(lse2) if results.lse_residual is None else results.lse_residual * LOG2E
+    interpret = None if inputs.platform == "cuda" else simulator()
+    operands = q, k, v, dout, lse2, residual2, delta
     grads: dict[str, Array] = {}
-    common = g.origin, g.full, numbers, [tables[t.name] for t in plan.tables]
+    origin, sizes, slots, arrays_of_plan = inputs.operands
+    common = origin, sizes, [jnp.asarray(x) for x in slots], arrays_of_plan
     plain = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)  # what the text depends on
     of_dq, of_dkv = (Target(target.backend, *tile, tanh=target.tanh) for tile in kernels.tiles(g))
     dq, dkv = target.dq or of_dq, target.dkv or of_dkv
@@ -141,18 +142,18 @@ def backward(
     if rows:
         run = _loaded(plan, dq, plain, rows, interpret is not None)["attention_dq"]
         walk = _operands(pallas_gpu.walked(spans.rows((dq.block_q, dq.block_k))).in_order())
-        results = list(run(*operands, *walk, *common, interpret=interpret))
+        outputs = list(run(*operands, *walk, *common, interpret=interpret))
         if "q" in grad_names:
-            grads["q"] = results.pop(0)
-        for s, x in zip(sums(plan, rows), results, strict=True):
+            grads["q"] = outputs.pop(0)
+        for s, x in zip(sums(plan, rows), outputs, strict=True):
             x = x[..., : g.q_len]
             buffers[s.gradient] = x.sum(-1) if s.gradient.over == "head" else x
     for part in kernels.parts(g, grad_names):
         run = _loaded(plan, dkv, plain, part, interpret is not None)["attention_dkv"]
         walk = _operands(pallas_gpu.walked(spans.columns((dkv.block_q, dkv.block_k))))
-        results = run(*operands, *walk, *common, interpret=interpret)
-        grads |= dict(zip(sorted(part, reverse=True), results, strict=True))
-    grads |= folded(buffers, g, slots, tables, plan.int64)
+        outputs = run(*operands, *walk, *common, interpret=interpret)
+        grads |= dict(zip(sorted(part, reverse=True), outputs, strict=True))
+    grads |= folded_in_fixed_point(inputs, buffers)
     without = grad_names - grads.keys()  # influence
     return grads | {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in without}
 

@@ -21,7 +21,7 @@ from frisket.lowering.kernels.pallas_tpu import backward as emitted
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
-from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded
 from frisket.runtime.backends.base import Block, Shapes
@@ -90,18 +90,17 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> s
 
 
 def forward(
-    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Values, tables: Values, target: Target, *, sinks: jax.Array | None = None,
-    platform: str = "cpu", lse_residual: bool = False,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
+) -> tuple[jax.Array, ...]:
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
     [batch, kv_len, kv_heads, dim] or, where the plan has pages, [pages, tokens of a page, kv_heads, dim], and sinks
     [heads], and with `lse_residual` the rounding error of lse. Raises LoweringError with the words of `refuses`, and
     where the spans take more scalar memory than there is."""
-    dtype = str(q.dtype)
-    if why := refuses(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
+    plan, geometry, target, dtype = inputs.plan, inputs.geometry, inputs.target, str(q.dtype)
+    sinks, platform = inputs.sinks, inputs.platform
+    if why := refuses(plan, geometry, dtype, inputs.table_shapes):
         raise LoweringError(why)
-    rows, heads = spans.rows((target.block_q, target.block_k)), together(geometry, dtype, target.block_q)
+    rows, heads = inputs.spans.rows((target.block_q, target.block_k)), together(geometry, dtype, target.block_q)
     # heads of one program share a walk: they must see the same tiles
     if pallas_walk.folded(rows.slice_of, heads) != heads:
         heads = 1
@@ -116,9 +115,7 @@ def forward(
         lse_residual=lse_residual,
     )
     run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, options)
-    values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
-    numbers = geometry.origin, geometry.full, *values
-    return run(q, k, v, walk, *numbers, sinks, interpret=platform != "tpu")  # type: ignore[no-any-return]
+    return run(q, k, v, walk, *inputs.operands, sinks, interpret=platform != "tpu")  # type: ignore[no-any-return]
 
 
 def strided(platform: str) -> bool:
@@ -189,28 +186,28 @@ def _kernel(emit: Function, plan: LoopPlan, target: Target, g: Geometry, dtype: 
 
 
 def backward(
-    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array,
-    lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Values, tables: Values,
-    target: Target, *, grad_names: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
-    lse_residual: jax.Array | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    inputs: KernelInputs,
+    q: Array,
+    k: Array,
+    v: Array,
+    results: ForwardResults,
+    cotangents: Cotangents,
+    *,
+    grad_names: frozenset[str],
+) -> dict[str, Any]:
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
-    dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again;
-    `lse_residual` is its rounding error.
+    dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again.
 
     A gradient by position (`derive.Gradient` "scatter") takes float32 [q_len, kv_len] of memory beside its table.
     Raises LoweringError with the words of `refuses_gradients`, and where the spans take more scalar memory than there
     is."""
-    import jax.numpy as jnp
-
-    dtype, shapes = str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}
-    if why := refuses_gradients(plan, geometry, dtype, shapes, grad_names):
+    plan, geometry, spans, dtype = inputs.plan, inputs.geometry, inputs.spans, str(q.dtype)
+    if why := refuses_gradients(plan, geometry, dtype, inputs.table_shapes, grad_names):
         raise LoweringError(why)
-    arrays = _prepared(plan.guard)(q, k, v, out, lse, lse_residual, dout, dlse)
-    values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
-    numbers = geometry.origin, geometry.full, *values
-    interpret, rolls = interpreter(platform), strided(platform)
-    target = emitted.with_tiles(target)
+    of_rows, dlse = (results.out, results.lse, results.lse_residual), cotangents.dlse
+    arrays = _prepared(plan.guard)((q, k, v), of_rows, (cotangents.dout, dlse))
+    interpret, rolls, numbers = interpreter(inputs.platform), strided(inputs.platform), inputs.operands
+    target = emitted.with_tiles(inputs.target)
     dq_target, dkv_target = target.dq or target, target.dkv or target
     captured = emitted.captured(plan, grad_names)
     rows, columns = spans.rows((dq_target.block_q, dq_target.block_k)), -(-geometry.kv_len // dq_target.block_k)
@@ -239,8 +236,7 @@ def backward(
             run = _by_position(plan, dq_target, placeless, dtype, i, options)
             grads[i] = run(*arrays, walk, *numbers, interpret=interpret)
     sums = [grads.pop(i) for i, _ in captured]
-    known = {name: jnp.asarray(x) for name, x in tables.items()}
-    return grads | folded([g for _, g in captured], sums, geometry, slots, known)
+    return grads | folded(inputs, [g for _, g in captured], sums, int64=False)
 
 
 def interpreter(platform: str) -> Any:
@@ -278,8 +274,8 @@ def _prepared(guard: bool) -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
 
-    def prepared(q: Array, k: Array, v: Array, out: Array, lse: Array, residual: Any, dout: Array, dlse: Any) -> Any:
-        Float = jnp.float32
+    def prepared(qkv: tuple[Array, ...], of_rows: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Any:
+        (q, k, v), (out, lse, residual), (dout, dlse), Float = qkv, of_rows, cotangents, jnp.float32
         delta = (dout.astype(Float) * out.astype(Float)).sum(-1).transpose(0, 2, 1)
         delta, lse = (delta if dlse is None else delta - dlse).astype(Float), lse.astype(Float)
         if guard:
@@ -351,10 +347,8 @@ def _by_position(
     sides = (geometry.q_len, target.block_q), (geometry.kv_len, target.block_k)
     padded = tuple(-(-n // block) * block for n, block in sides)
 
-    def run(
-        q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, walk: Any, origin: Any,
-        sizes: Any, slots: Any, tables: Any, *, interpret: Any,
-    ) -> Array:  # fmt: skip
+    def run(*operands: Any, interpret: Any) -> Array:
+        (q, k, v, dout, lse, delta), (walk, origin, sizes, slots, tables) = operands[:6], operands[6:]
         vectors = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (geometry.batch,)) for x in origin[2:]]
         known = {t.name: jnp.asarray(x) for t, x in zip(plan.tables, tables, strict=True)}
         scalars = {s.name: x for s, x in zip(plan.slots, slots, strict=True)}

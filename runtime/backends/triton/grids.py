@@ -12,7 +12,7 @@ GPU idles. The exact counts of a layout say which rows are long.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import COORDINATES, SCORE, SIZES, Expr, uses, walk
 from frisket.grammar.memo import memo
-from frisket.lowering.derive import Gradient, alone
+from frisket.lowering.derive import Gradient, alone, backward_of
 from frisket.lowering.kernels.triton import cotangents
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.decode import emit, packed, rows_of_a_tile
@@ -101,12 +101,20 @@ class ForwardKind(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchStep:
-    """One kernel of a backward; `side` is the method of a SpanSource that its records come from, if any."""
+    """One launch of a kernel. `side` is the method of a SpanSource that its records come from; a kernel without records
+    reads no slots and no tables. The records are of tiles of `block`, or of the tile where that is None. `numbers` are
+    values of parameters that are the launch's own."""
 
     name: str
     tile: Target
     grid: Grid
     side: Literal["", "rows", "columns"]
+    block: tuple[int, int] | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def records(self) -> tuple[int, int]:
+        return self.block or (self.tile.block_q, self.tile.block_k)
 
 
 def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[LaunchStep]:
@@ -122,6 +130,12 @@ def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[L
 
 
 # -- captured gradients -------------------------------------------------------------------------------
+
+
+def by_position(plan: LoopPlan, grad_names: frozenset[str]) -> list[Gradient]:
+    """The gradients that no row or column of tiles can sum."""
+    captured = (x for x in backward_of(plan).gradients if x.source in grad_names)
+    return [x for x in captured if x.over in ("diagonal", "scatter")]
 
 
 def tiles(g: Geometry, side: int) -> tuple[int, int]:
@@ -303,10 +317,6 @@ class Shares:
         return replace(self.target, splits=int(self.alone))
 
     @property
-    def combine_target(self) -> Target:
-        return replace(self.target, num_warps=2)
-
-    @property
     def flags(self) -> dict[str, bool]:
         """The flags by which the text of the kernels differs."""
         return {"packs": self.pack > 1, "balanced": self.balanced}
@@ -328,10 +338,17 @@ class Shares:
             shapes["Parts"] = (heads, programs // (self.target.splits + 1), 2), np.int32
         return shapes
 
-    def numbers(self, g: Geometry) -> dict[str, Any]:
-        """The numbers that the combining kernel is launched with."""
-        division = {"queries": self.queries, "pack": self.pack} if self.balanced else {"splits": self.target.splits}
-        return {"heads": g.heads, "q_len": g.q_len, **division}
+    def steps(self, g: Geometry) -> list[LaunchStep]:
+        """The launch of the parts, and where rows have several, that of the kernel that combines their `results`."""
+        splits = {"splits": self.target.splits}
+        numbers = {**splits, "batches": g.batch}
+        first = LaunchStep("attention_decode", self.target, self.grid(g), "rows", self.block, numbers)
+        if self.alone:
+            return [first]
+        division = {"queries": self.queries, "pack": self.pack} if self.balanced else splits
+        numbers = {"heads": g.heads, "q_len": g.q_len, **division}
+        grid, tile = (g.q_len, g.heads, g.batch), replace(self.target, num_warps=2)
+        return [first, LaunchStep("attention_combine", tile, grid, "", numbers=numbers)]
 
 
 def shares(
@@ -479,20 +496,18 @@ class Parts(DividedLaunch):
     def __init__(
         self, context: LaunchContext, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, kind: ForwardKind
     ) -> None:
-        g, target = context.geometry, chosen.target
-        dims = context.dims(kind.device_slots)
+        g, dims = context.geometry, context.dims(kind.device_slots)
         kernels = emitted_kernels(emit, plan, chosen.text_target, dims, kind.optional, **chosen.flags)
-        self.splits, self.partial_shapes = target.splits, chosen.results(g)
+        self.splits, self.partial_shapes = chosen.target.splits, chosen.results(g)
         partial: dict[str, Access] = dict.fromkeys(self.partial_shapes, "")
-        tensors: dict[str, Access] = {"Q": "q", "K": "k", "V": "v", **(kind.tensors if chosen.alone else partial)}
-        config = LaunchConfig(kernels, "attention_decode", chosen.grid(g), target, tensors, kind.device_slots)
+        step, *combines = chosen.steps(g)
+        tensors: dict[str, Access] = {"Q": "q", "K": "k", "V": "v", **(partial if combines else kind.tensors)}
+        config = LaunchConfig(kernels, step.name, step.grid, step.tile, tensors, kind.device_slots)
         records = None if spans is None else spans.rows
-        sizes: dict[str, Any] = {"splits": target.splits, "batches": g.batch}
-        self.first = context.launch(config, records=records, block=chosen.block, **sizes)
-        if not chosen.alone:
-            grid, tensors = (g.q_len, g.heads, g.batch), partial | kind.tensors
-            config = LaunchConfig(kernels, "attention_combine", grid, chosen.combine_target, tensors)
-            self.combine = Launch(config, NOTHING, context.device, chosen.numbers(g))
+        self.first = context.launch(config, records=records, block=step.block, **step.numbers)
+        for last in combines:
+            config = LaunchConfig(kernels, last.name, last.grid, last.tile, partial | kind.tensors)
+            self.combine = Launch(config, NOTHING, context.device, last.numbers)
 
 
 # -- long rows of tiles -------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -25,46 +26,40 @@ from frisket.dsl.errors import BackendError, LoweringError, ParameterError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.aten.captured import BITS
-from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.triton import backward as triton_backward
-from frisket.lowering.kernels.triton import cotangents
+from frisket.lowering.kernels.triton import cotangents as triton_cotangents
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton import writer as triton_writer
-from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, arguments, near, padded, rows_of_tables
-from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, TableUse, Target
+from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, arguments, near, rows_of_tables
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, TableUse
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.lowering.xla.captured import folded as xla_folded
-from frisket.runtime.backends.base import RECORDS, Block, Shapes
+from frisket.lowering.xla.captured import amounts, folded_in_fixed_point, units
+from frisket.runtime.backends.base import Shapes
 from frisket.runtime.backends.cpp.jax import _halves as halves
 from frisket.runtime.backends.cpp.jax import too_wide
 from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.plans.device import Values
 
 from . import grids as triton_grids
-from . import tiles as triton_tiles
-from .grids import NO_FLAGS, CapturedResult, Grid, of_host
+from .grids import NO_FLAGS, CapturedResult, Grid, LaunchStep, of_host
 from .launch import GRID, loaded_kernels, refused_shape, span_arrays
+from .tiles import interpreted, jax_gpu
 
 if TYPE_CHECKING:
     import jax
 
 Array = Any  # a jax.Array, traced or not
+Shaped = Mapping[str, tuple[Sequence[int], Any]]  # (shape, dtype) by the kernels' names
 INT32 = np.iinfo(np.int32)
 _interpreter = Lock()  # it replaces functions of Triton's while it runs
-# These kernels replace Mosaic GPU's from SHORTEST queries on, where a query sees at most WINDOW keys (a window of 1024
-# and half a tile) or there are at most KEYS keys.
-SHORTEST, WINDOW, KEYS = 1024, 1088, 8192
-TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
 
 
 def forward(
-    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Values, tables: Values, target: Target, *, sinks: Any = None, platform: str = "cpu",
-    lse_residual: bool = False,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
+) -> tuple[jax.Array, ...]:
     """(out [batch, q_len, heads, v_dim], lse and top float32 [batch, heads, q_len]) from q [batch, q_len, heads, dim]
     and k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them, or where the plan has pages [pages,
     tokens of a page, kv_heads, dim]. With `lse_residual` a fourth array is the rounding error of lse.
@@ -74,74 +69,69 @@ def forward(
     """
     import jax.numpy as jnp
 
-    g = geometry
-    dims = _fit(plan, g, str(q.dtype), str(k.dtype), tables)
+    g, target, sinks = inputs.geometry, inputs.target, inputs.sinks
+    dims, plan = _fit(inputs, str(q.dtype), str(k.dtype)), triton_grids.forward_plan(inputs.plan, g)
     row = (g.batch, g.heads, g.q_len), np.float32
     results: dict[str, Any] = {"Out": ((g.batch, g.q_len, g.heads, g.v_dim), q.dtype), "Lse": row, "Top": row}
     results |= {"Low": row} if lse_residual else {}
     if 0 in (g.batch, g.q_len):
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in results.values())
-    plan, kind = triton_grids.forward_plan(plan, g), triton_grids.ForwardKind((), sinks is not None, True, lse_residual)
-    call = JaxTritonCall(plan, g, slots, tables, dims, platform)
-    inputs = {"Q": q, "K": k, "V": v}
-    last = {} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)}
-    few = triton_grids.shares(plan, None, g, target, dims, triton_grids.INTERPRETED if interpreted() else processors())
-    block = (target.block_q, target.block_k) if few is None else few.block
-    records = None if spans is None else partial(spans.rows, block)
+    call = JaxTritonCall(replace(inputs, plan=plan), dims)
+    optional = triton_grids.ForwardKind((), sinks is not None, True, lse_residual).optional
+    arrays = {"Q": q, "K": k, "V": v} | ({} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)})
+    processors = triton_grids.INTERPRETED if interpreted() else jax_gpu().processors
+    few = triton_grids.shares(plan, None, g, target, dims, processors)
     if few is None:
-        source = _source(triton_forward.emit, plan, target, dims, kind.optional)
-        grid, arrays = triton_grids.of_forward(g, target), inputs | last
-        outputs = call.run(source, "attention_forward", grid, target, arrays, results, records, pool=k.shape[0])
-        return tuple(outputs[n] for n in results)
-    source = _source(triton_decode.emit, plan, few.text_target, dims, kind.optional, **few.flags)
-    arrays, shapes = (inputs | last, results) if few.alone else (inputs, few.results(g))
-    sizes: dict[str, Any] = {"splits": few.target.splits, "batches": g.batch, "pool": k.shape[0]}
-    outputs = call.run(source, "attention_decode", few.grid(g), few.target, arrays, shapes, records, **sizes)
-    if not few.alone:
-        # it reads no slots, no tables
-        grid, more = (g.q_len, g.heads, g.batch), {"plan": triton_grids.NOTHING, **few.numbers(g)}
-        outputs = call.run(source, "attention_combine", grid, few.combine_target, outputs | last, results, **more)
+        source = _source(triton_forward.emit, plan, target, dims, optional)
+        steps = [LaunchStep("attention_forward", target, triton_grids.of_forward(g, target), "rows")]
+    else:
+        source = _source(triton_decode.emit, plan, few.text_target, dims, optional, **few.flags)
+        steps = few.steps(g)
+        if not few.alone:
+            arrays |= call.run(source, steps[0], arrays, few.results(g), pool=k.shape[0])
+    outputs = call.run(source, steps[-1], arrays, results, pool=k.shape[0])
     return tuple(outputs[n] for n in results)
 
 
 def backward(
-    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Values,
-    tables: Values, target: Target, *, grad_names: frozenset[str], sinks: Any = None, platform: str = "cpu",
-    lse_residual: jax.Array | None = None,
-) -> dict[str, jax.Array]:  # fmt: skip
-    """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `lse_residual`
-    is its rounding error. Equal calls give equal bits."""
+    inputs: KernelInputs,
+    q: Array,
+    k: Array,
+    v: Array,
+    results: ForwardResults,
+    cotangents: Cotangents,
+    *,
+    grad_names: frozenset[str],
+) -> dict[str, jax.Array]:
+    """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks. Equal calls give
+    equal bits."""
     import jax.numpy as jnp
 
-    g, arrays = geometry, {"q": q, "k": k, "v": v}
-    dims = _fit(plan, g, str(q.dtype), str(k.dtype), tables)
-    values = grad_names - arrays.keys()
+    g, target, qkv = inputs.geometry, inputs.target, {"q": q, "k": k, "v": v}
+    dims = _fit(inputs, str(q.dtype), str(k.dtype))
+    values = grad_names - qkv.keys()
     if 0 in (g.batch, g.q_len, g.kv_len):
-        return {n: jnp.zeros_like(x) for n, x in arrays.items() if n in grad_names} | _zeros(values, tables)
-    kernel_plan = triton_grids.backward_plan(plan, g)
-    call = JaxTritonCall(kernel_plan, g, slots, tables, dims, platform)
-    inputs = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout.astype(q.dtype), "Lse": lse.astype(np.float32)}
-    inputs["Low"] = jnp.zeros_like(inputs["Lse"]) if lse_residual is None else lse_residual.astype(np.float32)
+        return {n: jnp.zeros_like(x) for n, x in qkv.items() if n in grad_names} | _zeros(values, inputs.tables)
+    plan, residual, dlse = triton_grids.backward_plan(inputs.plan, g), results.lse_residual, cotangents.dlse
+    arrays = {"Q": q, "K": k, "V": v, "Out": results.out, "DOut": cotangents.dout.astype(q.dtype)}
+    arrays["Lse"] = results.lse.astype(np.float32)
+    arrays["Low"] = jnp.zeros_like(arrays["Lse"]) if residual is None else residual.astype(np.float32)
     if dlse is not None:
-        inputs["DLse"] = dlse.astype(np.float32)
-    source = _source(triton_backward.emit, kernel_plan, target, dims, grad_names, dlse=dlse is not None)
-    totals = cotangents.sums(kernel_plan, grad_names)
-    names, dtypes = kernels_of(source), {n: x.dtype for n, x in arrays.items() if n in grad_names}
-    results = _results(g, dtypes, totals, "attention_dv" in names)
+        arrays["DLse"] = dlse.astype(np.float32)
+    source = _source(triton_backward.emit, plan, target, dims, grad_names, dlse=dlse is not None)
+    totals = triton_cotangents.sums(plan, grad_names)
+    names, dtypes = kernels_of(source), {n: x.dtype for n, x in qkv.items() if n in grad_names}
+    call, shapes = JaxTritonCall(replace(inputs, plan=plan), dims), _results(g, dtypes, totals, "attention_dv" in names)
     for step in triton_grids.of_backward(g, target, names):
-        tile, plain = step.tile, None if step.side else triton_backward.bare(kernel_plan)
-        records = partial(getattr(spans, step.side), (tile.block_q, tile.block_k)) if step.side and spans else None
-        inputs |= call.run(source, step.name, step.grid, tile, inputs, results[step.name], records, plan=plain)
-    grads = {n: inputs[f"D{n.upper()}"] for n in arrays if n in grad_names}
+        arrays |= call.run(source, step, arrays, shapes[step.name])
+    grads = {n: arrays[f"D{n.upper()}"] for n in qkv if n in grad_names}
     if not values:
         return grads
-    sums_of = {s.gradient: inputs[s.buffer] for s in totals}
+    sums_of = {s.gradient: arrays[s.buffer] for s in totals}
     buffers: dict[Gradient, Array] = {s: x.sum(-1) if s.over == "head" else x for s, x in sums_of.items()}
-    more = [x for x in backward_of(plan).gradients if x.source in grad_names and x.over in ("diagonal", "scatter")]
-    buffers |= _CapturedJaxRun(call, spans, inputs, cotangents.square(target)).buffers(more)
-    folds = folded(buffers, g, slots, tables, plan.int64)
-    return grads | folds | _zeros(values - folds.keys(), tables)
+    buffers |= _CapturedJaxRun(call, arrays).buffers(triton_grids.by_position(inputs.plan, grad_names))
+    folds = folded_in_fixed_point(inputs, buffers)
+    return grads | folds | _zeros(values - folds.keys(), inputs.tables)
 
 
 def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> str:
@@ -161,61 +151,13 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> s
     return next(filter(None, (refused_shape(t, shapes.get(t.name, (1,) * t.rank)) for t in plan.every_table)), "")
 
 
-def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = None, narrow: bool = False) -> Target:
-    """The tiles of a call, for this machine's GPU; `narrow` says that rows see a few hundred keys at most."""
-    if tile is not None:
-        return _precise(triton_tiles.of_tile(tile, geometry, dtype, architecture()), dtype)
-    traits = triton_tiles.ProgramTraits(
-        keys=_keys_seen(plan, narrow),
-        curved=plan.score_class == "general",
-        reads=triton_tiles.reads_of(plan.mask, plan.score),
-        stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
-        paged=plan.pages is not None,
-        unwritten=plan.unwritten,
-    )
-    # jax-triton passes no descriptors
-    gpu: dict[str, Any] = {"arch": architecture(), "descriptors": False, "limit": gpu_here()[2]}
-    return _precise(triton_tiles.default_target(geometry, dtype, traits, **gpu), dtype)
-
-
-def _keys_seen(plan: LoopPlan, narrow: bool) -> float:
-    """The keys that a query sees: as many as in a medium window where rows are narrow or no formula gives them."""
-    if plan.mask is None:
-        return math.inf
-    literals = tuple((s.name, s.value) for s in plan.slots if s.value is not None)
-    keys, _ = triton_tiles.keys_seen(plan.mask, literals)
-    return min(keys, triton_tiles.MEDIUM) if narrow or plan.bounds is None else keys
-
-
-def pays(plan: LoopPlan, g: Geometry, dtype: str, narrow: bool) -> bool:
-    """Whether the forward is faster than Mosaic GPU's on Hopper at head size 64. On an H100 Mosaic's takes 1.12 to 1.16
-    times as long under a window of 1024 keys, and under a causal mask 1.09 times at 2,048 tokens, 1.01 times at 8,192,
-    and less time from 16,384 on. By the model of benchmarks/gpu_sim shorter windows and documents of 512 tokens gain
-    more, because a program of Mosaic's takes thousands of cycles beside its tiles. At head size 128 Mosaic's is faster.
-    Score mods, dropout, and calls without a mask have not been measured."""
-    few = _keys_seen(plan, narrow) <= WINDOW or (plan.mask is not None and g.kv_len <= KEYS)
-    short = few and g.q_len >= SHORTEST
-    plain = plan.score is None and plan.keep_mask is None and not interpreted()
-    return short and plain and max(padded(g.head_dim), padded(g.v_dim)) <= 64
-
-
-def _precise(target: Target, dtype: str) -> Target:
-    """Products of float32 exact, or in TF32 where `jax_default_matmul_precision` asks for no more than that; tanh of
-    16-bit inputs exact where it is "highest"."""
-    import jax
-
-    precision = str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009 - mypy knows it not
-    if dtype != "float32":
-        return target if precision == "highest" else triton_tiles.with_tanh(target, architecture())
-    return target.everywhere(precision="tf32") if precision in TF32 else target
-
-
 # -- what kernels take and give -----------------------------------------------------------------------
 
 
-def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Values) -> Dims:
+def _fit(inputs: KernelInputs, dtype: str, keys: str) -> Dims:
     """The dimensions that the kernels' text takes from arrays; LoweringError where there are no such kernels."""
-    if why := refuses(plan, g, dtype, {n: np.shape(x) for n, x in tables.items()}):
+    g = inputs.geometry
+    if why := refuses(inputs.plan, g, dtype, inputs.table_shapes):
         raise LoweringError(why)
     return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, by_length=True)
 
@@ -226,7 +168,7 @@ def _source(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any)
     return emit(plan, *parts, **flags)
 
 
-def _results(g: Geometry, dtypes: Values, totals: Sequence[cotangents.Sum], separate_dv: bool) -> dict[str, Any]:
+def _results(g: Geometry, dtypes: Values, totals: Sequence[triton_cotangents.Sum], separate_dv: bool) -> dict[str, Any]:
     """(shape, dtype) of what each kernel of a backward writes; `separate_dv`: values have one of their own."""
     rows, columns = ((g.batch, g.heads, n) for n in (g.q_len, g.kv_len))
     keys = g.batch, g.kv_len, g.kv_heads
@@ -249,23 +191,21 @@ def _zeros(names: frozenset[str], tables: Values) -> dict[str, Array]:
 
 
 class _CapturedJaxRun(triton_grids.CapturedKernels):
-    """The kernels of one call on JAX arrays; `inputs` are arrays by the kernels' names, `Stats` as `attention_delta`
+    """The kernels of one call on JAX arrays; `arrays` go by the kernels' names, `Stats` as `attention_delta`
     writes it."""
 
-    def __init__(self, call: JaxTritonCall, spans: SpanSource | None, inputs: Values, tile: Target) -> None:
-        self.call, self.inputs, self.tile = call, inputs, tile
+    def __init__(self, call: JaxTritonCall, arrays: Values) -> None:
+        self.call, self.arrays, self.tile = call, arrays, triton_cotangents.square(call.target)
         self.plan, self.geometry, self.slots, self.tables = call.plan, call.geometry, call.slots, call.tables
-        self.records = None if spans is None else partial(spans.rows, (tile.block_q, tile.block_k))
 
     def run(
         self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
         flags: Mapping[str, bool] = NO_FLAGS, more: Values = NO_FLAGS, zeroed: bool = False, **numbers: Any,
     ) -> Array:  # fmt: skip
         (name, shape), source = result, _source(emit, self.plan, self.tile, self.call.dims, *parts, **flags)
-        dtype = np.int32 if name == "Counted" else np.float32
-        inputs, results = {**self.inputs, **more}, {name: (shape, dtype)}
-        run = partial(self.call.run, source, kernel, grid, self.tile, inputs, results, self.records)
-        return run(zeroed=zeroed, **numbers)[name]
+        step = LaunchStep(kernel, self.tile, grid, "rows", numbers=numbers)
+        results = {name: (shape, np.int32 if name == "Counted" else np.float32)}
+        return self.call.run(source, step, {**self.arrays, **more}, results, zeroed=zeroed)[name]
 
     def padded(self, x: Array, before: int, behind: int) -> Array:
         import jax.numpy as jnp
@@ -283,58 +223,18 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
             return amounts(lax.bitcast_convert_type(counted, np.int64), per)
 
 
-def folded(
-    buffers: Mapping[Gradient, Array], geometry: Geometry, slots: Values, tables: Values, int64: bool
-) -> dict[str, Array]:
-    """The gradient of every table and slot, by its name in the plan; sums by place in fixed point."""
-    import jax
-    import jax.numpy as jnp
-
-    arrays = {n: jnp.asarray(x) for n, x in tables.items()}
-    with jax.enable_x64(True):
-        gradients = list(buffers)
-        return xla_folded(gradients, [buffers[x] for x in gradients], geometry, slots, arrays, int64=int64, add=fixed)
-
-
-# -- fixed point, as `lowering/aten/captured.py`; 64 bits are there whether or not JAX has them otherwise ------
-
-
-def units(total: Array) -> Array:
-    """How many units make 1, float32, from the sum of all magnitudes."""
-    import jax.numpy as jnp
-
-    _, exponent = jnp.frexp(total)
-    # the exponents that float32 has without denormals, where a scale and its inverse are exact
-    scale = jnp.ldexp(jnp.ones_like(total), jnp.clip(BITS - exponent, -126, 126))
-    return jnp.where(jnp.isfinite(total), scale, np.nan).astype(np.float32)
-
-
-def amounts(counted: Array, per: Array) -> Array:
-    return (counted.astype(np.float64) / per.astype(np.float64)).astype(np.float32)
-
-
-def fixed(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -> Array:
-    """`values` added up by place: integers have one sum in any order, and XLA's scatter on a GPU adds in any."""
-    import jax.numpy as jnp
-
-    values = values.astype(np.float64)
-    per = units(jnp.abs(values).sum())
-    counted = jnp.round(values * per.astype(np.float64)).astype(np.int64)
-    return amounts(jnp.zeros(shape, np.int64).at[places].add(counted), per)
-
-
 # -- calls of one kernel -----------------------------------------------------------------------------
 
 
 class JaxTritonCall:
     """A plan with the values of a call, and how they reach kernels."""
 
-    def __init__(
-        self, plan: LoopPlan, geometry: Geometry, slots: Values, tables: Values, dims: Dims, platform: str
-    ) -> None:
-        check(platform, dims.dtype)
-        self.plan, self.geometry, self.slots, self.dims, self.platform = plan, geometry, slots, dims, platform
-        self.tables = {t.name: _readable(t, tables[t.name], plan.int64) for t in plan.every_table}
+    def __init__(self, inputs: KernelInputs, dims: Dims) -> None:
+        check(inputs.platform, dims.dtype)
+        self.plan, self.spans, self.geometry, self.target = inputs.plan, inputs.spans, inputs.geometry, inputs.target
+        self.slots, self.dims, self.platform = inputs.slots, dims, inputs.platform
+        tables, int64 = inputs.tables, inputs.plan.int64
+        self.tables = {t.name: _readable(t, tables[t.name], int64) for t in inputs.plan.every_table}
 
     @cached_property
     def per_batch(self) -> bool:
@@ -400,21 +300,18 @@ class JaxTritonCall:
     # -- launching ------------------------------------------------------------------------------------
 
     def run(
-        self, source: str, kernel: str, grid: Grid, tile: Target, inputs: Values,
-        results: Mapping[str, tuple[Sequence[int], Any]], spans: Callable[[], Any] | None = None, *,
-        zeroed: bool = False, plan: LoopPlan | None = None, **lengths: int,
-    ) -> dict[str, Array]:  # fmt: skip
-        """The results by name, of (shape, dtype). `spans`, `rows` or `columns` of a SpanSource, is asked where the
-        kernel reads a table of them; `plan` is the kernel's where it is another one; `zeroed` says that results begin
-        as 0."""
+        self, source: str, step: LaunchStep, arrays: Values, results: Shaped, *, zeroed: bool = False, **lengths: int
+    ) -> dict[str, Array]:
+        """The results by name, of (shape, dtype); `zeroed` says that they begin as 0."""
         import jax
 
-        fn, entry = _entry(source, kernel, plan or self.plan, self.form, tuple(results))
-        arrays = {**self.arrays, **inputs}
+        plan = self.plan if step.side else triton_backward.bare(self.plan)
+        fn, entry = _entry(source, step.name, plan, self.form, tuple(results))
+        arrays, lengths, tile = {**self.arrays, **arrays}, {**step.numbers, **lengths}, step.tile
         if "Spans" in entry.arrays:
-            if spans is None:
+            if self.spans is None:
                 raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
-            arrays |= span_operands(spans(), entry.arrays)
+            arrays |= span_operands(getattr(self.spans, step.side)(step.records), entry.arrays)
             lengths["records"] = arrays["Spans"].shape[2]
         operands = [jax.numpy.asarray(arrays[n]) for n in entry.arrays]
         kinds = ((entry.whole, INT), (entry.real, FLOAT))
@@ -427,10 +324,10 @@ class JaxTritonCall:
         shaped: Any = jax.ShapeDtypeStruct  # JAX leaves some of its functions untyped
         shapes = [shaped(tuple(shape), dtype) for shape, dtype in (results[n] for n in entry.results)]
         if self.platform == "cpu":
-            outputs = _interpreted(fn, grid, operands, numbers, shapes, constants, zeroed)
+            outputs = _interpreted(fn, step.grid, operands, numbers, shapes, constants, zeroed)
             return dict(zip(entry.results, outputs, strict=True))
         constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-        options = {"name": entry.name, "grid": grid, "compute_capability": capability(self.platform), **constants}
+        options = {"name": entry.name, "grid": step.grid, "compute_capability": capability(self.platform), **constants}
         options["zeroed_outputs"] = tuple(range(len(shapes))) if zeroed else ()
         outputs = triton_call()(*operands, *numbers, kernel=fn, out_shape=shapes, **options)
         return dict(zip(entry.results, outputs, strict=True))
@@ -539,55 +436,9 @@ def span_operands(spans: Any, names: Sequence[str]) -> dict[str, Array]:
     return {n: x.astype(np.int32) for n, x in arrays.items()}
 
 
-NOWHERE = "sm_90", 132, 0  # where there is no GPU: an H100
-# parts of GPUs' names -> architecture, for JAX's abstract devices, which have nothing but a name
-KINDS = {kind: arch for arch, gpu in triton_tiles.GPUS.items() for kind in gpu["kinds"]}
-
-
-def architecture() -> str:
-    """The architecture as in `tiles.GPUS`: that of the current mesh where JAX lowers for an abstract
-    device, else of the first GPU, else sm_90."""
-    return gpu_here()[0]
-
-
-def processors() -> int:
-    """Streaming multiprocessors, or compute units."""
-    return gpu_here()[1]
-
-
 def capability(platform: str) -> int | None:
     """The capability that jax-triton compiles for: 90 for sm_90. On AMD's GPUs it asks the device."""
-    return int(architecture()[3:]) if platform != "rocm" else None
-
-
-def gpu_here() -> tuple[str, int, int]:
-    """(architecture, processors, bytes of shared memory that a block may have, or 0 where that is not known)."""
-    import jax
-
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract is not None and abstract.platform in ("gpu", "cuda", "rocm", None):
-        kind = next((n for n in sorted(KINDS, key=len, reverse=True) if n in abstract.device_kind), "")
-        if kind:
-            return KINDS[kind], abstract.num_cores or NOWHERE[1], 0
-    return _first()
-
-
-@memo(group="once")
-def _first() -> tuple[str, int, int]:
-    import jax
-
-    try:
-        device: Any = jax.devices("gpu")[0]
-    except RuntimeError:
-        return NOWHERE
-    of_amd = str(device.compute_capability).split(":")[0]
-    name = of_amd if of_amd.startswith("gfx") else f"sm_{str(device.compute_capability).replace('.', '')}"
-    cores, shared = getattr(device, "core_count", NOWHERE[1]), getattr(device, "shared_memory_per_block_optin", 0)
-    return name, int(cores), int(shared)
-
-
-def interpreted() -> bool:
-    return RECORDS["triton"].interpreted
+    return int(jax_gpu().arch[3:]) if platform != "rocm" else None
 
 
 def check(platform: str, dtype: str) -> None:

@@ -23,12 +23,12 @@ from frisket.lowering.kernels.triton.writer import Dims, arguments
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.machine.modules import pip_install
 
-from . import jax, tiles
+from . import tiles
 from .grids import PACK, listed_kernels, shares
 from .launch import blocks
 from .source import load
 
-call_target, target, pays = tiles.target, jax.target, jax.pays
+call_target, target, pays = tiles.target, tiles.jax_target, tiles.pays
 POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8"}
 POINTERS |= {"float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5"}
 # int32; what else begins with a capital and is no array is float32

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.ir import Expr, build, uses, walk
@@ -41,7 +41,8 @@ from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.cotangents import NAMES, square
 from frisket.lowering.kernels.triton.units import ALONG, GATHERED, by_distance
 from frisket.lowering.kernels.triton.writer import padded
-from frisket.lowering.plan import Geometry, Target, score_class
+from frisket.lowering.plan import Geometry, LoopPlan, Target, score_class
+from frisket.runtime.backends.base import RECORDS, Block
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import make_layout
@@ -456,3 +457,104 @@ def _properties(index: int) -> Any:
     import torch
 
     return torch.cuda.get_device_properties(index)
+
+
+# -- of a call of JAX -----------------------------------------------------------------------------
+
+# These kernels replace Mosaic GPU's from SHORTEST queries on, where a query sees at most WINDOW keys (a window of 1024
+# and half a tile) or there are at most KEYS keys.
+SHORTEST, WINDOW, KEYS = 1024, 1088, 8192
+TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
+
+
+def jax_target(plan: LoopPlan, g: Geometry, dtype: str, tile: Block | None = None, narrow: bool = False) -> Target:
+    """The target of a call for the GPU of `jax_gpu`; `narrow` says that rows see a few hundred keys at most."""
+    gpu = jax_gpu()
+    if tile is not None:
+        return _precise(of_tile(tile, g, dtype, gpu.arch), dtype, gpu.arch)
+    traits = ProgramTraits(
+        keys=_keys_of(plan, narrow),
+        curved=plan.score_class == "general",
+        reads=reads_of(plan.mask, plan.score),
+        stored=g.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
+        paged=plan.pages is not None,
+        unwritten=plan.unwritten,
+    )
+    # jax-triton passes no descriptors
+    chosen = default_target(g, dtype, traits, arch=gpu.arch, descriptors=False, limit=gpu.shared)
+    return _precise(chosen, dtype, gpu.arch)
+
+
+def _keys_of(plan: LoopPlan, narrow: bool) -> float:
+    """The keys that a query sees: as many as in a medium window where rows are narrow or no formula gives them."""
+    if plan.mask is None:
+        return math.inf
+    keys, _ = keys_seen(plan.mask, tuple((s.name, s.value) for s in plan.slots if s.value is not None))
+    return min(keys, MEDIUM) if narrow or plan.bounds is None else keys
+
+
+def pays(plan: LoopPlan, g: Geometry, dtype: str, narrow: bool) -> bool:
+    """Whether the forward is faster than Mosaic GPU's on Hopper at head size 64. On an H100 Mosaic's takes 1.12 to 1.16
+    times as long under a window of 1024 keys, and under a causal mask 1.09 times at 2,048 tokens, 1.01 times at 8,192,
+    and less time from 16,384 on. By the model of benchmarks/gpu_sim shorter windows and documents of 512 tokens gain
+    more, because a program of Mosaic's takes thousands of cycles beside its tiles. At head size 128 Mosaic's is faster.
+    Score mods, dropout, and calls without a mask have not been measured."""
+    few = _keys_of(plan, narrow) <= WINDOW or (plan.mask is not None and g.kv_len <= KEYS)
+    short = few and g.q_len >= SHORTEST
+    plain = plan.score is None and plan.keep_mask is None and not interpreted()
+    return short and plain and max(padded(g.head_dim), padded(g.v_dim)) <= 64
+
+
+def _precise(target: Target, dtype: str, arch: str) -> Target:
+    """Products of float32 exact, or in TF32 where `jax_default_matmul_precision` asks for no more than that; tanh of
+    16-bit inputs exact where it is "highest"."""
+    import jax
+
+    precision = str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009 - mypy knows it not
+    if dtype != "float32":
+        return target if precision == "highest" else with_tanh(target, arch)
+    return target.everywhere(precision="tf32") if precision in TF32 else target
+
+
+def interpreted() -> bool:
+    return RECORDS["triton"].interpreted
+
+
+class Gpu(NamedTuple):
+    """A GPU: its architecture as in `GPUS`, its streaming multiprocessors or compute units, and the bytes of shared
+    memory that a block may have, or 0 where that is not known."""
+
+    arch: str
+    processors: int
+    shared: int
+
+
+NOWHERE = Gpu("sm_90", 132, 0)  # where there is no GPU: an H100
+# parts of GPUs' names -> architecture, for JAX's abstract devices, which have nothing but a name
+KINDS = {kind: arch for arch, gpu in GPUS.items() for kind in gpu["kinds"]}
+
+
+def jax_gpu() -> Gpu:
+    """The GPU of the current mesh where JAX lowers for an abstract device, else the first one, else an H100."""
+    import jax
+
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if abstract is not None and abstract.platform in ("gpu", "cuda", "rocm", None):
+        kind = next((n for n in sorted(KINDS, key=len, reverse=True) if n in abstract.device_kind), "")
+        if kind:
+            return Gpu(KINDS[kind], abstract.num_cores or NOWHERE.processors, 0)
+    return _first_of_jax()
+
+
+@memo(group="once")
+def _first_of_jax() -> Gpu:
+    import jax
+
+    try:
+        device: Any = jax.devices("gpu")[0]
+    except RuntimeError:
+        return NOWHERE
+    of_amd = str(device.compute_capability).split(":")[0]
+    name = of_amd if of_amd.startswith("gfx") else f"sm_{str(device.compute_capability).replace('.', '')}"
+    cores = getattr(device, "core_count", NOWHERE.processors)
+    return Gpu(name, int(cores), int(getattr(device, "shared_memory_per_block_optin", 0)))

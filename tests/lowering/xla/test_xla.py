@@ -17,13 +17,14 @@ from frisket.lowering.xla import forward as xla
 from frisket.lowering.xla import tiles as xla_tiles
 
 
+def inputs_of(case, made=None, **fields):
+    fields = {"spans": cases.spans(case), **fields}
+    return cases.kernel_inputs(case, Target("xla", *case.block), made, **fields)
+
+
 def run(case, made=None, **changes):
     case = case.but(**changes)
-    made = made or cases.plan(case)
-    return xla.forward(
-        made, cases.spans(case), cases.geometry(case), *cases.arrays(case), cases.slots(case, made),
-        cases.tables(case, made), Target("xla", *case.block),
-    )[:2]  # fmt: skip
+    return xla.forward(inputs_of(case, made), *cases.arrays(case))[:2]
 
 
 @pytest.mark.sampled(4)
@@ -88,10 +89,8 @@ def test_xla_sinks_dropout_and_largest_scores(name):
     limits = dict.fromkeys(ir.COORDINATES, 2.0**14)
     made = make_plan(case.mask, case.score, limits=limits, dropout=True)
     drop = {SEED: 7, RATE: rate}
-    out, lse, top = xla.forward(
-        made, cases.spans(case), cases.geometry(case), *cases.arrays(case), made.slot_values(drop), {},
-        Target("xla", *case.block), sinks=jax.device_put(sinks),
-    )  # fmt: skip
+    inputs = inputs_of(case, made, slots=made.slot_values(drop), tables={}, sinks=jax.device_put(sinks))
+    out, lse, top = xla.forward(inputs, *cases.arrays(case))
     arrays = [np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
     kept = ir.renamed(made.keep_mask, {s.name: s.source for s in made.slots if s.source})
     given = {"scale": case.dim**-0.5, "params": drop, "tables": {}}
@@ -144,14 +143,12 @@ def test_wide_indices_need_x64():
 
 def test_nan_and_infinity_behind_the_mask_stay_there():
     case = CASES["causal"].but(q_len=64, kv_len=200)
-    made = cases.plan(case)
     q_, *plain = cases.arrays(case)
     bad_k, bad_v = map(np.array, plain)
     for x, infinite in ((bad_k, 100), (bad_v, 90)):
         x[:, 64:], x[:, infinite:] = np.nan, np.inf
-    args = made, cases.spans(case), cases.geometry(case)
     for v in (plain[1], bad_v):
-        got = xla.forward(*args, q_, bad_k, v, cases.slots(case, made), {}, Target("xla", *case.block))
+        got = xla.forward(inputs_of(case), q_, bad_k, v)
         cases.check(case, *got[:2])
 
 
@@ -172,7 +169,7 @@ def test_xla_forward_can_be_traced():
 
     @jax.jit
     def call(doc, *qkv):
-        return xla.forward(made, spans, cases.geometry(case), *qkv, {}, {"t0": doc}, Target("xla", *case.block))[:2]
+        return xla.forward(inputs_of(case, made, spans=spans, tables={"t0": doc}), *qkv)[:2]
 
     cases.check(case, *call(cases.DOC, *cases.arrays(case)))
 
@@ -184,9 +181,8 @@ def test_slots_and_origins_may_be_traced():
     @jax.jit
     def call(w, start, *qkv):
         placed = type(shape)(**{**vars(shape), "origin": (0, 0, start, start), "sizes": (1, 2, 1300, 1300)})
-        return xla.forward(
-            made, cases.spans(case), placed, *qkv, made.slot_values({"w": w}), {}, Target("xla", *case.block)
-        )[:2]
+        inputs = inputs_of(case, made, geometry=placed, slots=made.slot_values({"w": w}), tables={})
+        return xla.forward(inputs, *qkv)[:2]
 
     cases.check(case, *call(40, 1000, *cases.arrays(case)))
 
@@ -236,10 +232,10 @@ def temporaries(length):
         bounds[None, :, None].astype(np.int32), np.ones((1, len(tiles)), np.int32), np.zeros((1, 1), np.int32)
     )
 
-    made, target = cases.plan(case), Target("xla", 256, 256)
+    inputs = cases.kernel_inputs(case, Target("xla", 256, 256), spans=spans)
 
     def call(*qkv):
-        return xla.forward(made, spans, cases.geometry(case), *qkv, cases.slots(case, made), {}, target)
+        return xla.forward(inputs, *qkv)
 
     shape = jax.ShapeDtypeStruct((1, length, 1, 32), jnp.float32)
     compiled = jax.jit(call).lower(shape, shape, shape).compile()

@@ -13,7 +13,7 @@ import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.sugar import k, q
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import Spans, Target, make_plan
+from frisket.lowering.plan import Cotangents, ForwardResults, Spans, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla import backward as xla_backward
 from frisket.lowering.xla import tiles as xla_tiles
@@ -108,7 +108,7 @@ def test_xla_adds_whole_tiles_of_a_table_without_clamps(name, tables, origin, ex
     made = cases.plan(case)
     (gradient,) = backward_of(made).gradients
     shape = case.tables["x"].shape
-    assert plane_of(gradient, cases.geometry(case), cases.slots(case, made), shape) == expected
+    assert plane_of(gradient, cases.kernel_inputs(case, Target("xla", *case.block), made), shape) == expected
 
 
 def test_spans_on_the_device():
@@ -124,13 +124,11 @@ def temporaries(length):
     tiles = np.arange(length // 256)
     bounds = np.stack([np.maximum(tiles - 2, 0), tiles + 1, tiles + 1, tiles + 1], 1)[None, :, None]
     spans = Spans(bounds.astype(np.int32), np.ones((1, len(tiles)), np.int32), np.zeros((1, 4), np.int32))
-    made, target = cases.plan(case), Target("xla", 256, 256)
+    inputs = cases.kernel_inputs(case, Target("xla", 256, 256), spans=spans)
 
     def call(q, k, v, out, lse):
-        return xla_backward.backward(
-            made, spans, cases.geometry(case), q, k, v, out, lse, out, None, cases.slots(case, made), {}, target,
-            grad_names=frozenset("qkv"),
-        )  # fmt: skip
+        given = ForwardResults(out, lse), Cotangents(out)
+        return xla_backward.backward(inputs, q, k, v, *given, grad_names=frozenset("qkv"))
 
     arrays = [jax.ShapeDtypeStruct((1, length, 4, 32), jnp.float32)] * 4
     compiled = jax.jit(call).lower(*arrays, jax.ShapeDtypeStruct((1, 4, length), jnp.float32)).compile()

@@ -23,7 +23,7 @@ from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.grammar import memo
 from frisket.lowering import dense
-from frisket.lowering.plan import Target, make_plan
+from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.cpp import jax as native_jax
 from frisket.runtime.machine import cpp_build as native_build
@@ -61,9 +61,15 @@ def parts(case=CASE, made=PLAN, **changes):
     return given | dict(zip("qkv", cases.arrays(case))) | changes
 
 
-def forward(*args, **given):
+def taken(**given):
+    """What an executor takes of `parts`."""
+    qkv = [given.pop(n) for n in "qkv"]
+    return KernelInputs(**given), *qkv
+
+
+def forward(**given):
     """(out, lse, top)"""
-    return native_jax.forward(*args, **given)[:3]
+    return native_jax.forward(*taken(**given))[:3]
 
 
 def run(case=CASE, made=PLAN, **changes):
@@ -108,7 +114,7 @@ def test_jax_calls_the_native_forward():
 def test_under_jit_with_everything_traced():
     given = parts(sinks=SINKS)
     static = {name: given.pop(name) for name in ("plan", "target", "spans", "geometry")}
-    spans = static.pop("spans")
+    spans, shape = static.pop("spans"), static.pop("geometry")
     sizes = (2, 4, 1100, 1100)
     moved = CASE.but(origin=(1, 0, 1000, 1003), sizes=sizes, tables=CASE.tables | {"doc": np.arange(1100) // 50})
     given["tables"] = PLAN.table_values(moved.tables)
@@ -116,9 +122,9 @@ def test_under_jit_with_everything_traced():
 
     @jax.jit
     def call(origin, runs, given):
-        placed = replace(static["geometry"], origin=origin, sizes=sizes)
+        placed = replace(shape, origin=origin, sizes=sizes)
         held = DeviceSpans(*runs, False, spans.slice_of)
-        return forward(static["plan"], held, placed, target=static["target"], **given)
+        return forward(**static, spans=held, geometry=placed, **given)
 
     check(moved, call(moved.origin, (spans.bounds, spans.count), given), SINKS)
     static["spans"] = spans
@@ -223,8 +229,9 @@ ALL = frozenset({"q", "k", "v", "t1", "s1"})
 
 
 def differentiate(dout, dlse, sinks=None, wanted=ALL, **given):
-    out, lse, _ = forward(**given, sinks=sinks)
-    return native_jax.backward(**given, out=out, lse=lse, dout=dout, dlse=dlse, grad_names=wanted, sinks=sinks)
+    given["sinks"] = sinks
+    out, lse, _ = forward(**given)
+    return native_jax.backward(*taken(**given), ForwardResults(out, lse), Cotangents(dout, dlse), grad_names=wanted)
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS])
@@ -291,13 +298,11 @@ def everything(values):
     given = parts(
         spans=spans, geometry=replace(cases.geometry(CASE), origin=(0, 0, at, at), sizes=(2, 4, 90, 90)),
         slots={"s0": values["s0"], "s1": values["s1"]}, tables={"t0": values["t0"], "t1": values["t1"]},
-        **{n: values[n] for n in "qkv"},
+        sinks=values["sinks"], **{n: values[n] for n in "qkv"},
     )  # fmt: skip
-    out, lse, top = forward(**given, sinks=values["sinks"])
-    found = native_jax.backward(
-        **given, out=out, lse=lse, dout=jnp.cos(out), dlse=jnp.where(jnp.isinf(lse), 0, lse), grad_names=ALL,
-        sinks=values["sinks"],
-    )  # fmt: skip
+    out, lse, top = forward(**given)
+    cotangents = Cotangents(jnp.cos(out), jnp.where(jnp.isinf(lse), 0, lse))
+    found = native_jax.backward(*taken(**given), ForwardResults(out, lse), cotangents, grad_names=ALL)
     return out, lse, top, found
 
 
@@ -441,7 +446,7 @@ def test_devices_of_a_mesh():
         from support import attention_cases as cases
         from runtime.backends import scalar_kernel
         from frisket.runtime.backends.cpp import jax as native_jax
-        from frisket.lowering.plan import Spans
+        from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, Spans
         from frisket.lowering.planner.planner import DeviceSpans
 
         native_jax.KERNELS = {"forward": scalar_kernel.forward, "backward": scalar_kernel.backward}
@@ -454,9 +459,10 @@ def test_devices_of_a_mesh():
         whole = given.pop("geometry")
 
         def both(geometry, spans, q, k, v, dout):
-            out, lse, top, _ = native_jax.forward(q=q, k=k, v=v, geometry=geometry, spans=spans, **given)
-            grads = native_jax.backward(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=None, geometry=geometry,
-                                        spans=spans, grad_names=t.ALL, **given)
+            inputs = KernelInputs(geometry=geometry, spans=spans, **given)
+            out, lse, top, _ = native_jax.forward(inputs, q, k, v)
+            of = ForwardResults(out, lse), Cotangents(dout)
+            grads = native_jax.backward(inputs, q, k, v, *of, grad_names=t.ALL)
             return out, lse, top, grads
 
         want = jax.jit(partial(both, whole, held))(*arrays, dout)

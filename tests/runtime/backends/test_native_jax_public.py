@@ -283,8 +283,7 @@ def test_native_jax_cases_equal_the_reference(name, dtype):
     case = cases.CASES[name].but(dtype=dtype)
     with jax.enable_x64(dtype == "float64"):
         made = cases.plan(case)
-        out, lse, *_ = native_jax.forward(
-            made, cases.spans(case), cases.geometry(case), *cases.arrays(case), cases.slots(case, made),
-            made.table_values(case.tables), Target("cpp", *case.block),
-        )  # fmt: skip
+        fields = {"spans": cases.spans(case), "tables": made.table_values(case.tables)}
+        inputs = cases.kernel_inputs(case, Target("cpp", *case.block), made, **fields)
+        out, lse, *_ = native_jax.forward(inputs, *cases.arrays(case))
         cases.check(case, out, lse)

@@ -22,8 +22,9 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton import writer as triton_writer
 from frisket.lowering.kernels.triton.writer import Dims, Form
-from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
+from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, Geometry, Target, make_plan
 from frisket.runtime.backends.triton import jax as triton_jax
+from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.tiles import TABLE, shared
 from frisket.runtime.machine.modules import pip_install
 
@@ -116,7 +117,7 @@ def closed(mask):
 
 
 def block(made, **options):
-    found = triton_jax.target(made, G, "bfloat16", **options)
+    found = triton_tiles.jax_target(made, G, "bfloat16", **options)
     return found.block_q, found.block_k
 
 
@@ -136,29 +137,29 @@ def test_tiles_are_those_of_the_mask():
 def test_jax_tiles_fit_the_gpu_that_is_here(monkeypatch):
     device = SimpleNamespace(compute_capability="12.1", core_count=48, shared_memory_per_block_optin=101_376)
     monkeypatch.setattr(jax, "devices", lambda kind: [device])
-    monkeypatch.setattr(triton_jax, "_first", triton_jax._first.__wrapped__)
-    assert triton_jax.gpu_here() == ("sm_121", 48, 101_376)
-    found = triton_jax.target(closed(causal), G, "bfloat16")
+    monkeypatch.setattr(triton_tiles, "_first_of_jax", triton_tiles._first_of_jax.__wrapped__)
+    assert triton_tiles.jax_gpu() == ("sm_121", 48, 101_376)
+    found = triton_tiles.jax_target(closed(causal), G, "bfloat16")
     assert found.limit == 101_376
     assert shared("forward", 128, found.block_q, found.block_k, found.num_stages) <= 101_376
 
 
 def test_float32_is_multiplied_as_jax_is_told():
     made = closed(causal)
-    assert triton_jax.target(made, G, "float32").precision == "ieee"
+    assert triton_tiles.jax_target(made, G, "float32").precision == "ieee"
     with jax.default_matmul_precision("tensorfloat32"):
-        found = triton_jax.target(made, G, "float32")
+        found = triton_tiles.jax_target(made, G, "float32")
     assert {t.precision for t in (found, found.dq, found.dkv, found.decode)} == {"tf32"}
 
 
 def test_a_gpu_that_is_not_here_is_named_by_the_mesh():
-    assert triton_jax.gpu_here() == ("sm_90", 132, 0)
+    assert triton_tiles.jax_gpu() == ("sm_90", 132, 0)
     named = {"NVIDIA A100-SXM4-80GB": "sm_80", "NVIDIA L40S": "sm_89", "AMD Instinct MI300X": "gfx942"}
     named |= {"NVIDIA GB10": "sm_121", "NVIDIA GB200": "sm_100", "Tesla T4": "sm_75", "NVIDIA Thor": "sm_110"}
     for kind, arch in named.items():
         device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=100)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-            assert (triton_jax.architecture(), triton_jax.processors()) == (arch, 100)
+            assert triton_tiles.jax_gpu()[:2] == (arch, 100)
 
 
 @pytest.mark.parametrize(
@@ -188,10 +189,8 @@ def test_a_cpu_needs_the_interpreter(monkeypatch):
     case = Case(causal)
 
     def call(platform):
-        return triton_jax.forward(
-            cases.plan(case), cases.Source(case), cases.geometry(case), *cases.arrays(case), {}, {},
-            Target("triton", 64, 64), platform=platform,
-        )  # fmt: skip
+        inputs = cases.kernel_inputs(case, Target("triton", 64, 64), platform=platform)
+        return triton_jax.forward(inputs, *cases.arrays(case))
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(BackendError, match="Triton kernels need a GPU: on the CPU take backend='xla' or 'cpp', or set"):
@@ -214,11 +213,11 @@ def test_without_jax_triton_the_extra_is_named(monkeypatch):
 
 def test_triton_jax_calls_without_queries_give_zeros():
     case = Case(causal, score * lookup("x", (k,), FLOAT), q_len=0, tables={"x": np.ones(150, np.float32)})
-    made, g, arrays = cases.plan(case), cases.geometry(case), cases.arrays(case)
-    given = {}, cases.tables(case, made), Target("triton", 64, 64)
-    out, lse, top = triton_jax.forward(made, None, g, *arrays, *given)
+    inputs, arrays = cases.kernel_inputs(case, Target("triton", 64, 64), spans=None), cases.arrays(case)
+    out, lse, top = triton_jax.forward(inputs, *arrays)
     assert (out.shape, lse.shape, top.shape) == ((1, 0, 2, 32), (1, 2, 0), (1, 2, 0))
-    found = triton_jax.backward(made, None, g, *arrays, out, lse, out, None, *given, grad_names=frozenset({"k", "t0"}))
+    given = ForwardResults(out, lse), Cotangents(out)
+    found = triton_jax.backward(inputs, *arrays, *given, grad_names=frozenset({"k", "t0"}))
     assert {n: (x.shape, bool(jnp.any(x))) for n, x in found.items()} == {
         "k": ((1, 150, 2, 32), False), "t0": ((150,), False),
     }  # fmt: skip

@@ -128,7 +128,7 @@ def test_a_gpu_that_is_no_hopper_has_triton(monkeypatch):
     monkeypatch.setattr(jax_attend, "lowerable", lambda backend: "")
     for kind, backend in (("9.0", "pallas-mosaic-gpu"), ("8.0", "triton"), ("10.3", "triton")):
         monkeypatch.setattr(pallas_gpu, "capabilities", lambda kind=kind: iter([kind]))
-        found = jax_attend.backend_on("", "cuda", plan, geometry, "bfloat16", {}, False, frozenset())
+        found = jax_attend.backend_on("cuda", plan, geometry, "bfloat16", {}, False, frozenset())
         assert found == backend
 
 
@@ -139,12 +139,13 @@ def stand_ins(monkeypatch):
     calls = []
 
     def executor(backend, direction):
-        def forward(plan, spans, g, q, k, v, *given, lse_residual=False, **more):
+        def forward(inputs, q, k, v, *, lse_residual):
             calls.append((backend, direction))
+            g = inputs.geometry
             rows = jnp.zeros((g.batch, g.heads, g.q_len), jnp.float32)
             return (jnp.zeros_like(q), *[rows] * (2 + lse_residual))
 
-        def backward(plan, spans, g, q, k, v, *given, grad_names, **more):
+        def backward(inputs, q, k, v, results, cotangents, *, grad_names):
             calls.append((backend, direction))
             return {n: jnp.zeros_like(x) for n, x in zip("qkv", (q, k, v), strict=True)}
 
@@ -241,9 +242,10 @@ def test_traced_documents_are_planned_once_for_all_layers(stand_ins, monkeypatch
         return rows(self, block)
 
     def executor(backend, direction):
-        def forward(plan, spans, g, q, k, v, slots, tables, target, **more):
+        def forward(inputs, q, k, v, *, lse_residual):
             stand_ins.append((backend, direction))
-            spans.rows((target.block_q, target.block_k))
+            g, target = inputs.geometry, inputs.target
+            inputs.spans.rows((target.block_q, target.block_k))
             return (jnp.zeros_like(q), *[jnp.zeros((g.batch, g.heads, g.q_len), jnp.float32)] * 2)
 
         return forward
@@ -258,7 +260,7 @@ def test_traced_documents_are_planned_once_for_all_layers(stand_ins, monkeypatch
 def test_unknown_platform_takes_xla(called):
     plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
     geometry = fk.compile("causal").call(CallArgs(Q, K, V)).geometry
-    assert jax_attend.backend_on("", "metal", plan, geometry, "float32", {}, False, frozenset()) == "xla"
+    assert jax_attend.backend_on("metal", plan, geometry, "float32", {}, False, frozenset()) == "xla"
 
 
 def test_errors_under_jit_say_under_which_mask():

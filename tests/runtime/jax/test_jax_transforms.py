@@ -19,6 +19,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import analyse
 from frisket.lowering.plan import Geometry, make_plan
 from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.calls.options import Options
 from frisket.runtime.jax import op as jax_op
 
 S, D = 72, 8
@@ -53,7 +54,7 @@ def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0), spans_of_al
         used = {t.name: given[t.source] for t in made.tables}
         source = SimpleNamespace(rows=lambda block: found.spans)
         numbers, shapes = {"slots": slots, "tables": used}, {n: x.shape for n, x in used.items()}
-        job, learned, fixed = jax_op._divided(made, source, shape, numbers, shapes, "xla", TILE, None)
+        job, learned, fixed = jax_op._divided(made, source, shape, numbers, shapes, "xla", Options(tile=TILE))
         arrays = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
         return jax_op._run(job, arrays | learned, fixed, None)[:2]
 

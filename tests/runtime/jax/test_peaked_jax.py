@@ -41,12 +41,13 @@ def test_mapped_gradients_of_peaked_rows_are_as_good(backend):
 def test_rows_note_what_rounding_left_out_of_out(size):
     """The same bits as native kernels: numbers of 16 bits, two of them in a float32, behind two other entries."""
     from frisket.lowering.derive import norm_width
-    from frisket.lowering.xla.forward import left_out, noted
+    from frisket.lowering.xla.forward import pack_out_residual, unpack_out_residual
 
-    rest = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, size)), "bfloat16")
-    norm = noted(rest)
-    assert norm.shape == (2, 3, 5, norm_width(rest.dtype, size))
-    np.testing.assert_array_equal(*(np.asarray(x.astype("float32")) for x in (left_out(norm, rest), rest)))
+    residual = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, size)), "bfloat16")
+    stats = pack_out_residual(residual)
+    assert stats.shape == (2, 3, 5, norm_width(residual.dtype, size))
+    unpacked = unpack_out_residual(stats, residual)
+    np.testing.assert_array_equal(*(np.asarray(x.astype("float32")) for x in (unpacked, residual)))
 
 
 @pytest.mark.parametrize("backend", [CPP])

@@ -1,5 +1,7 @@
 """Gradients by an executor of JAX, and by the reference: cases, and the error they may have."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 from support import attention_cases as cases
@@ -11,7 +13,7 @@ from frisket.dsl.sugar import b, function, h, k, q, score, where
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import RATE, SEED
+from frisket.lowering.plan import RATE, SEED, Cotangents, ForwardResults
 
 draw = np.random.default_rng(11)
 
@@ -58,19 +60,19 @@ def run(backward, case, target, made=None, spans=None, sinks=None, with_lse=True
     """{name: gradient} of an executor, and of the interpreter."""
     made = made or cases.plan(case)
     drop = {} if rate is None else {SEED: 5, RATE: rate}
-    slots, tables = made.slot_values({**case.slots, **drop}), cases.tables(case, made)
-    args = made, spans or cases.Source(case), cases.geometry(case), *cases.arrays(case)
+    fields = {"spans": spans or cases.Source(case), "slots": made.slot_values({**case.slots, **drop})}
+    fields["sinks"] = None if sinks is None else jax.device_put(sinks)
+    inputs, arrays = cases.kernel_inputs(case, target, made, **fields), cases.arrays(case)
     given = options(case, made, sinks, drop)
-    out, lse = dense.attention(*map(turned, args[3:]), case.mask, case.score, **given)
+    out, lse = dense.attention(*map(turned, arrays), case.mask, case.score, **given)
     random, real = np.random.default_rng(2), np.float64 if case.dtype == "float64" else np.float32
     dout = jax.device_put(random.standard_normal(out.shape).transpose(0, 2, 1, 3).astype(case.dtype))
     dlse = jax.device_put(random.standard_normal(lse.shape).astype(real)) if with_lse else None
     wanted = {"q", "k", "v", *(g.source for g in backward_of(made).gradients)} if wanted is None else wanted
-    got = backward(
-        *args, jax.device_put(out.transpose(0, 2, 1, 3).astype(case.dtype)), jax.device_put(lse.astype(real)),
-        dout, dlse, slots, tables, target=target, grad_names=frozenset(wanted),
-        sinks=None if sinks is None else jax.device_put(sinks),
-    )  # fmt: skip
+    results = ForwardResults(
+        jax.device_put(out.transpose(0, 2, 1, 3).astype(case.dtype)), jax.device_put(lse.astype(real))
+    )
+    got = backward(inputs, *arrays, results, Cotangents(dout, dlse), grad_names=frozenset(wanted))
     assert got.keys() == set(wanted)
     return got, reference(case, made, dout, dlse, given)
 
@@ -78,13 +80,14 @@ def run(backward, case, target, made=None, spans=None, sinks=None, with_lse=True
 def jitted(backward):
     """An executor whose gradients come from one program of XLA, with what follows its kernels."""
 
-    def call(plan, spans, geometry, *arrays, target, **options):
-        *arrays, slots, tables = arrays
+    def call(inputs, q, k, v, results, cotangents, *, grad_names):
+        def program(q, k, v, out, lse, dout, dlse, tables):
+            given = replace(inputs, tables=tables)
+            of = ForwardResults(out, lse), Cotangents(dout, dlse)
+            return backward(given, q, k, v, *of, grad_names=grad_names)
 
-        def program(arrays, tables):
-            return backward(plan, spans, geometry, *arrays, slots, tables, target, **options)
-
-        return jax.jit(program)(arrays, tables)
+        rows = results.out, results.lse, cotangents.dout, cotangents.dlse
+        return jax.jit(program)(q, k, v, *rows, inputs.tables)
 
     return call
 

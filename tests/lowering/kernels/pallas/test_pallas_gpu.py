@@ -46,10 +46,8 @@ def run(case, platform="cpu", sinks=None, dropout=False):
     g = cases.geometry(case)
     target = runtime.target(made, g, case.dtype, case.block)
     slots = made.slot_values({**case.slots, SEED: 3, RATE: 0.25} if dropout else case.slots)
-    return runtime.forward(
-        made, cases.Source(case), g, *cases.arrays(case), slots, cases.tables(case, made), target, sinks=sinks,
-        platform=platform,
-    )  # fmt: skip
+    inputs = cases.kernel_inputs(case, target, made, slots=slots, sinks=sinks, platform=platform)
+    return runtime.forward(inputs, *cases.arrays(case))
 
 
 def half(name, **changes):
@@ -328,11 +326,9 @@ def lowered(case, **options):
     made = cases.plan(case)
     g = cases.geometry(case)
     target = runtime.target(made, g, case.dtype, **options)
-    source = cases.Source(case)
-    tables, slots = cases.tables(case, made), cases.slots(case, made)
-    call = jax.jit(
-        lambda q, k, v, tables: runtime.forward(made, source, g, q, k, v, slots, tables, target, platform="cuda")
-    )
+    inputs = cases.kernel_inputs(case, target, made, platform="cuda")
+    tables = inputs.tables
+    call = jax.jit(lambda q, k, v, tables: runtime.forward(replace(inputs, tables=tables), q, k, v))
     allowed = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     return export.export(call, platforms=["cuda"], disabled_checks=allowed)(*cases.arrays(case), tables)
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax import export
-from support.attention_cases import DOC, Case, Source, arrays, causal, geometry, plan, reference, slots, tables
+from support.attention_cases import DOC, Case, Source, arrays, causal, geometry, kernel_inputs, plan, reference
 
 import frisket as fk
 from frisket.dsl.errors import LoweringError
@@ -19,7 +19,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_gpu import backward as kernels
-from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
+from frisket.lowering.plan import RATE, SEED, Cotangents, ForwardResults, Geometry, KernelInputs, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.pallas_gpu import jax as runtime
 from frisket.runtime.machine import modules
@@ -64,12 +64,14 @@ def cotangents(case: Case):
 
 
 def call(case: Case, *given, platform: str):
-    made = plan(case)
-    target = Target("pallas-mosaic-gpu", 128, 128)
-    values = slots(case, made), tables(case, made)
-    return runtime.backward(
-        made, Source(case), geometry(case), *given, *values, target, grad_names=wanted(case), platform=platform
-    )
+    inputs = kernel_inputs(case, Target("pallas-mosaic-gpu", 128, 128), platform=platform)
+    return gradients(inputs, given, wanted(case))
+
+
+def gradients(inputs: KernelInputs, given, names: frozenset[str]):
+    """Those of `given`: q, k and v, what `cotangents` makes of a case."""
+    *qkv, out, lse, dout, dlse = given
+    return runtime.backward(inputs, *qkv, ForwardResults(out, lse), Cotangents(dout, dlse), grad_names=names)
 
 
 @pytest.fixture
@@ -173,18 +175,8 @@ def test_spans_may_be_traced():
     def call(bounds, counts, *given):
         rows, columns = (DeviceSpans(*traced, None, f.slice_of) for *traced, f in zip(bounds, counts, found))
         planned = SimpleNamespace(rows=lambda block: rows, columns=lambda block: columns)
-        target = Target("pallas-mosaic-gpu", 128, 128)
-        return runtime.backward(
-            made,
-            planned,
-            geometry(case),
-            *given,
-            slots(case, made),
-            {},
-            target,
-            grad_names=frozenset("qkv"),
-            platform="cuda",
-        )
+        inputs = kernel_inputs(case, Target("pallas-mosaic-gpu", 128, 128), made, spans=planned, platform="cuda")
+        return gradients(inputs, given, frozenset("qkv"))
 
     check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     walks = [f.bounds for f in found], [f.count for f in found]

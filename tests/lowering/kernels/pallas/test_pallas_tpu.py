@@ -56,12 +56,8 @@ ALL = CASES | MORE
 
 
 def run(case, made=None, **options):
-    made = made or cases.plan(case)
-    options |= {"slots": cases.slots(case, made)} if "slots" not in options else {}
-    return runtime.forward(
-        made, cases.Source(case), cases.geometry(case), *cases.arrays(case), tables=cases.tables(case, made),
-        target=Target("pallas-tpu", *case.block), **options,
-    )  # fmt: skip
+    inputs = cases.kernel_inputs(case, Target("pallas-tpu", *case.block), made, **options)
+    return runtime.forward(inputs, *cases.arrays(case))
 
 
 # heads in groups are below: in half precision, with sinks, and where races are looked for

@@ -24,7 +24,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_tpu import backward as emitted
 from frisket.lowering.kernels.pallas_tpu.walk import TpuOptions
-from frisket.lowering.plan import Geometry, Target, make_plan
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.pallas_tpu import jax as runtime
 from frisket.runtime.machine import modules
@@ -134,17 +134,17 @@ def test_pallas_tpu_hidden_nan_reaches_no_gradient(place):
     """Query 5 sees nothing and nobody sees key 5: 0 times what they hold is not 0."""
     mask = fk.mask("causal & q != 5 & k != 5")
     case = Case(mask.expr, q_len=20, kv_len=20, dim=8, v_dim=8)
-    made, arrays = cases.plan(case), [normal(1, 20, 2, 8) for _ in range(4)]
+    arrays = [normal(1, 20, 2, 8) for _ in range(4)]
+    inputs = cases.kernel_inputs(case, Target("pallas-tpu", 128, 128), spans=Source(case))
     out, lse = normal(1, 20, 2, 8), np.zeros((1, 2, 20), np.float32)
     lse[:, :, 5], out[:, 5] = -np.inf, 0
 
     def gradients(held):
         given = [np.copy(x) for x in arrays]
         given[place][:, 5] = held
-        return runtime.backward(
-            made, Source(case), cases.geometry(case), *map(jax.device_put, (*given[:3], out, lse, given[3])), None,
-            cases.slots(case, made), {}, Target("pallas-tpu", 128, 128), grad_names=frozenset("qkv"),
-        )  # fmt: skip
+        *qkv, dout = map(jax.device_put, given)
+        results = ForwardResults(*map(jax.device_put, (out, lse)))
+        return runtime.backward(inputs, *qkv, results, Cotangents(dout), grad_names=frozenset("qkv"))
 
     found, right = gradients(np.nan), gradients(0.0)
     for name in "qkv":
@@ -228,10 +228,10 @@ def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
         def columns(self, block):
             return layout.transposed.spans
 
-    found = runtime.backward(
-        made, Spans(), Geometry(1, 4, 2, 500, 500, 16, 16, 0.25), x, y, y, x, rows, x, None, made.slot_values({}),
-        made.table_values(MASKS[text]), Target("pallas-tpu", 128, 128), grad_names=frozenset("qkv"),
-    )  # fmt: skip
+    g, target = Geometry(1, 4, 2, 500, 500, 16, 16, 0.25), Target("pallas-tpu", 128, 128)
+    inputs = KernelInputs(made, Spans(), g, target, made.slot_values({}), made.table_values(MASKS[text]))
+    wanted = frozenset("qkv")
+    found = runtime.backward(inputs, x, y, y, ForwardResults(x, rows), Cotangents(x), grad_names=wanted)
     jax.block_until_ready(found)
     jax.effects_barrier()
     runtime._loaded_gradient.memo.clear()
@@ -256,16 +256,15 @@ def test_traced_spans_and_origins():
         def columns(self, block):
             return DeviceSpans(*self.arrays[2:], None, spans.columns(block).slice_of)
 
-    def backward(plan, _, geometry, q, k, v, out, lse, dout, dlse, slots, tables, target, *, grad_names, sinks):
+    def backward(inputs, *arrays, grad_names):
         def call(walks, origin, slots, tables):
-            return runtime.backward(
-                plan, Traced(walks), replace(geometry, origin=(0, 0, *origin)), q, k, v, out, lse, dout, dlse, slots,
-                tables, target, grad_names=grad_names,
-            )  # fmt: skip
+            placed = replace(inputs.geometry, origin=(0, 0, *origin))
+            traced = replace(inputs, spans=Traced(walks), geometry=placed, slots=slots, tables=tables)
+            return runtime.backward(traced, *arrays, grad_names=grad_names)
 
-        block = (target.block_q, target.block_k)
+        block = (inputs.target.block_q, inputs.target.block_k)
         walks = [x for s in (spans.rows(block), spans.columns(block)) for x in (s.bounds, s.count)]
-        return jax.jit(call)(walks, geometry.origin[2:], slots, tables)
+        return jax.jit(call)(walks, inputs.geometry.origin[2:], inputs.slots, inputs.tables)
 
     compare(*jax_gradients.run(backward, case, Target("pallas-tpu", 128, 128), made, spans))
     assert g.origin[2].shape == (2,)
@@ -298,11 +297,11 @@ def lowered(case, length, dim, dtype):
 
     wanted = frozenset("qkv") | {g.source for g in backward_of(made).gradients}
 
+    of = made, Spans(), g, Target("pallas-tpu", 512, 512), made.slot_values({}), made.table_values(case.tables)
+    inputs = KernelInputs(*of, platform="tpu")
+
     def call(q, k, v, out, lse, dout):
-        return runtime.backward(
-            made, Spans(), g, q, k, v, out, lse, dout, None, made.slot_values({}), made.table_values(case.tables),
-            Target("pallas-tpu", 512, 512), grad_names=wanted, platform="tpu",
-        )  # fmt: skip
+        return runtime.backward(inputs, q, k, v, ForwardResults(out, lse), Cotangents(dout), grad_names=wanted)
 
     x, y = (jax.ShapeDtypeStruct((1, length, heads, dim), dtype) for heads in (8, 4))
     return export.export(jax.jit(call), platforms=["tpu"])(

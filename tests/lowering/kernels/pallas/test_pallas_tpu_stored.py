@@ -29,10 +29,8 @@ ALL = {n: s for n, s in STORED.items() if n not in ("odd pages", "many queries",
 def run(stored, made, **options):
     tables = {n: jax.device_put(x) for n, x in made.plan.table_values(made.tables).items()}
     case = stored.case.but(block=(128, 128))
-    return runtime.forward(
-        made.plan, cases.Source(case), cases.geometry(case), *map(jax.device_put, (made.q, made.k, made.v)), {}, tables,
-        TARGET, **options,
-    )  # fmt: skip
+    inputs = cases.kernel_inputs(case, TARGET, made.plan, slots={}, tables=tables, **options)
+    return runtime.forward(inputs, *map(jax.device_put, (made.q, made.k, made.v)))
 
 
 @pytest.mark.sampled(2)

@@ -20,7 +20,17 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, eq, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
-from frisket.lowering.plan import RATE, SEED, Bounds, Target, make_plan, survives
+from frisket.lowering.plan import (
+    RATE,
+    SEED,
+    Bounds,
+    Cotangents,
+    ForwardResults,
+    KernelInputs,
+    Target,
+    make_plan,
+    survives,
+)
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import jax as triton_jax
@@ -32,11 +42,9 @@ DROPPED = {SEED: 11, RATE: 0.3}
 
 def forward(case, made=None, sinks=None, spans=None, **target):
     made = made or cases.plan(case)
-    return triton_jax.forward(
-        made, spans or cases.Source(case), cases.geometry(case), *cases.arrays(case),
-        made.slot_values({**case.slots, **DROPPED}), cases.tables(case, made), Target("triton", *case.block, **target),
-        sinks=sinks,
-    )  # fmt: skip
+    fields = {"spans": spans or cases.Source(case), "slots": made.slot_values({**case.slots, **DROPPED})}
+    inputs = cases.kernel_inputs(case, Target("triton", *case.block, **target), made, sinks=sinks, **fields)
+    return triton_jax.forward(inputs, *cases.arrays(case))
 
 
 def gradients(case, made=None, dv=None, **options):
@@ -76,7 +84,7 @@ def test_jax_triton_gradients_equal_the_reference(name):
 def test_jax_dv_in_a_separate_kernel_equals_the_reference(name, monkeypatch):
     ran = []
     run = triton_jax.JaxTritonCall.run
-    monkeypatch.setattr(triton_jax.JaxTritonCall, "run", lambda *a, go=run, **m: ran.append(a[2]) or go(*a, **m))
+    monkeypatch.setattr(triton_jax.JaxTritonCall, "run", lambda *a, go=run, **m: ran.append(a[2].name) or go(*a, **m))
     compare(*gradients(smaller(ALL[name]).but(batch=1), dv=Target("triton", 16, 64)))
     assert ran == ["attention_delta", "attention_dq", "attention_dkv", "attention_dv"]
 
@@ -147,13 +155,12 @@ def test_stored_keys_and_values(name, splits):
     stored = STORED[name]
     made = stored_cases.problem(stored, "bshd")
     tables = {n: jnp.asarray(x) for n, x in made.plan.table_values(made.tables).items()}
-    out, lse, _ = triton_jax.forward(
-        made.plan, cases.Source(stored.case), cases.geometry(stored.case), *map(jnp.asarray, (made.q, made.k, made.v)),
-        {}, tables, Target("triton", *stored.case.block, splits=splits),
-    )  # fmt: skip
+    target = Target("triton", *stored.case.block, splits=splits)
+    inputs = cases.kernel_inputs(stored.case, target, made.plan, slots={}, tables=tables)
+    out, lse, _ = triton_jax.forward(inputs, *map(jnp.asarray, (made.q, made.k, made.v)))
     assert out.dtype == stored.case.dtype
     stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
-    chosen = triton_jax.target(made.plan, cases.geometry(stored.case), "bfloat16")
+    chosen = triton_tiles.jax_target(made.plan, cases.geometry(stored.case), "bfloat16")
     assert chosen.num_stages == triton_tiles.STORED_STAGES
     assert chosen.decode.block_k == triton_tiles.STORED_OF_FEW[128 if name == "half" else 64]
 
@@ -167,10 +174,10 @@ def test_stored_keys_in_parts_in_proportion(monkeypatch, queries):
     stored = Stored(decode((300, 0, 1), queries, kv_len=304), "int8", page=16)
     made = stored_cases.problem(stored, "bshd")
     tables = {n: jnp.asarray(x) for n, x in made.plan.table_values(made.tables).items()}
-    first, again = (triton_jax.forward(
-        made.plan, cases.Source(stored.case), cases.geometry(stored.case), *map(jnp.asarray, (made.q, made.k, made.v)),
-        {}, tables, Target("triton", *stored.case.block),
-    ) for _ in range(2))  # fmt: skip
+    target = Target("triton", *stored.case.block)
+    inputs = cases.kernel_inputs(stored.case, target, made.plan, slots={}, tables=tables)
+    arrays = [jnp.asarray(x) for x in (made.q, made.k, made.v)]
+    first, again = (triton_jax.forward(inputs, *arrays) for _ in range(2))
     stored_cases.check(stored, made, first[0].transpose(0, 2, 1, 3), first[1])
     assert all(map(np.array_equal, first, again))
     assert [x.balanced for x in asked] == [True, True]
@@ -182,10 +189,8 @@ def test_closed_form_bounds_read_no_table(place):
     case = Case(causal & (q - k < w), slots={"w": 40}, q_len=90, kv_len=90, block=(32, 32), origin=place,
                 sizes=(1, 4, 200, 210))  # fmt: skip
     made = make_plan(case.mask, None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
-    out, lse, _ = triton_jax.forward(
-        made, None, cases.geometry(case), *cases.arrays(case), made.slot_values(case.slots), {},
-        Target("triton", 32, 32, splits=1),
-    )  # fmt: skip
+    inputs = cases.kernel_inputs(case, Target("triton", 32, 32, splits=1), made, spans=None, tables={})
+    out, lse, _ = triton_jax.forward(inputs, *cases.arrays(case))
     cases.check(case, out, lse)
 
 
@@ -217,9 +222,10 @@ def test_traced_values_make_no_other_kernel():
         spans = Given(rows, columns)
         place = replace(g, origin=(0, 0, *origin))
         target = Target("triton", 32, 32, splits=1)
-        out, lse, _ = triton_jax.forward(made, spans, place, *qkv, slots, tables, target)
-        more = *qkv, out, lse, out, None, slots, tables, target
-        return out, lse, triton_jax.backward(made, spans, place, *more, grad_names=frozenset("qkv"))
+        inputs = KernelInputs(made, spans, place, target, slots, tables)
+        out, lse, _ = triton_jax.forward(inputs, *qkv)
+        given = ForwardResults(out, lse), Cotangents(out)
+        return out, lse, triton_jax.backward(inputs, *qkv, *given, grad_names=frozenset("qkv"))
 
     def call(case):
         source = cases.Source(case)

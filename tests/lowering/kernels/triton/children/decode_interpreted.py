@@ -136,7 +136,7 @@ def test_parts_of_a_prompt_over_long_caches(balanced, queries, group):
     first = run(case)
     check(case, *first)
     (parts,) = {id(p): p for p in balanced}.values()
-    assert parts.decode.grid[0] == 1  # the heads of a group are one tile
+    assert parts.first.grid[0] == 1  # the heads of a group are one tile
     assert torch.equal(run(case)[0], first[0])
 
 
@@ -159,7 +159,7 @@ def test_a_long_sequence_has_parts_of_its_own(balanced):
     (parts,) = {id(p): p for p in balanced}.values()
     rows, splits = 3, parts.splits
     share = -(-31 // (rows * splits))
-    assert parts.decode.grid == (1, rows * (splits + 1), 1)
+    assert parts.first.grid == (1, rows * (splits + 1), 1)
     assert sum(-(-n // share) for n in (25, 3, 3)) <= rows * (splits + 1)
 
 
