@@ -18,7 +18,7 @@ from typing import Any
 
 from frisket.dsl.ir import Named
 from frisket.grammar.memo import memo
-from frisket.lowering.derive import Gradient, by_source
+from frisket.lowering.derive import BITS, Gradient, by_source
 from frisket.lowering.plan import Geometry
 
 from .expr import TileProgram
@@ -129,9 +129,6 @@ class LaneGradients:
 def _heads(block: Block, buffer: Tensor, sums: Tensor) -> None:
     m = block.heads
     buffer[m.batch, m.kv : m.kv + m.count, m.first : m.last] += sums.sum(0, keepdim=True) if block.by_row else sums
-
-
-BITS = 61  # of the sum of all magnitudes; rounding of each value is far below what is left of 64
 
 
 def units(total: Tensor) -> Tensor:
