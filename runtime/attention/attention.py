@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import cached_property, partial, wraps
@@ -23,12 +24,12 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.engines.proof import engines_for
 from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
-from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, records
+from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, new_history, records
 from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.calls.arrays import Array, Arrays, Stored
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, remap_positions
-from frisket.runtime.calls.request import CallArgs, register, stacked_values
+from frisket.runtime.calls.request import CALLS, CallArgs, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.layouts.tiling import check_lengths
@@ -46,7 +47,7 @@ from .report import Report, interpreted, learned_values, report, report_gradient
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 NOWHERE: Origin = (0, 0, 0, 0)
-KEPT = 32  # plans of an attention, and places it was moved to
+KEPT = 32  # attentions that one was made into: places it was moved to, arrays that were replaced
 
 
 def of_now(method: Method) -> Method:
@@ -87,13 +88,10 @@ class Attention:
 
     def __init__(self, program: CallProgram, options: Options | None = None) -> None:
         self.program, self.options = program, options or Options()
-        self._plans: dict[tuple[Any, ...], CallPlan] = {}
-        self.ready: dict[Any, Any] = {}  # key of a call -> its `PreparedCall`
-        # (key, tables of the host, `PreparedCall`) of the latest calls with such tables
-        self.by_tables: tuple[Any, ...] = ()
-        self.repeats: dict[Any, Any] = {}  # what a call is, but for entries of its arrays -> its runner
+        # key of a call -> its `PreparedCall`, or `ChangingTables`; key of a plan -> the plan
+        self.calls: dict[Any, Any] = {}
         self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
-        self.history: dict[Any, Any] = {}  # of calls that were prepared, for `records`
+        self.history: deque[Any] = new_history()  # of calls that were prepared, for `records`
         self._views: dict[Any, Any] = {}  # attentions that `at` made, by its texts, `jagged`, and `now`
         torch = sys.modules.get("torch")
         if hasattr(torch, "compile"):  # imported, and whole: the first call does not wait for the modules that run it
@@ -305,26 +303,23 @@ class Attention:
                 call_arrays.refuse_name_clash({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
         if params or isinstance(sinks, list | tuple):  # lists may hold tracers, and tensors that learn
             sinks, params = stacked_values(sinks, params)
-        watched = call_arrays.in_graph(q)
-        plain = not watched and seed is None and not return_max  # a graph asks for no more: Dynamo guards what is read
-        if plain and (self.repeats or (plan is not None and call_arrays.framework_of(q) == "torch")):
-            out = _operators("torch").repeated(self, q, k, v, plan, sinks, origin, sizes, layout, params, return_lse)
-            if out is not None:
-                return out
         request = CallArgs(q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params)
-        if watched or call_arrays.in_graph(q, k, v, sinks, self.options.sinks, *params.values()):
+        if call_arrays.in_graph(q, k, v, sinks, *params.values()) or (
+            self.options.sinks is not None and call_arrays.in_graph(q, self.options.sinks)
+        ):
             if is_jagged(q):
                 return results(jagged_attend(self, request), return_lse, return_max)
             from frisket.runtime.torch.graph import attend  # imports torch
 
             return results(attend(self, request, return_lse or return_max), return_lse, return_max)
-        framework = call_arrays.framework_of(q)
-        if framework != "torch" and call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework
+        if call_arrays.framework_of(q) == "torch":
+            outputs = _operators("torch").attend(self, request, False, return_lse)
+            return results(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
+        if call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework
             from frisket.runtime.torch.graph import record
 
             return record(self, request, return_lse)
-        outputs = (_operators("torch").attend if framework == "torch" else attend_jax)(self, request)
-        return results(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
+        return results(attend_jax(self, request), return_lse, return_max)
 
     def check_if_asked(self, call: CheckedCall, results: tuple[Any, Any, Any]) -> None:
         """Compare a call's results with the interpreter's, where FRISKET_CHECK=1."""
@@ -437,13 +432,18 @@ class Attention:
         self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None = None
     ) -> CallPlan:
         """A plan; its part that does not depend on the tables of this step is remembered."""
-        # a check tests the tables of each call
-        key = None if Settings.read().check else _known(g, host, device_values, how)
-        plan = None if key is None else self._plans.get(key)
+        # `work` knows plans with tables of the host by their entries, and a check tests the tables of each call
+        numbers = all(type(x) in (bool, int, float) for x in host.values()) if host else True
+        if not numbers or any(isinstance(x, np.ndarray) for x in g.origin) or Settings.read().check:
+            return self._new_plan(g, host, device_values, None, how)
+        scalars = tuple([(n, kind_of(x), x) for n, x in host.items()])  # 1, 1.0 and True are equal as keys
+        shapes = [(n, call_arrays.framework_of(x), tuple(x.shape), x.dtype) for n, x in device_values.items()]
+        key = "plan", g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, how, scalars, *shapes
+        plan: CallPlan | None = self.calls.get(key)
         if plan is None:
             plan = self._new_plan(g, host, device_values, None, how)
-            if key is not None:  # without values: those of a step hold its graph, or its trace
-                remember(self._plans, key, plan.with_tables({}) if device_values else plan, KEPT)
+            # without values: those of a step hold its graph, or its trace
+            remember(self.calls, key, plan.with_tables({}) if device_values else plan, CALLS)
         return plan.with_tables(device_values) if device_values else plan
 
     def _new_plan(
@@ -659,16 +659,6 @@ def _operators(framework: str) -> Any:
     from frisket.runtime.jax import op as jax_op
 
     return jax_op
-
-
-def _known(g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None) -> Any:
-    """The part of a call that its plan depends on; None where an array of the host belongs to it."""
-    numbers = all(type(x) in (bool, int, float) for x in host.values())
-    if not numbers or any(isinstance(x, np.ndarray) for x in g.origin):  # `work` knows plans by their entries
-        return None
-    scalars = tuple((n, kind_of(x), x) for n, x in host.items())  # 1, 1.0 and True are equal as keys
-    shapes = tuple((n, call_arrays.framework_of(x), tuple(x.shape), x.dtype) for n, x in device_values.items())
-    return (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes), how, scalars, shapes
 
 
 register("program", Attention)

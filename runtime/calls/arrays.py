@@ -74,7 +74,11 @@ def in_graph(x: Any, *others: Any) -> bool:
     if c._dispatch_tls_is_dispatch_key_included(c.DispatchKey.PreDispatch):
         return True
     kind = torch.Tensor
-    return any(isinstance(y, kind) and type(y).__torch_dispatch__ is not kind.__torch_dispatch__ for y in others)
+    for y in others:
+        if y is not None and type(y) is not kind and isinstance(y, kind):
+            if type(y).__torch_dispatch__ is not kind.__torch_dispatch__:
+                return True
+    return False
 
 
 def by_dynamo() -> bool:

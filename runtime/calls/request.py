@@ -15,6 +15,9 @@ from frisket.runtime import calls
 from frisket.runtime.machine.parameters import stacked
 
 
+CALLS = 256  # prepared calls and plans that an attention keeps, and prepared calls that a plan keeps
+
+
 class CallArgs(NamedTuple):
     """The arguments of `Attention.__call__`, before anything is checked: every module that runs calls takes one.
     `params` hold the scales and pages of stored keys and values too."""

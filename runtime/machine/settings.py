@@ -78,7 +78,7 @@ VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal texts have one object: keys of calls hold it
 class Settings:
     """The values of the environment variables; `Settings.read()` looks at the environment now."""
 
@@ -93,7 +93,7 @@ class Settings:
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
         # private: a Python may lack it
         if environment is None and (raw := getattr(os.environ, "_data", None)) is not None:
-            texts = tuple([raw.get(n) for n in _KEYS])  # a tenth of the time of os.environ.get
+            texts = tuple(map(raw.get, _KEYS))  # a tenth of the time of os.environ.get
             last = _last[0]
             if texts != last[0]:
                 values = tuple([None if x is None else os.environ.decodevalue(x) for x in texts])

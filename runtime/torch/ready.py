@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from threading import local
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from frisket.dsl.ir import var, walk
 from frisket.lowering.plan import KV_INPUTS, Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import READS
 from frisket.runtime.backends.base import RECORDS, Backend
-from frisket.runtime.backends.cpp.torch import lse_of
+from frisket.runtime.backends.cpp.torch import FastPath, lse_of
 from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.calls.arrays import NATURAL
 from frisket.runtime.calls.arrays import refuse_gradients as refuse_stored
@@ -41,10 +41,11 @@ LARGEST = 1 << 28  # Ints from here on need a plan of the host: the kernels of `
 WIDER = 1.05  # times the tiles of the host's plan that a planner may read: it bounds each clause of a mask by itself
 # products that a kernel computes while the host plans: two milliseconds or more, and longer with more tiles
 SPARED, SPARED_BY_TILE = 60_000_000, 15_000
+KEPT_TABLES = 4  # calls of an attention with tables of the host, each with copies of them
 RUNS = 64  # of tiles in a row, at most, that a planner in C++ tells apart
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PreparedCall:
     """A call without its tensors, prepared by `op.prepare`. `op.attend` runs it, and so do operators in graphs
     (`running`), steps over a KV cache (`DecodeCall`), and ranks of context parallelism (`torch_ring`).
@@ -68,6 +69,8 @@ class PreparedCall:
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     awaits: bool = False  # whether library calls run while a native kernel is compiled
     template: FlatPlan | None = None  # a plan without values: each call makes its own, from the tables it brings
+    # what runs such calls by the addresses of their arrays, made when the second one comes; False: nothing does
+    fast: FastPath | Literal[False] | None = field(default=None, init=False)
 
     def again(
         self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, options: Options, sinks: Any, top: bool,
@@ -203,7 +206,7 @@ class PreparedCall:
 
     def _with(self, spans: Any, tables: Mapping[str, Any], template: FlatPlan | None) -> PreparedCall:
         copy = object.__new__(type(self))  # every call with a plan comes here: `replace` takes five times as long
-        copy.__dict__.update(self.__dict__, spans=spans, tables=tables, template=template)
+        copy.__dict__.update(self.__dict__, spans=spans, tables=tables, template=template, fast=None)
         return copy
 
 
@@ -230,9 +233,29 @@ class ChangingTables:
         self.covered = {n: (x[0], x[-1]) for n, x in plan.host_program.tables.items() if n in offsets}
         self.seen: Counter[frozenset[str]] = Counter()  # plans of the host, by order
         self.planners: dict[frozenset[str], TablePlanner] = {}  # assigned, never changed: other threads read it
+        self.latest: tuple[tuple[list[bytes], PreparedCall], ...] = ()  # by entries; assigned, never changed, too
 
-    def __call__(self, entries: list[bytes]) -> PreparedCall | None:
+    def keep(self, entries: list[bytes], ready: PreparedCall, calls: Mapping[Any, Any]) -> PreparedCall:
+        """Keep the prepared call for tables of these entries. Together with others in the table `calls` of an attention
+        few are kept, since each comes with copies of tables."""
+        self.latest = ((entries, ready), *self.latest)[:KEPT_TABLES]
+        room = KEPT_TABLES - len(self.latest)
+        for other in list(calls.values()):
+            if type(other) is ChangingTables and other is not self:
+                other.latest = other.latest[:room]
+                room -= len(other.latest)
+        return ready
+
+    def __call__(self, entries: list[bytes], calls: Mapping[Any, Any]) -> PreparedCall | None:
         """The prepared call for tables of these entries; None where the host is to plan them."""
+        for earlier, ready in self.latest:
+            if earlier == entries:
+                return ready
+        ready = self._planned(entries)
+        return None if ready is None else self.keep(entries, ready, calls)
+
+    def _planned(self, entries: list[bytes]) -> PreparedCall | None:
+        """The prepared call for tables that a planner in C++ reads, if there is such a planner."""
         if not self.planners:
             return None
         tables = self._tables(entries)
@@ -363,7 +386,7 @@ def _tiles_read(spans: Spans) -> int:
     return int(of_slice[spans.slice_of].sum())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class VendorCall(PreparedCall):
     """A prepared call of an engine. The largest score of a row, sinks where the engine takes no plans, and gradients
     that are not the engine's are the generated kernels', which are prepared when the first call asks for them."""

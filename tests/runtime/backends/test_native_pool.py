@@ -211,7 +211,7 @@ PLANNING = """
         att(q, k, v, doc=np.sort(rng.integers(0, 5, 200)))
     for _ in range(CHANGES[0] + 1):
         call()
-    (steps,) = next(x for x in att.ready.values() if type(x) is ChangingTables).planners.values()
+    (steps,) = next(x for x in att.calls.values() if type(x) is ChangingTables).planners.values()
     planner, begun, over = steps.prepared, threading.Event(), threading.Event()
     def slow():
         made = planner()

@@ -23,6 +23,7 @@ from frisket.runtime.backends.triton import tiles
 from frisket.runtime.calls import arrays as frameworks
 from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.torch import op as torch_op
+from frisket.runtime.torch.ready import PreparedCall
 
 triton_null.install(watch=True)
 backend._on_torch = lambda: ""
@@ -239,7 +240,7 @@ def test_triton_launches_on_the_device_of_the_arrays(monkeypatch):
     att = fk.compile("causal", backend="triton")
     q, k, v = (x.detach() for x in arrays(64))
     att(q, k, v)
-    (ready,) = att.ready.values()
+    (ready,) = (x for x in att.calls.values() if isinstance(x, PreparedCall))
     (launch,) = triton_launch.bound(ready.plan, ready.spans, ready.geometry, ready.target, q, k).launches.values()
     for index in (0, 1):
         monkeypatch.setattr(launch, "device", torch.device("cuda", index))
@@ -417,7 +418,7 @@ def test_learned_tables_leave_nothing_behind():
         gc.enable()
     att = fk.compile("causal & same(doc)", doc=np.arange(64) // 9, backend="triton")
     att(*arrays(64))
-    (ready,) = att.ready.values()
+    (ready,) = (x for x in att.calls.values() if isinstance(x, PreparedCall))
     own = triton_launch.bound(ready.plan, ready.spans, ready.geometry, ready.target, *arrays(64)[:2])
     assert own.values(ready.slots, ready.tables) is own.values(ready.slots, ready.tables)
 
