@@ -342,7 +342,10 @@ class Attention:
         # arrays of numpy become JAX's where anything of the call is
         known = self._frameworks(request) if any(isinstance(x, np.ndarray) for x in (q, k, v)) else ()
         arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES), known=known)
-        geometry = self._geometry(arrays, plan, origin, sizes)
+        if plan is None:
+            geometry = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
+        else:
+            geometry = self._planned_geometry(arrays, plan, origin, sizes)
         # a layout that is named is meant, and the lengths of a plan tell it
         if layout is None and plan is None and not geometry.vacant:
             check_order(arrays, geometry, self.program, params)
@@ -360,8 +363,9 @@ class Attention:
         if geometry.vacant:
             check_used(params, self.program.names)  # a plan would have checked both
             check_bound(self.program, {**self.constants, **self.traced, **params})
-        else:
-            plan = plan or self._plan_for(geometry, params, arrays.framework, how)
+        elif plan is None:
+            values = self._plan_values(params, arrays.framework) if params or self.captured else ({}, {})
+            plan = self._cached_plan(geometry, *values, how)
         # a vacant call has no plan
         return CheckedCall(arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs)
 
@@ -382,30 +386,28 @@ class Attention:
         params = {**self.captured, **getattr(request.plan, "device_values", request.params)}
         yield from map(call_arrays.framework_of, (request.sinks, request.seed, self.options.sinks, *params.values()))
 
-    def _geometry(self, arrays: Arrays, plan: CallPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
-        if plan is not None:
-            if not isinstance(plan, Plan | FlatPlan):
-                raise ParameterError(f"plan is {plan!r}; `plan` of an attention makes one")
-            if origin is not None or sizes is not None:
-                raise ParameterError("the plan has its origin and sizes already; give them to `plan`")
-            origin, sizes = plan.origin, plan.sizes
-        g = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
-        if plan is not None:
-            have, want = (g.batch, g.heads, g.q_len, g.kv_len), (plan.batch, plan.heads, plan.q_len, plan.kv_len)
-            if have != want:
-                turned = want == (g.batch, g.q_len, g.heads, g.kv_heads)
-                other = "bhsd" if arrays.layout == "bshd" else "bshd"
-                raise ShapeError(
-                    f"the plan is for (batch, heads, q_len, kv_len) = {want}, the arrays have {have}; "
-                    + (f'layout="{other}" reads them so' if turned else "make a plan for these lengths")
-                )
+    def _planned_geometry(self, arrays: Arrays, plan: Any, origin: Origin | None, sizes: Sizes | None) -> Geometry:
+        """The geometry of a call with a plan, which is for these lengths."""
+        if not isinstance(plan, Plan | FlatPlan):
+            raise ParameterError(f"plan is {plan!r}; `plan` of an attention makes one")
+        if origin is not None or sizes is not None:
+            raise ParameterError("the plan has its origin and sizes already; give them to `plan`")
+        g = arrays.geometry(self.options.scale, self.options.enable_gqa, plan.origin, plan.sizes)
+        have, want = (g.batch, g.heads, g.q_len, g.kv_len), (plan.batch, plan.heads, plan.q_len, plan.kv_len)
+        if have != want:
+            turned = want == (g.batch, g.q_len, g.heads, g.kv_heads)
+            other = "bhsd" if arrays.layout == "bshd" else "bshd"
+            raise ShapeError(
+                f"the plan is for (batch, heads, q_len, kv_len) = {want}, the arrays have {have}; "
+                + (f'layout="{other}" reads them so' if turned else "make a plan for these lengths")
+            )
         return g
 
     def check_planned(self, request: CallArgs) -> None:
         """Raise where a plan is for another call, or a parameter is given that the plan holds."""
         kv_inputs, params = call_arrays.split_kv_args(request.params)
         arrays = call_arrays.arrays(*request[:3], request.layout, pages=kv_inputs.get(PAGES))
-        self._geometry(arrays, request.plan, request.origin, request.sizes)
+        self._planned_geometry(arrays, request.plan, request.origin, request.sizes)
         self._check_plan(request.plan, params)
 
     def _check_plan(self, plan: CallPlan, params: dict[str, Any]) -> None:
@@ -420,13 +422,12 @@ class Attention:
             have, want = ("with", "without") if plan.dropout else ("without", "with")
             raise ParameterError(f"the plan is for attention {have} dropout, this one is {want}\n  {remedy}")
 
-    def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None) -> CallPlan:
-        host, device_values = split_host_device(params, None, self.program.learnable, framework) if params else ({}, {})
-        if self.captured:
-            # JAX reads copies of torch's tensors
-            captured = {**(self.learned if framework == "torch" else {}), **self.traced}
-            device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
-        return self._cached_plan(g, host, device_values, how)
+    def _plan_values(self, params: dict[str, Any], framework: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values of a plan for a call: those of the host, and those that stay where they are."""
+        host, device_values = split_host_device(params, None, self.program.learnable, framework)
+        # JAX reads copies of torch's tensors
+        captured = {**(self.learned if framework == "torch" else {}), **self.traced}
+        return host, {**{n: x for n, x in captured.items() if n not in params}, **device_values}
 
     def _cached_plan(
         self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None = None

@@ -75,9 +75,10 @@ def in_graph(x: Any, *others: Any) -> bool:
         return True
     kind = torch.Tensor
     for y in others:
-        if y is not None and type(y) is not kind and isinstance(y, kind):
-            if type(y).__torch_dispatch__ is not kind.__torch_dispatch__:
-                return True
+        # a tensor of torch's own class, or None, is told apart at once: every call comes here
+        odd = y is not None and type(y) is not kind and isinstance(y, kind)
+        if odd and type(y).__torch_dispatch__ is not kind.__torch_dispatch__:
+            return True
     return False
 
 

@@ -14,7 +14,6 @@ from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime import calls
 from frisket.runtime.machine.parameters import stacked
 
-
 CALLS = 256  # prepared calls and plans that an attention keeps, and prepared calls that a plan keeps
 
 

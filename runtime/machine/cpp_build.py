@@ -29,7 +29,7 @@ from frisket.dsl.errors import BackendError, FrisketError, LoweringError
 from frisket.grammar.memo import Memo, memo
 from frisket.lowering.kernels.cpp import call as cpp_call
 
-from .cpp_cpu import flags_of, identity, lacking
+from .cpp_cpu import flags_of, lacking, this_cpu
 from .once import warn_once
 from .settings import Settings, cache_folder
 
@@ -320,7 +320,7 @@ def _sought(source: str, variant: str) -> tuple[str, list[str]]:
             else f"no C++ compiler: none of {', '.join(COMPILERS)} is on PATH\n  install one, or set CXX"
         )  # fmt: skip
     flags = (*FLAGS, *flags_of(variant))
-    machine = identity() if variant == "native" else ""
+    machine = this_cpu()[0] if variant == "native" else ""
     words = (source, " ".join(flags), " ".join(command), compiler_version(command), machine)
     return hashlib.sha256("\0".join(words).encode()).hexdigest(), [*command, *flags]
 

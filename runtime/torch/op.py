@@ -1,19 +1,18 @@
-"""Runs a compiled attention on torch tensors, with gradients. A call takes the first of three ways that is open:
+"""Runs a compiled attention on torch tensors, with gradients.
 
-1. `repeated`: native kernels, of calls that differ from two earlier ones in the entries of q, k, v, sinks, scales and
-   pages alone. A runner, in `att.repeats` or with `plan=` in `plan.ready`, takes addresses and strides. Checked at each
-   call: types, shapes, dtypes and devices of these arrays, the plan, positions, numbers, settings of the environment,
-   and modes of torch (autocast, forward mode, function modes).
-2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). The
-   `PreparedCall` of that call holds all but its tensors. `_remembered` finds it in `att.ready`; in `plan.ready` with
-   `plan=`; in `att.by_tables` with tables of the host, whose entries are compared. Tables on a device are no part of
-   the key: a copy of the `PreparedCall` gets the plan of this call's tables. Checked at each call: the key, sinks, the
-   seed, gradients.
-3. `attend`, the first call of a key. `Attention.call` checks all arguments, names a backend and plans: a `CheckedCall`.
-   `_prepare_and_keep` makes its `PreparedCall` by `prepare`, which asks for an engine (`VendorCall`), uploads tables
-   (`_prepared`) and builds the kernel (`_built`). The next call takes way 2, and leaves the runner for way 1.
+A second call compares its key (`key_of`) with those in `att.calls`, or in `plan.calls` with `plan=`:
 
-Graphs of torch.compile hold operators (`running`), which take the same ways when they run. A KV cache on a CPU keeps a
+- shapes and dtypes of q, k and v; devices, or that kernels may read these arrays by their addresses; the axis order
+- settings of the environment; origin and sizes; shapes of learned tensors; names and values of scalars
+- names, shapes and dtypes of tables. Entries of a host table are compared too, bit for bit (`ChangingTables`). Entries
+  of a table on a device are not: a copy of the `PreparedCall` gets the plan of this call's tables (`_earlier`)
+
+The `PreparedCall` under the key holds all but tensors. The call checks its sinks, seed and gradients, and launches:
+`PreparedCall.again`, or native kernels by the addresses of arrays (`PreparedCall.fast`). Without one, `_first_call`
+checks all arguments, names a backend and plans (`Attention.call`: a `CheckedCall`). `prepare` then asks for an engine
+(`VendorCall`), uploads tables (`_prepared`) and builds the kernel (`_built`); the next call finds the `PreparedCall`.
+
+Graphs of torch.compile hold operators (`running`), which do the same when they run. A KV cache on a CPU keeps a
 `PreparedCall` for its steps (`DecodeCall`).
 """
 
@@ -50,7 +49,6 @@ from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import TiledPlan
 from frisket.runtime.plans.device import CheckedCall, DeviceTiledPlan, refuse_written
 from frisket.runtime.plans.empty import nothing
-from frisket.runtime.plans.host import Plan
 
 from .autograd import AttendAgain, gradients_with_permutation, refuse_tangents, with_permutation, written_out
 from .ready import ChangingTables, PreparedCall, VendorCall, engine_call, readable
