@@ -303,16 +303,19 @@ class Attention:
                 call_arrays.refuse_name_clash({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
         if params or isinstance(sinks, list | tuple):  # lists may hold tracers, and tensors that learn
             sinks, params = stacked_values(sinks, params)
-        request = CallArgs(q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params)
-        if call_arrays.in_graph(q, k, v, sinks, *params.values()) or (
-            self.options.sinks is not None and call_arrays.in_graph(q, self.options.sinks)
-        ):
+        # half the time of CallArgs(...), which every call would notice
+        args = q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params
+        request = tuple.__new__(CallArgs, args)
+        watched = (
+            call_arrays.in_graph(q, k, v, sinks, *params.values()) if params else call_arrays.in_graph(q, k, v, sinks)
+        )
+        if watched or (self.options.sinks is not None and call_arrays.in_graph(q, self.options.sinks)):
             if is_jagged(q):
                 return results(jagged_attend(self, request), return_lse, return_max)
             from frisket.runtime.torch.graph import attend  # imports torch
 
             return results(attend(self, request, return_lse or return_max), return_lse, return_max)
-        if call_arrays.framework_of(q) == "torch":
+        if isinstance(q, getattr(sys.modules.get("torch"), "Tensor", ())):
             outputs = _operators("torch").attend(self, request, False, return_lse)
             return results(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
         if call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework

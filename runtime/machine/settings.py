@@ -131,4 +131,4 @@ def _settings(texts: tuple[str | None, ...]) -> Settings:
 
 
 _NONE: Any = (None,) * len(VARIABLES), Settings()  # no variable is there
-_last = [_NONE]  # every call asks: what was read last, in one entry, since threads read it
+_last: list[tuple[Any, Settings]] = [_NONE]  # every call asks: what was read last, in one entry, since threads read it

@@ -75,25 +75,26 @@ def attend(att: Any, request: CallArgs, saving: bool = False, lse: bool = True) 
     except (AttributeError, RuntimeError):
         arrays(q, k, v)  # raises: an array of another framework, or a nested tensor that is not jagged, has no shape
         raise
-    ready: Any = (att.calls if plan is None else getattr(plan, "calls", att.calls)).get(key)
+    ready: PreparedCall | None = (att.calls if plan is None else getattr(plan, "calls", att.calls)).get(key)
     if entries or plan is not None or (ready is not None and ready.loads):
         ready = _earlier(att, request, key, entries, ready)
     if ready is not None and (fast := ready.fast) and seed is None and not top:
-        learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if ready.bshd:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         values = [params[n] for _, n in ready.kv_inputs] if ready.kv_inputs else ()
-        results: Any = None
-        if learning:  # of q, k and v alone, to which nothing but out flows back
-            if not (lse or saving or values) and sinks is None and q.dtype == k.dtype and fast.fits(q, k, v):
-                results = AttendAgain.apply(fast, ready, q, k, v)  # type: ignore[no-untyped-call]
+        lse = lse or saving
+        out: Any = None
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            # gradients flow from out alone, to q, k and v alone
+            if not (lse or values) and sinks is None and q.dtype == k.dtype and fast.fits(q, k, v):
+                out = AttendAgain.apply(fast, ready, q, k, v)  # type: ignore[no-untyped-call]
         elif (sinks is None or _sinks_fit(sinks, ready)) and (not values or all(map(_readable, values))):
-            results = fast.forward(q, k, v, lse or saving, sinks, values)
-        if results is not None:
-            out, sums, stats = results if type(results) is tuple else (results, None, None)
+            out = fast.forward(q, k, v, lse, sinks, values)
+        if out is not None:  # else kernels cannot read these arrays where they are
+            out, sums, stats = out if lse else (out, None, None)
             out = out.transpose(1, 2) if ready.bshd else out
             return (out, sums, None, stats) if saving else (out, sums, None)
-        q, k, v = request[:3]
+        q, k, v = request.q, request.k, request.v
     tensors = q, k, v, sinks, *params.values()
     if any(isinstance(x, torch.Tensor) and x._is_zerotensor() for x in tensors):  # zeros without memory, of autograd
         q, k, v, sinks = map(written_out, (q, k, v, sinks))
@@ -101,8 +102,9 @@ def attend(att: Any, request: CallArgs, saving: bool = False, lse: bool = True) 
         request = request._replace(q=q, k=k, v=v, sinks=sinks, params=params)
     if ready is None:
         return _first_call(att, request, settings, key, entries, saving)
-    if ready.fast is None:  # more such calls may follow
-        ready.fast = _fast_path_of(att, ready, request)
+    if ready.runs == 1:
+        ready.fast = _fast_path_of(att, ready, request, key)
+    ready.runs += 1
     known = att.learned if plan is None else plan.device_values
     inputs = [params[n] if n in params else known[n] for _, n in ready.kv_inputs]
     if ready.bshd:
@@ -129,7 +131,7 @@ def _first_call(
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
     ready = _prepare_and_keep(call, att, request, key, entries, True)
-    result = run(call, ready, saving)
+    result, ready.runs = run(call, ready, saving), 1
     record(att, call, began, ready.target.backend)  # after the run, which loads Triton's kernels
     return result
 
@@ -161,20 +163,20 @@ def _sinks_fit(sinks: Any, ready: PreparedCall) -> bool:
     )  # fmt: skip
 
 
-def _fast_path_of(att: Any, ready: PreparedCall, request: CallArgs) -> Any:
-    """The `FastPath` of calls with the key of this one; False where they need more than addresses of their arrays."""
+def _fast_path_of(att: Any, ready: PreparedCall, request: CallArgs, key: Any) -> Any:
+    """The `FastPath` of calls with the key of this one; None where they need more than addresses of their arrays."""
     repeat = RECORDS[ready.target.backend].executors["torch"].repeat
-    if repeat is None or not _addressed(*request[:3]) or getattr(request.plan, "on_device", False):
-        return False
+    if repeat is None or key is None or key[0] is not None or getattr(request.plan, "on_device", False):
+        return None
     # a fast path takes no rows, no seed, and no sinks of the options
     if ready.seed or att.options.rows is not None or att.options.sinks is not None:
-        return False
+        return None
     if any(x.is_inference() for x in ready.tables.values()):
-        return False
+        return None
     # scales would have to be turned, and other values may learn
     params = request.params
     if ready.kv_inputs and (ready.bshd or not all(s in params and s in KV_INPUTS for _, s in ready.kv_inputs)):
-        return False
+        return None
     names = [name for name, _ in ready.kv_inputs]
     call = ready.plan, ready.spans, ready.geometry, request.q.dtype, request.k.dtype, ready.slots, ready.tables
     return repeat(*call, names, ready.target)
@@ -190,20 +192,21 @@ def kept_ready(att: Any, request: CallArgs, defers: bool = False) -> PreparedCal
 def _earlier(att: Any, request: CallArgs, key: Any, entries: list[bytes], ready: Any) -> PreparedCall | None:
     """The `PreparedCall` of an earlier call with this key, which kept `ready`: for these entries of tables of the host,
     or with this call's plan if the mask reads tables of a device."""
-    plan = request.plan
+    plan, step = request.plan, ready
     if entries:
-        return ready(entries, att.calls) if type(ready) is ChangingTables else None
-    if plan is None:
-        if ready is None or ready.template is None:
-            return ready  # type: ignore[no-any-return]
-        tables = {**att.learned, **request.params}
-        return ready.for_step(ready.template.with_tables({n: tables[n] for n, *_ in ready.template.key.device_specs}))
-    if ready is None and key is not None and getattr(plan, "common", None) is not None:
-        first = plan.common.calls.get(key)
-        if first is not None:
+        step = ready(entries, att.calls) if type(ready) is ChangingTables else None
+    elif plan is None:
+        if ready is not None and (template := ready.template) is not None:
+            tables = {**att.learned, **request.params}
+            step = ready.for_step(template.with_tables({n: tables[n] for n, *_ in template.key.device_specs}))
+    else:
+        common = getattr(plan, "common", None)
+        if ready is None and common is not None and (first := common.calls.get(key)) is not None:
             step_plan = plan.stored_as(first.template.host_program.stored)
-            ready = plan.calls[key] = first.for_step(step_plan).with_plan(None)  # for the layers to come
-    return ready.with_plan(plan) if ready is not None and ready.loads else ready
+            step = plan.calls[key] = first.for_step(step_plan).with_plan(None)  # for the layers to come
+        if step is not None and step.loads:
+            step = step.with_plan(plan)
+    return step  # type: ignore[no-any-return]
 
 
 def _bits(x: Any) -> Any:
@@ -266,14 +269,24 @@ def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, list[b
     # `check_layout` refuses a layout that is no text
     if settings.check or att.ambiguous or not (layout is None or type(layout) is str):
         return None, entries
-    # Triton's products of float32 are by the precision
-    place = None if _addressed(q, k, v) else (q.device, k.device, v.device, torch.get_float32_matmul_precision())
+    place: Any = None  # kernels may read these arrays by their addresses
+    if (
+        not (q.is_cpu and k.is_cpu and v.is_cpu)
+        or q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
+        or (
+            torch._C._is_torch_function_mode_enabled()  # a default device, say: the mode sees what a call makes
+        )
+    ):
+        # Triton's products of float32 are by the precision
+        place = q.device, k.device, v.device, torch.get_float32_matmul_precision()
     # a plan may serve several attentions, and outlive them
     whose = None if plan is None else ref(att)
-    key: tuple[Any, ...] = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, place, layout, settings, whose
+    key: tuple[Any, ...] = place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, layout, settings, whose
     if att.learned:
         key += tuple([x.shape for x in att.learned.values()])  # whose `.data` may be another
-    for name, x in params.items():
+    for name, x in params.items() if params else ():
         if type(x) in NUMBERS:
             key += ((name, kind_of(x), x),)
         elif (name in KV_INPUTS and hasattr(x, "shape")) or _learned(att, name, x):
@@ -292,14 +305,6 @@ def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, list[b
                 return None, []
             key += (x if x is None else tuple(x),)
     return key, entries
-
-
-def _addressed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether kernels may read these arrays by their addresses; in a mode of torch functions, a default device say,
-    that mode sees what a call makes."""
-    if not (q.is_cpu and k.is_cpu and v.is_cpu) or q.is_neg() or k.is_neg() or v.is_neg():
-        return False
-    return not torch._C._is_torch_function_mode_enabled()
 
 
 def _learned(att: Any, name: str, x: Any) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from threading import local
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,8 +69,9 @@ class PreparedCall:
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     awaits: bool = False  # whether library calls run while a native kernel is compiled
     template: FlatPlan | None = None  # a plan without values: each call makes its own, from the tables it brings
-    # what runs such calls by the addresses of their arrays, made when the second one comes; False: nothing does
-    fast: FastPath | Literal[False] | None = field(default=None, init=False)
+    runs: int = field(default=0, init=False)  # calls that did not take the fast path
+    # runs such calls by the addresses of their arrays; made at the second run, as more may follow
+    fast: FastPath | None = field(default=None, init=False)
 
     def again(
         self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, options: Options, sinks: Any, top: bool,
@@ -206,7 +207,7 @@ class PreparedCall:
 
     def _with(self, spans: Any, tables: Mapping[str, Any], template: FlatPlan | None) -> PreparedCall:
         copy = object.__new__(type(self))  # every call with a plan comes here: `replace` takes five times as long
-        copy.__dict__.update(self.__dict__, spans=spans, tables=tables, template=template, fast=None)
+        copy.__dict__.update(self.__dict__, spans=spans, tables=tables, template=template, runs=0, fast=None)
         return copy
 
 
@@ -251,8 +252,8 @@ class ChangingTables:
         for earlier, ready in self.latest:
             if earlier == entries:
                 return ready
-        ready = self._planned(entries)
-        return None if ready is None else self.keep(entries, ready, calls)
+        planned = self._planned(entries)
+        return None if planned is None else self.keep(entries, planned, calls)
 
     def _planned(self, entries: list[bytes]) -> PreparedCall | None:
         """The prepared call for tables that a planner in C++ reads, if there is such a planner."""

@@ -46,7 +46,7 @@ def call_of(
 ) -> tuple[Any, CallArgs]:
     """The attention and the keywords of a call of it."""
     if names in BARE and qkv:
-        return attention_of(spec, ()), CallArgs(*qkv, sinks=sinks, layout="bhsd")
+        return attention_of(spec, ()), CallArgs(qkv[0], qkv[1], qkv[2], sinks=sinks, layout="bhsd")
     top, entries = names_of(names)
     tensors, ints = iter(values), iter(numbers)
     params: dict[str, Any] = {}
@@ -60,9 +60,9 @@ def call_of(
     seed, _ = params.pop(" seed", None), params.pop(" rank", None)  # the rank is there to tell graphs apart
     place = {w: [_known(params.pop(f" {w}{i}")) for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
     att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
-    q, k, v = qkv or (None, None, None)
     origin, sizes = (tuple(x) or None for x in place.values())
     seed = None if seed is None else int(seed)
+    q, k, v = qkv or (None, None, None)
     return att, CallArgs(q, k, v, None, seed, sinks, top, origin, sizes, "bhsd", params)
 
 

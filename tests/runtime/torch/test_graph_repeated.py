@@ -5,7 +5,8 @@ import torch
 
 import frisket as fk
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.torch import op, operators, running  # noqa: F401, registers operators
+from frisket.runtime.torch import operators, running  # noqa: F401, registers operators
+from frisket.runtime.torch.ready import PreparedCall
 
 from .test_torch_repeated import BAND, attention, drawn, paths, without_fast_path
 
@@ -28,7 +29,7 @@ def warm(att, arrays):
 
 def anew(monkeypatch, run):
     with monkeypatch.context() as m:
-        m.setattr(op, "_addressed", lambda *arrays: False)  # the key of calls without a fast path
+        m.setattr(PreparedCall, "fast", property(lambda ready: None))
         return run()
 
 
