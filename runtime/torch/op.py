@@ -157,10 +157,11 @@ def _readable(x: Any) -> bool:
 def _sinks_fit(sinks: Any, ready: PreparedCall) -> bool:
     """Whether kernels can read sinks where they are; others are cast and checked by each call."""
     return bool(
-        _readable(sinks) and sinks.is_contiguous()
+        _readable(sinks)
+        and sinks.is_contiguous()
         and sinks.shape == (ready.geometry.heads,)
         and sinks.dtype == (torch.float64 if ready.double else torch.float32)
-    )  # fmt: skip
+    )
 
 
 def _fast_path_of(att: Any, ready: PreparedCall, request: CallArgs, key: Any) -> Any:
