@@ -75,9 +75,9 @@ def in_graph(x: Any, *others: Any) -> bool:
         return True
     kind = torch.Tensor
     for y in others:
-        # a tensor of torch's own class, or None, is told apart at once: every call comes here
-        odd = y is not None and type(y) is not kind and isinstance(y, kind)
-        if odd and type(y).__torch_dispatch__ is not kind.__torch_dispatch__:
+        if y is None or type(y) is kind:  # told apart at once, since every call comes here
+            continue
+        if isinstance(y, kind) and type(y).__torch_dispatch__ is not kind.__torch_dispatch__:
             return True
     return False
 

@@ -113,7 +113,7 @@ def attend(att: Any, request: CallArgs, saving: bool = False, lse: bool = True) 
 
 
 def _first_call(
-    att: Any, request: CallArgs, settings: Settings, key: Any, entries: list[bytes], saving: bool
+    att: Any, request: CallArgs, settings: Settings, key: Any, entries: tuple[bytes, ...], saving: bool
 ) -> tuple[Any, ...]:
     """The results of a call that is checked, planned and prepared."""
     began, _ = perf_counter(), kernel_step.set("")  # of this call, for its record
@@ -190,7 +190,7 @@ def kept_ready(att: Any, request: CallArgs, defers: bool = False) -> PreparedCal
     return ready or _prepare_and_keep(att.call(request), att, request, key, entries, defers)
 
 
-def _earlier(att: Any, request: CallArgs, key: Any, entries: list[bytes], ready: Any) -> PreparedCall | None:
+def _earlier(att: Any, request: CallArgs, key: Any, entries: tuple[bytes, ...], ready: Any) -> PreparedCall | None:
     """The `PreparedCall` of an earlier call with this key, which kept `ready`: for these entries of tables of the host,
     or with this call's plan if the mask reads tables of a device."""
     plan, step = request.plan, ready
@@ -222,7 +222,7 @@ def _bits(x: Any) -> Any:
 
 
 def _prepare_and_keep(
-    call: CheckedCall, att: Any, request: CallArgs, key: Any, entries: list[bytes], defers: bool
+    call: CheckedCall, att: Any, request: CallArgs, key: Any, entries: tuple[bytes, ...], defers: bool
 ) -> PreparedCall:
     plan, params = request.plan, request.params
     ready = prepare(call, att.options, defers)
@@ -259,14 +259,14 @@ def run(call: CheckedCall, ready: PreparedCall, saving: bool = False) -> tuple[A
     return ready(arrays.q, arrays.k, arrays.v, values, call.seed, call.sinks, call.top, saving)
 
 
-def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, list[bytes]]:
+def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, tuple[bytes, ...]]:
     """(key of a call's `PreparedCall`, or None where every call is prepared again; the entries of its host tables).
 
     A host table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
     count some of these only: entries are compared, bit for bit. They are bytes, whose comparison ends at the first
     difference."""
     q, k, v, plan, _, _, _, origin, sizes, layout, params = request
-    entries: list[bytes] = []
+    entries: tuple[bytes, ...] = ()
     # `check_layout` refuses a layout that is no text
     if settings.check or att.ambiguous or not (layout is None or type(layout) is str):
         return None, entries
@@ -295,15 +295,15 @@ def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, list[b
         elif plan is None and _on_accelerator(x, q.device):  # another step's entries take the same kernel
             key += ((name, x.shape, x.dtype, "planned there"),)
         elif plan is None and q.is_cpu and (bits := _bits(x)) is not None:
-            entries.append(bits.tobytes())
+            entries += (bits.tobytes(),)
             key += ((name, x.shape, x.dtype, "by its entries"),)
         else:
-            return None, []
+            return None, ()
     if origin is not None or sizes is not None:
         for x in (origin, sizes):
             # tensors and numpy's vectors are no part of a key
             if x is not None and not (isinstance(x, tuple | list) and all(type(n) is int for n in x)):
-                return None, []
+                return None, ()
             key += (x if x is None else tuple(x),)
     return key, entries
 

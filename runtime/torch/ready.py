@@ -234,9 +234,9 @@ class ChangingTables:
         self.covered = {n: (x[0], x[-1]) for n, x in plan.host_program.tables.items() if n in offsets}
         self.seen: Counter[frozenset[str]] = Counter()  # plans of the host, by order
         self.planners: dict[frozenset[str], TablePlanner] = {}  # assigned, never changed: other threads read it
-        self.latest: tuple[tuple[list[bytes], PreparedCall], ...] = ()  # by entries; assigned, never changed, too
+        self.latest: tuple[tuple[tuple[bytes, ...], PreparedCall], ...] = ()  # by entries; assigned, never changed, too
 
-    def keep(self, entries: list[bytes], ready: PreparedCall, calls: Mapping[Any, Any]) -> PreparedCall:
+    def keep(self, entries: tuple[bytes, ...], ready: PreparedCall, calls: Mapping[Any, Any]) -> PreparedCall:
         """Keep the prepared call for tables of these entries. Together with others in the table `calls` of an attention
         few are kept, since each comes with copies of tables."""
         self.latest = ((entries, ready), *self.latest)[:KEPT_TABLES]
@@ -247,7 +247,7 @@ class ChangingTables:
                 room -= len(other.latest)
         return ready
 
-    def __call__(self, entries: list[bytes], calls: Mapping[Any, Any]) -> PreparedCall | None:
+    def __call__(self, entries: tuple[bytes, ...], calls: Mapping[Any, Any]) -> PreparedCall | None:
         """The prepared call for tables of these entries; None where the host is to plan them."""
         for earlier, ready in self.latest:
             if earlier == entries:
@@ -255,7 +255,7 @@ class ChangingTables:
         planned = self._planned(entries)
         return None if planned is None else self.keep(entries, planned, calls)
 
-    def _planned(self, entries: list[bytes]) -> PreparedCall | None:
+    def _planned(self, entries: tuple[bytes, ...]) -> PreparedCall | None:
         """The prepared call for tables that a planner in C++ reads, if there is such a planner."""
         if not self.planners:
             return None
@@ -275,7 +275,7 @@ class ChangingTables:
 
     def host_planned(
         self, att: Any, call: CheckedCall, params: Mapping[str, Any], host: PreparedCall,
-        prepare: Callable[..., PreparedCall], entries: list[bytes],
+        prepare: Callable[..., PreparedCall], entries: tuple[bytes, ...],
     ) -> None:  # fmt: skip
         """Take note of a plan of the host: try a planner for such tables, or compare the one there is. Raises
         `PendingError` while a planner or its kernel is compiled in the background."""
@@ -294,7 +294,7 @@ class ChangingTables:
             if candidate is not None and _pays(candidate, tables, host):
                 self.planners = {**self.planners, order: candidate}
 
-    def _tables(self, entries: list[bytes]) -> dict[str, Array]:
+    def _tables(self, entries: tuple[bytes, ...]) -> dict[str, Array]:
         pairs = zip(self.kinds.items(), entries, strict=True)
 
         return {n: np.frombuffer(content, dtype).reshape(shape) for (n, (dtype, shape)), content in pairs}

@@ -29,7 +29,7 @@ LIMITS = {
     "parameters": (33,),
     "skips": (321,),
     "strings": (36,),
-    "code": (40_831, 22_967),
+    "code": (40_832, 22_968),
     "classes": (2,),
     "docstrings": (0,),
     "tour": (0, 0),
