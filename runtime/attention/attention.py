@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import cached_property, partial, wraps
@@ -23,12 +24,12 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.engines.proof import engines_for
 from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
-from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, records
+from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, new_history, records
 from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.calls.arrays import Array, Arrays, Stored
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, remap_positions
-from frisket.runtime.calls.request import CallArgs, register, stacked_values
+from frisket.runtime.calls.request import CALLS, CallArgs, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.layouts.tiling import check_lengths
@@ -46,7 +47,7 @@ from .report import Report, interpreted, learned_values, report, report_gradient
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 NOWHERE: Origin = (0, 0, 0, 0)
-KEPT = 32  # plans of an attention, and places it was moved to
+KEPT = 32  # attentions that one was made into: places it was moved to, arrays that were replaced
 
 
 def of_now(method: Method) -> Method:
@@ -87,13 +88,10 @@ class Attention:
 
     def __init__(self, program: CallProgram, options: Options | None = None) -> None:
         self.program, self.options = program, options or Options()
-        self._plans: dict[tuple[Any, ...], CallPlan] = {}
-        self.ready: dict[Any, Any] = {}  # key of a call -> its `PreparedCall`
-        # (key, tables of the host, `PreparedCall`) of the latest calls with such tables
-        self.by_tables: tuple[Any, ...] = ()
-        self.repeats: dict[Any, Any] = {}  # what a call is, but for entries of its arrays -> its runner
+        # key of a call -> its `PreparedCall`, or `ChangingTables`; key of a plan -> the plan
+        self.calls: dict[Any, Any] = {}
         self.shards: dict[Any, Any] = {}  # of calls over several ranks: their agreement, and prepared steps
-        self.history: dict[Any, Any] = {}  # of calls that were prepared, for `records`
+        self.history: deque[Any] = new_history()  # of calls that were prepared, for `records`
         self._views: dict[Any, Any] = {}  # attentions that `at` made, by its texts, `jagged`, and `now`
         torch = sys.modules.get("torch")
         if hasattr(torch, "compile"):  # imported, and whole: the first call does not wait for the modules that run it
@@ -305,26 +303,26 @@ class Attention:
                 call_arrays.refuse_name_clash({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
         if params or isinstance(sinks, list | tuple):  # lists may hold tracers, and tensors that learn
             sinks, params = stacked_values(sinks, params)
-        watched = call_arrays.in_graph(q)
-        plain = not watched and seed is None and not return_max  # a graph asks for no more: Dynamo guards what is read
-        if plain and (self.repeats or (plan is not None and call_arrays.framework_of(q) == "torch")):
-            out = _operators("torch").repeated(self, q, k, v, plan, sinks, origin, sizes, layout, params, return_lse)
-            if out is not None:
-                return out
-        request = CallArgs(q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params)
-        if watched or call_arrays.in_graph(q, k, v, sinks, self.options.sinks, *params.values()):
+        # half the time of CallArgs(...), which every call would notice
+        args = q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params
+        request = tuple.__new__(CallArgs, args)
+        watched = (
+            call_arrays.in_graph(q, k, v, sinks, *params.values()) if params else call_arrays.in_graph(q, k, v, sinks)
+        )
+        if watched or (self.options.sinks is not None and call_arrays.in_graph(q, self.options.sinks)):
             if is_jagged(q):
                 return results(jagged_attend(self, request), return_lse, return_max)
             from frisket.runtime.torch.graph import attend  # imports torch
 
             return results(attend(self, request, return_lse or return_max), return_lse, return_max)
-        framework = call_arrays.framework_of(q)
-        if framework != "torch" and call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework
+        if isinstance(q, getattr(sys.modules.get("torch"), "Tensor", ())):
+            outputs = _operators("torch").attend(self, request, False, return_lse)
+            return results(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
+        if call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework
             from frisket.runtime.torch.graph import record
 
             return record(self, request, return_lse)
-        outputs = (_operators("torch").attend if framework == "torch" else attend_jax)(self, request)
-        return results(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
+        return results(attend_jax(self, request), return_lse, return_max)
 
     def check_if_asked(self, call: CheckedCall, results: tuple[Any, Any, Any]) -> None:
         """Compare a call's results with the interpreter's, where FRISKET_CHECK=1."""
@@ -347,7 +345,10 @@ class Attention:
         # arrays of numpy become JAX's where anything of the call is
         known = self._frameworks(request) if any(isinstance(x, np.ndarray) for x in (q, k, v)) else ()
         arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES), known=known)
-        geometry = self._geometry(arrays, plan, origin, sizes)
+        if plan is None:
+            geometry = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
+        else:
+            geometry = self._planned_geometry(arrays, plan, origin, sizes)
         # a layout that is named is meant, and the lengths of a plan tell it
         if layout is None and plan is None and not geometry.vacant:
             check_order(arrays, geometry, self.program, params)
@@ -365,8 +366,9 @@ class Attention:
         if geometry.vacant:
             check_used(params, self.program.names)  # a plan would have checked both
             check_bound(self.program, {**self.constants, **self.traced, **params})
-        else:
-            plan = plan or self._plan_for(geometry, params, arrays.framework, how)
+        elif plan is None:
+            values = self._plan_values(params, arrays.framework) if params or self.captured else ({}, {})
+            plan = self._cached_plan(geometry, *values, how)
         # a vacant call has no plan
         return CheckedCall(arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs)
 
@@ -387,30 +389,28 @@ class Attention:
         params = {**self.captured, **getattr(request.plan, "device_values", request.params)}
         yield from map(call_arrays.framework_of, (request.sinks, request.seed, self.options.sinks, *params.values()))
 
-    def _geometry(self, arrays: Arrays, plan: CallPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
-        if plan is not None:
-            if not isinstance(plan, Plan | FlatPlan):
-                raise ParameterError(f"plan is {plan!r}; `plan` of an attention makes one")
-            if origin is not None or sizes is not None:
-                raise ParameterError("the plan has its origin and sizes already; give them to `plan`")
-            origin, sizes = plan.origin, plan.sizes
-        g = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
-        if plan is not None:
-            have, want = (g.batch, g.heads, g.q_len, g.kv_len), (plan.batch, plan.heads, plan.q_len, plan.kv_len)
-            if have != want:
-                turned = want == (g.batch, g.q_len, g.heads, g.kv_heads)
-                other = "bhsd" if arrays.layout == "bshd" else "bshd"
-                raise ShapeError(
-                    f"the plan is for (batch, heads, q_len, kv_len) = {want}, the arrays have {have}; "
-                    + (f'layout="{other}" reads them so' if turned else "make a plan for these lengths")
-                )
+    def _planned_geometry(self, arrays: Arrays, plan: Any, origin: Origin | None, sizes: Sizes | None) -> Geometry:
+        """The geometry of a call with a plan, which is for these lengths."""
+        if not isinstance(plan, Plan | FlatPlan):
+            raise ParameterError(f"plan is {plan!r}; `plan` of an attention makes one")
+        if origin is not None or sizes is not None:
+            raise ParameterError("the plan has its origin and sizes already; give them to `plan`")
+        g = arrays.geometry(self.options.scale, self.options.enable_gqa, plan.origin, plan.sizes)
+        have, want = (g.batch, g.heads, g.q_len, g.kv_len), (plan.batch, plan.heads, plan.q_len, plan.kv_len)
+        if have != want:
+            turned = want == (g.batch, g.q_len, g.heads, g.kv_heads)
+            other = "bhsd" if arrays.layout == "bshd" else "bshd"
+            raise ShapeError(
+                f"the plan is for (batch, heads, q_len, kv_len) = {want}, the arrays have {have}; "
+                + (f'layout="{other}" reads them so' if turned else "make a plan for these lengths")
+            )
         return g
 
     def check_planned(self, request: CallArgs) -> None:
         """Raise where a plan is for another call, or a parameter is given that the plan holds."""
         kv_inputs, params = call_arrays.split_kv_args(request.params)
         arrays = call_arrays.arrays(*request[:3], request.layout, pages=kv_inputs.get(PAGES))
-        self._geometry(arrays, request.plan, request.origin, request.sizes)
+        self._planned_geometry(arrays, request.plan, request.origin, request.sizes)
         self._check_plan(request.plan, params)
 
     def _check_plan(self, plan: CallPlan, params: dict[str, Any]) -> None:
@@ -425,25 +425,29 @@ class Attention:
             have, want = ("with", "without") if plan.dropout else ("without", "with")
             raise ParameterError(f"the plan is for attention {have} dropout, this one is {want}\n  {remedy}")
 
-    def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None) -> CallPlan:
-        host, device_values = split_host_device(params, None, self.program.learnable, framework) if params else ({}, {})
-        if self.captured:
-            # JAX reads copies of torch's tensors
-            captured = {**(self.learned if framework == "torch" else {}), **self.traced}
-            device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
-        return self._cached_plan(g, host, device_values, how)
+    def _plan_values(self, params: dict[str, Any], framework: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values of a plan for a call: those of the host, and those that stay where they are."""
+        host, device_values = split_host_device(params, None, self.program.learnable, framework)
+        # JAX reads copies of torch's tensors
+        captured = {**(self.learned if framework == "torch" else {}), **self.traced}
+        return host, {**{n: x for n, x in captured.items() if n not in params}, **device_values}
 
     def _cached_plan(
         self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None = None
     ) -> CallPlan:
         """A plan; its part that does not depend on the tables of this step is remembered."""
-        # a check tests the tables of each call
-        key = None if Settings.read().check else _known(g, host, device_values, how)
-        plan = None if key is None else self._plans.get(key)
+        # `work` knows plans with tables of the host by their entries, and a check tests the tables of each call
+        numbers = all(type(x) in (bool, int, float) for x in host.values()) if host else True
+        if not numbers or any(isinstance(x, np.ndarray) for x in g.origin) or Settings.read().check:
+            return self._new_plan(g, host, device_values, None, how)
+        scalars = tuple([(n, kind_of(x), x) for n, x in host.items()])  # 1, 1.0 and True are equal as keys
+        shapes = [(n, call_arrays.framework_of(x), tuple(x.shape), x.dtype) for n, x in device_values.items()]
+        key = "plan", g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, how, scalars, *shapes
+        plan: CallPlan | None = self.calls.get(key)
         if plan is None:
             plan = self._new_plan(g, host, device_values, None, how)
-            if key is not None:  # without values: those of a step hold its graph, or its trace
-                remember(self._plans, key, plan.with_tables({}) if device_values else plan, KEPT)
+            # without values: those of a step hold its graph, or its trace
+            remember(self.calls, key, plan.with_tables({}) if device_values else plan, CALLS)
         return plan.with_tables(device_values) if device_values else plan
 
     def _new_plan(
@@ -659,16 +663,6 @@ def _operators(framework: str) -> Any:
     from frisket.runtime.jax import op as jax_op
 
     return jax_op
-
-
-def _known(g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None) -> Any:
-    """The part of a call that its plan depends on; None where an array of the host belongs to it."""
-    numbers = all(type(x) in (bool, int, float) for x in host.values())
-    if not numbers or any(isinstance(x, np.ndarray) for x in g.origin):  # `work` knows plans by their entries
-        return None
-    scalars = tuple((n, kind_of(x), x) for n, x in host.items())  # 1, 1.0 and True are equal as keys
-    shapes = tuple((n, call_arrays.framework_of(x), tuple(x.shape), x.dtype) for n, x in device_values.items())
-    return (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes), how, scalars, shapes
 
 
 register("program", Attention)

@@ -73,10 +73,15 @@ def compile(
         # options are numbers: a factor that changes is a parameter of the score mod
         program, scale = program.scaled(scale)[0], 1.0
     options = Options(
-        scale, flag(enable_gqa, "enable_gqa"), backend, check_tile(tile), rate_of(dropout),
+        scale,
+        flag(enable_gqa, "enable_gqa"),
+        backend,
+        check_tile(tile),
+        rate_of(dropout),
         as_value("sinks", sinks) if isinstance(sinks, np.ndarray | list | tuple) else sinks,  # a copy to compare by
-        deterministic=flag(deterministic, "deterministic"), engines=engines_named(engines),
-    )  # fmt: skip
+        deterministic=flag(deterministic, "deterministic"),
+        engines=engines_named(engines),
+    )
     return Attention(program, options) if reorder is None else OrderedAttention(program, options, reorder)
 
 

@@ -180,9 +180,14 @@ class Order:
 
 @counting
 def reorder(
-    mask: MaskLike, q_len: int, kv_len: int | None = None, *, block: tuple[int, int] = BLOCK, moving: float = MOVING,
+    mask: MaskLike,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    block: tuple[int, int] = BLOCK,
+    moving: float = MOVING,
     **params: Any,
-) -> Order:  # fmt: skip
+) -> Order:
     """Find the order of queries and keys in which attention under a mask visits the fewest tiles.
 
     >>> import frisket as fk

@@ -117,9 +117,15 @@ def compared(
     names what dense attention rounds as these kernels do: "out", from which delta is taken, and "scores"."""
     arguments: tuple[Any, ...] = (*dequantize_and_gather(arrays, kv_inputs or {}), *program.exprs)
     options: dict[str, Any] = {
-        "scale": g.scale, "params": {**program.scalars, **(params or {})}, "tables": program.tables, "origin": g.origin,
-        "sizes": g.full, "sinks": None if sinks is None else to_numpy(sinks), "keep_mask": keep_mask, "rate": rate,
-    }  # fmt: skip
+        "scale": g.scale,
+        "params": {**program.scalars, **(params or {})},
+        "tables": program.tables,
+        "origin": g.origin,
+        "sizes": g.full,
+        "sinks": None if sinks is None else to_numpy(sinks),
+        "keep_mask": keep_mask,
+        "rate": rate,
+    }
     in_dtype, draws = _rounded(arrays), _orders(arguments, out.size)
     stored = (*stored, "lse") if arrays.dtype == "float32" else stored  # weights of kernels come of a rounded lse
     want, want_lse = dense.attention(*arguments, **options)
@@ -129,8 +135,10 @@ def compared(
         dout = turn(to_numpy(cotangents.dout), arrays.layout, "bhsd")
         dlse = None if cotangents.dlse is None else to_numpy(cotangents.dlse)
         # gradients of tables, scalars and sinks have no layout
-        got = {n: turn(to_numpy(x), arrays.layout, "bhsd") if n in ("q", "k", "v") else to_numpy(x)
-               for n, x in cotangents.gradients.items()}  # fmt: skip
+        got = {
+            n: turn(to_numpy(x), arrays.layout, "bhsd") if n in ("q", "k", "v") else to_numpy(x)
+            for n, x in cotangents.gradients.items()
+        }
 
         def both(these: tuple[Any, ...], *douts: Any) -> list[dict[str, Any]]:
             exact = dense.gradients(*these, *douts, **options)
@@ -143,9 +151,14 @@ def compared(
     ours = float(_errors(out, want)[0]), float(_errors(lse, want_lse)[0]) / unit
     theirs = [(float(_errors(x, want)[0]), float(_errors(y, want_lse)[0]) / unit) for x, y in plain]
     return Report(
-        *ours, max(x for x, _ in theirs), max(y for _, y in theirs), arrays.dtype, gradients,
-        all(bool(np.isfinite(x).all()) for x in arguments[:3]), norms,
-    )  # fmt: skip
+        *ours,
+        max(x for x, _ in theirs),
+        max(y for _, y in theirs),
+        arrays.dtype,
+        gradients,
+        all(bool(np.isfinite(x).all()) for x in arguments[:3]),
+        norms,
+    )
 
 
 def _orders(arguments: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
@@ -159,9 +172,12 @@ def _orders(arguments: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
 
 
 def _gradient_errors(
-    got: Mapping[str, Array], both: Callable[..., list[dict[str, Any]]], draws: list[tuple[Any, ...]], dout: Array,
+    got: Mapping[str, Array],
+    both: Callable[..., list[dict[str, Any]]],
+    draws: list[tuple[Any, ...]],
+    dout: Array,
     dlse: Array | None,
-) -> list[dict[str, tuple[float, float]]]:  # fmt: skip
+) -> list[dict[str, tuple[float, float]]]:
     """Errors of `got` and of dense attention: the largest ones, then root mean squares. `both` gives what is right and
     what dense attention says of one of the `draws`. The first are the arrays of `got`, cotangents of others have other
     signs."""
@@ -238,9 +254,14 @@ def _errors(got: Array, want: Array) -> Array:
 
 
 def oracle(
-    arrays: Arrays, g: Geometry, program: CallProgram, rate: float = 0.0, seed: Any = None, sinks: Any = None,
+    arrays: Arrays,
+    g: Geometry,
+    program: CallProgram,
+    rate: float = 0.0,
+    seed: Any = None,
+    sinks: Any = None,
     kv_inputs: Mapping[str, Any] = MappingProxyType({}),
-) -> Any:  # fmt: skip
+) -> Any:
     """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) in float64."""
     program.require_bound()
     q, k, v = dequantize_and_gather(arrays, kv_inputs)

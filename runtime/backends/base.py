@@ -206,7 +206,7 @@ def unregister(name: str) -> None:
 
 
 def forget_order() -> None:
-    for derived in (backends_of, names, named, ranked, engines_of, offered):  # memos of what RECORDS held before
+    for derived in (backends_of, names, named, ranked, offered):  # memos of what RECORDS held before
         derived.memo.clear()
 
 
@@ -223,27 +223,18 @@ def named(name: str, framework: str) -> Backend:
     return RECORDS.get(name) or next(tier)
 
 
-@memo(16)
-def ranked(framework: str, platform: str) -> tuple[Backend, ...]:
-    """The backends that a call on a platform takes by itself, the first choice first."""
-    return tuple(b for b in _in_turn(framework, platform) if not b.is_engine)
-
-
-@memo(16)
-def engines_of(framework: str, platform: str) -> tuple[Backend, ...]:
-    """The engines that a call on a platform is offered by itself, the first choice first."""
-    return tuple(b for b in _in_turn(framework, platform) if b.is_engine)
+@memo(32)
+def ranked(framework: str, platform: str, engines: bool = False) -> tuple[Backend, ...]:
+    """The backends that a call on a platform takes by itself, or the engines that it is offered, the first choice
+    first."""
+    pairs = [(b.rank, b) for b in backends_of(framework) if b.rank is not None and platform in b.platforms]
+    return tuple(b for _, b in sorted(pairs, key=lambda pair: pair[0]) if b.is_engine == engines)
 
 
 @memo(1)
 def offered() -> tuple[str, ...]:
     """The names of engines that some calls are offered by themselves."""
     return tuple(b.name for b in backends_of() if b.is_engine and b.rank is not None)
-
-
-def _in_turn(framework: str, platform: str) -> list[Backend]:
-    pairs = [(b.rank, b) for b in backends_of(framework) if b.rank is not None and platform in b.platforms]
-    return [b for _, b in sorted(pairs, key=lambda pair: pair[0])]
 
 
 @memo(1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from frisket.dsl.show import show
-from frisket.grammar.memo import remember
 from frisket.lowering.pipeline import NAMES, Exprs, stages
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.options import Options
@@ -127,19 +127,23 @@ def record(att: Any, call: CheckedCall, began: float, backend: str) -> None:
     }  # fmt: skip
     entries: Any = frozenset((n, type(x), x) for n, x in key.items())  # types too: 1, 1.0 and True are equal
     what, seconds, at = kernel_step.get() or "planned", time.perf_counter() - began, time.time()
-    if entries in att.history:
-        if what != "built":
-            return
-        entries = entries, at  # another kernel under the same key
-    remember(att.history, entries, (at, what, seconds, key), 256)
+    # a kernel that was built under a known key is another kernel
+    if what != "built" and any(entries == earlier[0] for earlier in list(att.history)):
+        return
+    att.history.append((entries, at, what, seconds, key))
     if "compiles" in Settings.read().show:
         print(f"frisket: {records(att.history)[-1]}\n  {att!r}", file=sys.stderr)
 
 
-def records(history: dict[Any, Any]) -> list[CompileRecord]:
+def new_history() -> deque[Any]:
+    """A history without records; it keeps the last 256."""
+    return deque(maxlen=256)
+
+
+def records(history: Iterable[Any]) -> list[CompileRecord]:
     """The records of a history, each compared with the most similar key before it."""
     compiles: list[CompileRecord] = []
-    for at, what, seconds, key in list(history.values()):
+    for _, at, what, seconds, key in list(history):
         key = key | {n: str(key[n] and show(*key[n])) for n in ("mask", "score")}
         others = [x.key for x in reversed(compiles)]
         differing = [(tuple(n for n in key if (type(key[n]), key[n]) != (type(x.get(n)), x.get(n))), x) for x in others]

@@ -103,9 +103,9 @@ def ring_before(slots: int) -> PositionMap:
 def placed(att: Attention, places: PositionMap) -> Attention:
     """`att` at the positions that `places` hold; made once for each attention."""
     key = "placed", places
-    if key not in att.ready:
-        att.ready[key] = _placed(att, places)
-    placed_att: Attention = att.ready[key]
+    if key not in att.calls:
+        att.calls[key] = _placed(att, places)
+    placed_att: Attention = att.calls[key]
     return placed_att.now() if placed_att.rereads else placed_att
 
 
@@ -132,9 +132,9 @@ def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> 
     are looked at up to 2**20."""
     numbers = [(n, x) for n, x in params.items() if isinstance(x, Real) and n in att.program.names] if params else ()
     key = "room", slots, new, *numbers
-    if key not in att.ready:
-        att.ready[key] = _no_room(att.program.bind(dict(numbers)), slots, new)
-    return str(att.ready[key])
+    if key not in att.calls:
+        att.calls[key] = _no_room(att.program.bind(dict(numbers)), slots, new)
+    return str(att.calls[key])
 
 
 def not_served(att: Attention, params: Mapping[str, Any]) -> str:
@@ -142,9 +142,9 @@ def not_served(att: Attention, params: Mapping[str, Any]) -> str:
     empty text: positions of a batch and lengths change at every step, and a chunk has no later tokens to see."""
     numbers = [(n, x) for n, x in params.items() if isinstance(x, Real) and n in att.program.names]
     key = "served", *numbers
-    if key not in att.ready:
-        att.ready[key] = _not_served(att.program.bind(dict(numbers)))
-    return str(att.ready[key])
+    if key not in att.calls:
+        att.calls[key] = _not_served(att.program.bind(dict(numbers)))
+    return str(att.calls[key])
 
 
 def _not_served(program: CallProgram) -> str:
@@ -222,9 +222,9 @@ def check_queries(
 ) -> None:
     """Raise for queries, and trees of them, that do not fit a cache with keys like `like`."""
     key = "asked of a cache", *params
-    if not isinstance(att, Attention) or key not in att.ready:
+    if not isinstance(att, Attention) or key not in att.calls:
         check_attention(att, params)
-        att.ready[key] = True
+        att.calls[key] = True
     shape, heads, kv_heads = tuple(getattr(q, "shape", ())), HEADS[layout], like.shape[HEADS[layout]]
     dim = like.shape[3]
     if len(shape) != 4 or shape[0] != batch or shape[3] != dim or shape[heads] % kv_heads or 0 in shape:

@@ -74,7 +74,12 @@ def in_graph(x: Any, *others: Any) -> bool:
     if c._dispatch_tls_is_dispatch_key_included(c.DispatchKey.PreDispatch):
         return True
     kind = torch.Tensor
-    return any(isinstance(y, kind) and type(y).__torch_dispatch__ is not kind.__torch_dispatch__ for y in others)
+    for y in others:
+        if y is None or type(y) is kind:  # told apart at once, since every call comes here
+            continue
+        if isinstance(y, kind) and type(y).__torch_dispatch__ is not kind.__torch_dispatch__:
+            return True
+    return False
 
 
 def by_dynamo() -> bool:

@@ -14,6 +14,8 @@ from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime import calls
 from frisket.runtime.machine.parameters import stacked
 
+CALLS = 256  # prepared calls and plans that an attention keeps, and prepared calls that a plan keeps
+
 
 class CallArgs(NamedTuple):
     """The arguments of `Attention.__call__`, before anything is checked: every module that runs calls takes one.

@@ -1,7 +1,7 @@
 """Runs a call on JAX arrays, with gradients: `attend` of `attend.py` checks it, `execute` runs it.
 
 1. `_divided_plan` takes the call apart: a `JaxCall` without arrays, the arrays that gradients flow to, and the others.
-   A plan of the host keeps all three in `plan.ready` for later calls.
+   A plan of the host keeps all three in `plan.calls` for later calls.
 2. `_run`, of arrays with values on one device: `JaxCall.forward` calls the kernel at once.
 3. `_run`, under a transform (jit, grad, vmap) or on several devices: a primitive holds the `JaxCall` in a `Task`
    (`primitives.py`) and is differentiated and mapped as a whole. When JAX lowers it, `Task.run` asks for the platform's
@@ -58,11 +58,11 @@ def execute(call: CheckedCall, att: Any) -> tuple[Any, Any, Any]:
     g = call.geometry
     kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, named, options.tile, options.rows, call.arrays.dtype
     keeps = not plan.on_device and not call.rate  # a seed and tables of a device are others at the next call
-    known = plan.ready.get(kind) if keeps else None
+    known = plan.calls.get(kind) if keeps else None
     if new := known is None:
         known = _divided_plan(call, options, named)
         if keeps:
-            plan.ready[kind] = known
+            plan.calls[kind] = known
     inner, learned, fixed = known
     arrays = {"q": q, "k": k, "v": v} | ({} if call.sinks is None else {"sinks": call.sinks})
     out, lse, top = _run(inner, arrays | learned, {**fixed, **call.kv_inputs}, plan)

@@ -23,14 +23,14 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from frisket.dsl.errors import BackendError, FrisketError, LoweringError
 from frisket.grammar.memo import Memo, memo
 from frisket.lowering.kernels.cpp import call as cpp_call
 
 from .caller import warn_once
-from .cpp_cpu import flags_of, identity, lacking
+from .cpp_cpu import flags_of, lacking, this_cpu
 from .settings import Settings, cache_folder
 
 # Not -ffast-math: it deletes the rounding trick of exp2 and every check for NaN. Loops are not unswitched: g++ 12.2
@@ -320,7 +320,7 @@ def _sought(source: str, variant: str) -> tuple[str, list[str]]:
             text = f"no C++ compiler: CXX is {named!r}, which is not there"
         raise BuildError(text)  # it may have been there a moment ago, and library calls go on
     flags = (*FLAGS, *flags_of(variant))
-    machine = identity() if variant == "native" else ""
+    machine = this_cpu()[0] if variant == "native" else ""
     words = (source, " ".join(flags), " ".join(command), compiler_version(command), machine)
     return hashlib.sha256("\0".join(words).encode()).hexdigest(), [*command, *flags]
 
@@ -506,12 +506,9 @@ def sweep(folder: Path) -> None:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
-class Threads(NamedTuple):
-    """The first words of a `Call`."""
-
-    workers: int
-    parallel: int = 0  # a function; 0: one worker
-    pool: int = 0  # its first argument
+# the first words of a `Call`: the number of workers; a function, 0 for one worker; the first argument of this function
+Threads = tuple[int, int, int]
+ONE_THREAD: Threads = (1, 0, 0)
 
 
 def of_torch() -> Threads:
@@ -520,13 +517,13 @@ def of_torch() -> Threads:
     import torch
 
     count = torch.get_num_threads()
-    return Threads(count, *_of_torch()) if count > 1 else Threads(1)
+    return (count, *_of_torch()) if count > 1 else ONE_THREAD
 
 
 def pool_threads(count: int | None = None) -> Threads:
     """Threads of frisket's own pool: `count`, else OMP_NUM_THREADS, else a thread for each CPU of the process."""
     count = count or setting()
-    return Threads(count, _address(_library().frisket_own)) if count > 1 else Threads(1)
+    return (count, _address(_library().frisket_own), 0) if count > 1 else ONE_THREAD
 
 
 def setting() -> int:

@@ -27,9 +27,10 @@ VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 
 
 @memo(group="once")
-def _described() -> dict[str, str]:
-    """The first CPU's entries in /proc/cpuinfo; empty where there is no such file."""
-    entries: dict[str, str] = {}
+def this_cpu() -> tuple[str, frozenset[str]]:
+    """The CPU as a text, which two machines share only if code built for one runs on the other; and its features beyond
+    the least of its kind, in the words of /proc/cpuinfo."""
+    entries: dict[str, str] = {}  # of the first CPU; none where there is no such file
     try:
         with Path("/proc/cpuinfo").open() as lines:
             for line in lines:
@@ -39,26 +40,16 @@ def _described() -> dict[str, str]:
                 entries[name.strip()] = " ".join(value.split())
     except OSError:
         pass
-    return entries
-
-
-@memo(group="once")
-def features() -> frozenset[str]:
-    """The CPU's features beyond the least of its kind, in the words of /proc/cpuinfo."""
     # x86 and Arm name the row otherwise
-    return frozenset((_described().get("flags") or _described().get("Features", "")).split())
-
-
-def identity() -> str:
-    """The CPU as a text: two machines share it only if code built for one runs on the other."""
+    features = frozenset((entries.get("flags") or entries.get("Features", "")).split())
     kind = ("model name", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")
-    return " ".join([platform.machine(), *(_described().get(n, "-") for n in kind), *sorted(features())])
+    return " ".join([platform.machine(), *(entries.get(n, "-") for n in kind), *sorted(features)]), features
 
 
 def lacking(variant: str) -> str:
     """The features that this CPU lacks to run a variant; empty when it can."""
     flags, required = VARIANTS[variant]
-    if missing := sorted(required - features()):
+    if missing := sorted(required - this_cpu()[1]):
         return f"this CPU has no {', '.join(missing)}"
     return "the system lets no program use this CPU's matrix unit" if MATRIX_UNIT in flags and not _allowed() else ""
 

@@ -134,7 +134,7 @@ class FlatPlan:
         self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
         self.static = device_plan_template(key)
         self.shown: set[Any] = set()
-        self.ready: dict[Any, Any] = {}
+        self.calls: dict[Any, Any] = {}
         self._others: dict[Stored | None, FlatPlan] = {}
 
     @property
@@ -453,7 +453,7 @@ class DevicePlanTemplate:
     full: Sizes  # of the whole problem
     copies: dict[Any, Any] = field(default_factory=dict, compare=False)  # the host's arrays, copied to devices
     # key of a call -> its `PreparedCall`, for any step
-    ready: dict[Any, Any] = field(default_factory=dict, compare=False)
+    calls: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 def origin_of(key: DevicePlanSpec) -> Origin:

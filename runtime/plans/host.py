@@ -50,7 +50,7 @@ class Plan:
         self.program, self.q_len, self.kv_len = program, q_len, kv_len
         self.batch, self.heads, self.origin, self.sizes = batch, heads, origin, sizes
         self.dropout = dropout
-        self.ready: dict[Any, Any] = {}  # key of a call -> its `PreparedCall`
+        self.calls: dict[Any, Any] = {}  # key of a call -> its `PreparedCall`
         self.device_values: dict[str, Any] = {}  # values that are no part of it: none
         self._works: dict[tuple[Any, ...], TiledPlan] = {}
         self._others: dict[Stored | None, Plan] = {}

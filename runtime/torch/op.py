@@ -1,19 +1,18 @@
-"""Runs a compiled attention on torch tensors, with gradients. A call takes the first of three ways that is open:
+"""Runs a compiled attention on torch tensors, with gradients.
 
-1. `repeated`: native kernels, of calls that differ from two earlier ones in the entries of q, k, v, sinks, scales and
-   pages alone. A runner, in `att.repeats` or with `plan=` in `plan.ready`, takes addresses and strides. Checked at each
-   call: types, shapes, dtypes and devices of these arrays, the plan, positions, numbers, settings of the environment,
-   and modes of torch (autocast, forward mode, function modes).
-2. `attend`, where an earlier call has the same key (`key_of`: shapes, dtypes, devices, settings, numbers). The
-   `PreparedCall` of that call holds all but its tensors. `_remembered` finds it in `att.ready`; in `plan.ready` with
-   `plan=`; in `att.by_tables` with tables of the host, whose entries are compared. Tables on a device are no part of
-   the key: a copy of the `PreparedCall` gets the plan of this call's tables. Checked at each call: the key, sinks, the
-   seed, gradients.
-3. `attend`, the first call of a key. `Attention.call` checks all arguments, names a backend and plans: a `CheckedCall`.
-   `_prepare_and_keep` makes its `PreparedCall` by `prepare`, which asks for an engine (`VendorCall`), uploads tables
-   (`_prepared`) and builds the kernel (`_built`). The next call takes way 2, and leaves the runner for way 1.
+A second call compares its key (`key_of`) with those in `att.calls`, or in `plan.calls` with `plan=`:
 
-Graphs of torch.compile hold operators (`running`), which take the same ways when they run. A KV cache on a CPU keeps a
+- shapes and dtypes of q, k and v; devices, or that kernels may read these arrays by their addresses; the axis order
+- settings of the environment; origin and sizes; shapes of learned tensors; names and values of scalars
+- names, shapes and dtypes of tables. Entries of a host table are compared too, bit for bit (`ChangingTables`). Entries
+  of a table on a device are not: a copy of the `PreparedCall` gets the plan of this call's tables (`_earlier`)
+
+The `PreparedCall` under the key holds all but tensors. The call checks its sinks, seed and gradients, and launches:
+`PreparedCall.again`, or native kernels by the addresses of arrays (`PreparedCall.fast`). Without one, `_first_call`
+checks all arguments, names a backend and plans (`Attention.call`: a `CheckedCall`). `prepare` then asks for an engine
+(`VendorCall`), uploads tables (`_prepared`) and builds the kernel (`_built`); the next call finds the `PreparedCall`.
+
+Graphs of torch.compile hold operators (`running`), which do the same when they run. A KV cache on a CPU keeps a
 `PreparedCall` for its steps (`DecodeCall`).
 """
 
@@ -43,71 +42,97 @@ from frisket.runtime.backends.stages import compiled, record
 from frisket.runtime.calls.arrays import COPIED, NATURAL, arrays, transpose_to, uploaded
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.request import CALLS, CallArgs
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back, kernel_step
 from frisket.runtime.machine.parameters import kind_of, names_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import TiledPlan
 from frisket.runtime.plans.device import CheckedCall, DeviceTiledPlan, refuse_written
 from frisket.runtime.plans.empty import nothing
-from frisket.runtime.plans.host import Plan
 
 from .autograd import AttendAgain, gradients_with_permutation, refuse_tangents, with_permutation, written_out
 from .ready import ChangingTables, PreparedCall, VendorCall, engine_call, readable
 
 Tensor = Any
 NUMBERS = (bool, int, float)
-KEPT = 64  # kinds of calls
-KEPT_TABLES = 4  # calls with tables of the host, each with copies of them
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def attend(att: Any, request: CallArgs, saving: bool = False) -> tuple[Any, ...]:
-    """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, softmax_stats too: see
-    `PreparedCall.saving`."""
-    if any(getattr(x, "is_nested", False) for x in request[:3]):  # an array of another framework has no such field
-        arrays(*request[:3])  # raises: a nested tensor that is not jagged has no shape to make a key of
-    q, k, v = request.q, request.k, request.v
+def attend(att: Any, request: CallArgs, saving: bool = False, lse: bool = True) -> tuple[Any, ...]:
+    """(out, lse, top) of `att(q, k, v, ...)`, with `saving` softmax_stats too: see `PreparedCall.saving`. `lse` says
+    whether lse is asked for; `saving` that the caller has the gradients."""
+    q, k, v, plan, seed, sinks, top, _, _, _, params = request
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q, k, v)  # operators of ours are none that autocast knows
-    tensors = q, k, v, request.sinks, *request.params.values()
-    if any(isinstance(x, torch.Tensor) and x._is_zerotensor() for x in tensors):  # zeros without memory, of autograd
-        q, k, v, sinks = map(written_out, (q, k, v, request.sinks))
-        request = request._replace(sinks=sinks, params={n: written_out(x) for n, x in request.params.items()})
-    settings, plan, params = Settings.read(), request.plan, request.params
-    if forward_ad._current_level >= 0:
-        refuse_tangents(q, k, v, request.sinks, *params.values(), *att.learned.values())
-    if getattr(plan, "on_device", False):
-        refuse_written(plan)  # a plan of the host has copies
-    key, tables = key_of(att, (q, k, v), request, settings)
-    calls = att.ready if plan is None else getattr(plan, "ready", att.ready)
-    # an attention, or a plan, without prepared calls remembers none; those of a device share them between steps
-    known = calls or att.by_tables or getattr(plan, "common", None) is not None
-    if known and (ready := _remembered(att, key, tables, request, calls)) is not None:
-        kind = "saving" if saving else "learning" if _learning(q, k, v) else "plain"
         request = request._replace(q=q, k=k, v=v)
-        _keep_repeat(att, ready, request, settings, kind)  # more such calls may follow
-        values = att.learned if plan is None else plan.device_values
-        inputs = [params[n] if n in params else values[n] for _, n in ready.kv_inputs]
+    settings = Settings.read()
+    if forward_ad._current_level >= 0:
+        refuse_tangents(q, k, v, sinks, *params.values(), *att.learned.values())
+    if plan is not None and getattr(plan, "on_device", False):
+        refuse_written(plan)  # a plan of the host has copies
+    try:
+        key, entries = key_of(att, request, settings)
+    except (AttributeError, RuntimeError):
+        arrays(q, k, v)  # raises: an array of another framework, or a nested tensor that is not jagged, has no shape
+        raise
+    ready: PreparedCall | None = (att.calls if plan is None else getattr(plan, "calls", att.calls)).get(key)
+    if entries or plan is not None or (ready is not None and ready.loads):
+        ready = _earlier(att, request, key, entries, ready)
+    if ready is not None and (fast := ready.fast) and seed is None and not top:
         if ready.bshd:
-            inputs = [transpose_to(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.kv_inputs, inputs, strict=True)]
-        results: tuple[Any, ...] = ready.attend(request, inputs, att.options, saving)
-        return results
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        values = [params[n] for _, n in ready.kv_inputs] if ready.kv_inputs else ()
+        lse = lse or saving
+        out: Any = None
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            # gradients flow from out alone, to q, k and v alone
+            if not (lse or values) and sinks is None and q.dtype == k.dtype and fast.fits(q, k, v):
+                out = AttendAgain.apply(fast, ready, q, k, v)  # type: ignore[no-untyped-call]
+        elif (sinks is None or _sinks_fit(sinks, ready)) and (not values or all(map(_readable, values))):
+            out = fast.forward(q, k, v, lse, sinks, values)
+        if out is not None:  # else kernels cannot read these arrays where they are
+            out, sums, stats = out if lse else (out, None, None)
+            out = out.transpose(1, 2) if ready.bshd else out
+            return (out, sums, None, stats) if saving else (out, sums, None)
+        q, k, v = request.q, request.k, request.v
+    tensors = q, k, v, sinks, *params.values()
+    if any(isinstance(x, torch.Tensor) and x._is_zerotensor() for x in tensors):  # zeros without memory, of autograd
+        q, k, v, sinks = map(written_out, (q, k, v, sinks))
+        params = {n: written_out(x) for n, x in params.items()}
+        request = request._replace(q=q, k=k, v=v, sinks=sinks, params=params)
+    if ready is None:
+        return _first_call(att, request, settings, key, entries, saving)
+    if ready.runs == 1:
+        ready.fast = _fast_path_of(att, ready, request, key)
+    ready.runs += 1
+    known = att.learned if plan is None else plan.device_values
+    inputs = [params[n] if n in params else known[n] for _, n in ready.kv_inputs]
+    if ready.bshd:
+        inputs = [transpose_to(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.kv_inputs, inputs, strict=True)]
+    results: tuple[Any, ...] = ready.attend(request, inputs, att.options, saving)
+    return results
+
+
+def _first_call(
+    att: Any, request: CallArgs, settings: Settings, key: Any, entries: tuple[bytes, ...], saving: bool
+) -> tuple[Any, ...]:
+    """The results of a call that is checked, planned and prepared."""
     began, _ = perf_counter(), kernel_step.set("")  # of this call, for its record
-    call = att.call(request._replace(q=q, k=k, v=v))
+    call = att.call(request)
     if call.geometry.vacant:
         # learned arrays get zeros for gradients, not None
-        empty = nothing(call, [x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)])
-        return (*empty, None) if saving else empty
+        learned = [x for n, x in {**att.learned, **request.params}.items() if _learned(att, n, x)]
+        return (*nothing(call, learned), None) if saving else nothing(call, learned)
     backend = RECORDS[call.backend]
     if not backend.has_gradients("torch"):
-        refuse_gradients(call.backend, (q, k, v, call.sinks, *params.values(), *att.learned.values()))
+        learned = [*request.params.values(), *att.learned.values()]
+        refuse_gradients(call.backend, (*request[:3], call.sinks, *learned))
     if backend.oracle or settings.check:
         result: tuple[Any, ...] = att.run(call)
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
-    ready = _prepare_and_keep(call, att, request, key, calls, tables, True)
-    result = run(call, ready, saving)
+    ready = _prepare_and_keep(call, att, request, key, entries, True)
+    result, ready.runs = run(call, ready, saving), 1
     record(att, call, began, ready.inputs.target.backend)  # after the run, which loads Triton's kernels
     return result
 
@@ -122,94 +147,6 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def repeated(
-    att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None,
-    params: Mapping[str, Any], lse: bool,
-) -> Any:  # fmt: skip
-    """The output of `att(q, k, v, ...)`, with `lse` (out, lse), if an earlier call differs from it only in the entries
-    of its arrays, else None."""
-    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        return None  # something that records operations, say
-    if q.is_nested or k.is_nested or v.is_nested:  # not jagged: an error of `attend`
-        return None
-    bare = plan is sinks is origin is sizes is layout is None and not params
-    if (extra := () if bare else _extra_key(att, plan, sinks, origin, sizes, layout, params)) is None:
-        return None
-    learning = _learning(q, k, v)
-    earlier = earlier_call(att, q, k, v, "learning" if learning else "plain", plan, extra)
-    if earlier is None:
-        return None
-    _, run, ready = earlier
-    if not extra and not lse:
-        if learning:
-            return AttendAgain.apply(run, ready, q, k, v) if run.fits(q, k, v) else None  # type: ignore[no-untyped-call]
-        return run.forward(q, k, v, False)
-    if ready.bshd:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if not learning:
-        results = run.forward(q, k, v, lse, sinks, [params[n] for _, n in ready.kv_inputs])
-    elif not lse and sinks is None and run.fits(q, k, v):
-        results = AttendAgain.apply(run, ready, q, k, v)  # type: ignore[no-untyped-call]
-    else:
-        return None
-    if results is None:
-        return None
-    out = results[0] if lse else results
-    out = out.transpose(1, 2) if ready.bshd else out
-    return (out, results[1]) if lse else out
-
-
-def earlier_call(
-    att: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, plan: Any = None, extra: tuple[Any, ...] = ()
-) -> Any:
-    """(settings, what runs it, its `PreparedCall`) of an earlier call with other entries in its arrays, or None.
-    "saving" calls are those of operators, whose graph has the gradients; "learning" ones have gradients of their own,
-    "plain" ones have none."""
-    repeats = att.repeats if plan is None else getattr(plan, "ready", att.repeats)
-    kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *extra
-    earlier = repeats.get(kinds)
-    if earlier is None or torch._C._is_any_autocast_enabled():
-        return None
-    if (settings := Settings.read()) is not earlier[0] and settings != earlier[0]:
-        return None
-    if forward_ad._current_level >= 0 or torch._C._is_torch_function_mode_enabled():
-        return None
-    return earlier if q.is_cpu and k.is_cpu and v.is_cpu and not (q.is_neg() or k.is_neg() or v.is_neg()) else None
-
-
-def _extra_key(
-    att: Any, plan: Any, sinks: Any, origin: Any, sizes: Any, layout: str | None, params: Mapping[str, Any]
-) -> tuple[Any, ...] | None:
-    """The part of a key of `repeated` beside q, k and v; () for a call of these alone. None where a call is not to be
-    repeated: it brings tables of its mask or score mod, arrays that learn, or arrays that have to be copied first."""
-    parts: list[Any] = []
-    if sinks is not None:
-        if not (_readable(sinks) and sinks.is_contiguous()):  # kernels read them without strides
-            return None
-        parts.append((sinks.shape, sinks.dtype))
-    for name, x in params.items():
-        if type(x) in NUMBERS:
-            parts.append((name, kind_of(x), x))
-        elif name in KV_INPUTS and _readable(x):
-            parts.append((name, x.shape, x.dtype))
-        else:
-            return None
-    for place in (origin, sizes):
-        if place is not None and (type(place) is not tuple or any(type(x) is not int for x in place)):
-            return None
-    if not (layout is None or type(layout) is str):  # `check_layout` refuses it
-        return None
-    turned = layout if layout != NATURAL["torch"] else None
-    if plan is None and not parts and origin is sizes is turned is None:
-        return ()
-    # a plan may serve several attentions, and outlive them
-    return None if plan is None else ref(att), origin, sizes, turned, *parts
-
-
-def _learning(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-
-
 def _readable(x: Any) -> bool:
     """Whether a kernel can read a tensor where it is; strides may be any."""
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested or x.layout is not torch.strided:
@@ -218,60 +155,58 @@ def _readable(x: Any) -> bool:
     return addressable and not (x.requires_grad and torch.is_grad_enabled())
 
 
-def _keep_repeat(att: Any, ready: PreparedCall, request: CallArgs, settings: Settings, kind: str) -> None:
-    """Remember for `earlier_call` how such calls are run, if they differ in the entries of their arrays alone."""
-    q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
+def _sinks_fit(sinks: Any, ready: PreparedCall) -> bool:
+    """Whether kernels can read sinks where they are; others are cast and checked by each call."""
+    return bool(
+        _readable(sinks)
+        and sinks.is_contiguous()
+        and sinks.shape == (ready.inputs.geometry.heads,)
+        and sinks.dtype == (torch.float64 if ready.double else torch.float32)
+    )
+
+
+def _fast_path_of(att: Any, ready: PreparedCall, request: CallArgs, key: Any) -> Any:
+    """The `FastPath` of calls with the key of this one; None where they need more than addresses of their arrays."""
     repeat = RECORDS[ready.inputs.target.backend].executors["torch"].repeat
-    # a runner takes no rows, no seed, and no sinks of the options
-    if repeat is None or att.options.rows is not None or not (seed is att.options.sinks is None):
-        return
-    if ready.seed or (ready.stored and kind == "learning"):
-        return
+    if repeat is None or key is None or key[0] is not None or getattr(request.plan, "on_device", False):
+        return None
+    # a fast path takes no rows, no seed, and no sinks of the options
+    if ready.seed or att.options.rows is not None or att.options.sinks is not None:
+        return None
     if any(x.is_inference() for x in ready.inputs.tables.values()):
-        return
+        return None
     # scales would have to be turned, and other values may learn
+    params = request.params
     if ready.kv_inputs and (ready.bshd or not all(s in params and s in KV_INPUTS for _, s in ready.kv_inputs)):
-        return
-    extra = _extra_key(att, plan, sinks, origin, sizes, layout, params)
-    if extra is None or not (plan is None or isinstance(plan, Plan)):
-        return
-    real = torch.float64 if ready.double else torch.float32  # others are cast by each call
-    if sinks is not None and (sinks.shape != (ready.inputs.geometry.heads,) or sinks.dtype != real):
-        return
-    repeats = att.repeats if plan is None else plan.ready
-    kinds = kind, type(q), type(k), type(v), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *extra
-    if kinds not in repeats:
-        input_names = [name for name, _ in ready.kv_inputs]
-        remember(repeats, kinds, (settings, repeat(ready.inputs, q.dtype, k.dtype, input_names), ready), 3 * KEPT)
+        return None
+    return repeat(ready.inputs, request.q.dtype, request.k.dtype, [name for name, _ in ready.kv_inputs])
 
 
 def kept_ready(att: Any, request: CallArgs, defers: bool = False) -> PreparedCall:
     """The prepared call that `att(q, k, v, ...)` runs; see `prepare`."""
-    key, tables = key_of(att, request[:3], request, Settings.read())
-    ready = _remembered(att, key, tables, request, att.ready)
-    return ready or _prepare_and_keep(att.call(request), att, request, key, att.ready, tables, defers)
+    key, entries = key_of(att, request, Settings.read())
+    ready = _earlier(att, request, key, entries, att.calls.get(key))
+    return ready or _prepare_and_keep(att.call(request), att, request, key, entries, defers)
 
 
-def _remembered(att: Any, key: Any, tables: list[Any], request: CallArgs, calls: dict[Any, Any]) -> PreparedCall | None:
-    """The `PreparedCall` of an earlier call of this key and these entries of tables of the host.
-
-    Such a table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
-    count some of these only: entries are compared, bit for bit."""
-    if not tables:
-        return _remembered_by_key(att, key, request.plan, request.params, calls)
-    ready: PreparedCall | None
-    entries = [x.tobytes() for x in tables]  # bytes, whose comparison ends at the first difference
-    for at, have, ready in att.by_tables:
-        if have == entries and at == key:
-            return ready
-    if type(changing := calls.get(key)) is not ChangingTables:
-        return None
-    return None if (ready := changing(entries)) is None else _keep_by_tables(att, key, entries, ready)
-
-
-def _keep_by_tables(att: Any, key: Any, have: list[bytes], ready: PreparedCall) -> PreparedCall:
-    att.by_tables = ((key, have, ready), *att.by_tables)[:KEPT_TABLES]  # assigned once: other threads read it
-    return ready
+def _earlier(att: Any, request: CallArgs, key: Any, entries: tuple[bytes, ...], ready: Any) -> PreparedCall | None:
+    """The `PreparedCall` of an earlier call with this key, which kept `ready`: for these entries of tables of the host,
+    or with this call's plan if the mask reads tables of a device."""
+    plan, step = request.plan, ready
+    if entries:
+        step = ready(entries, att.calls) if type(ready) is ChangingTables else None
+    elif plan is None:
+        if ready is not None and (template := ready.template) is not None:
+            tables = {**att.learned, **request.params}
+            step = ready.bind(template.with_tables({n: tables[n] for n, *_ in template.key.device_specs}))
+    else:
+        common = getattr(plan, "common", None)
+        if ready is None and common is not None and (first := common.calls.get(key)) is not None:
+            step_plan = plan.stored_as(first.template.host_program.stored)
+            step = plan.calls[key] = first.bind(step_plan).with_plan(None)  # for the layers to come
+        if step is not None and step.loads:
+            step = step.with_plan(plan)
+    return step  # type: ignore[no-any-return]
 
 
 def _bits(x: Any) -> Any:
@@ -285,47 +220,30 @@ def _bits(x: Any) -> Any:
     return None
 
 
-def _remembered_by_key(
-    att: Any, key: Any, plan: Any, params: Mapping[str, Any], calls: dict[Any, Any]
-) -> PreparedCall | None:
-    """The `PreparedCall` of an earlier call of a key, with this call's plan if the mask reads tables of a device."""
-    ready: PreparedCall | None = calls.get(key)
-    if plan is None:
-        if ready is None or ready.template is None:
-            return ready
-        tables = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.template.key.device_specs}
-        return ready.bind(ready.template.with_tables(tables))
-    if ready is None and key is not None and getattr(plan, "common", None) is not None:
-        first = plan.common.ready.get(key)
-        if first is not None:
-            step_plan = plan.stored_as(first.template.host_program.stored)
-            ready = calls[key] = first.bind(step_plan).with_plan(None)  # for the layers to come
-    return ready.with_plan(plan) if ready is not None and ready.loads else ready
-
-
 def _prepare_and_keep(
-    call: CheckedCall, att: Any, request: CallArgs, key: Any, calls: dict[Any, Any], tables: list[Any], defers: bool
+    call: CheckedCall, att: Any, request: CallArgs, key: Any, entries: tuple[bytes, ...], defers: bool
 ) -> PreparedCall:
-    plan = request.plan
+    plan, params = request.plan, request.params
     ready = prepare(call, att.options, defers)
-    if ready.awaits:  # the next call may have the native kernel
+    if ready.awaits or key is None:  # the next call may have the native kernel
         return ready
-    if tables and not ready.loads:
-        entries = [x.tobytes() for x in tables]
-        _keep_by_tables(att, key, entries, ready)
+    calls = att.calls if plan is None else plan.calls
+    if entries:
+        if ready.loads:
+            return ready
         if type(changing := calls.get(key)) is not ChangingTables:
-            remember(calls, key, changing := ChangingTables(call.plan, request.params), KEPT)
+            remember(calls, key, changing := ChangingTables(call.plan, params), CALLS)
+        changing.keep(entries, ready, calls)
         with suppress(PendingError), deferring(defers and not (att.options.backend or Settings.read().backend)):
             builder = partial(_built, defers=defers)  # where a planner is still compiled, the next call tries again
-            changing.host_planned(att, call, request.params, ready, builder, entries)
-    if key is None or tables:  # by its entries alone, in `by_tables`
+            changing.host_planned(att, call, params, ready, builder, entries)
         return ready
     if plan is None and ready.loads and call.plan.on_device and not call.plan.by_table:
         ready = ready.with_plan(call.plan.with_tables({}))  # later calls bring their own values; these are not held
     if plan is not None or not call.plan.by_table:
-        remember(calls, key, ready if plan is None or not ready.loads else ready.with_plan(None), KEPT)
+        remember(calls, key, ready if plan is None or not ready.loads else ready.with_plan(None), CALLS)
     if ready.loads and call.plan.common is not None:
-        remember(att.ready if plan is None else plan.common.ready, key, ready.unbind(call.plan), KEPT)
+        remember(att.calls if plan is None else plan.common.calls, key, ready.unbind(call.plan), CALLS)
     return ready
 
 
@@ -340,41 +258,47 @@ def run(call: CheckedCall, ready: PreparedCall, saving: bool = False) -> tuple[A
     return ready(arrays, call.seed, call.top, saving)
 
 
-def key_of(att: Any, qkv: tuple[Tensor, ...], request: CallArgs, settings: Settings) -> tuple[Any, list[Any]]:
-    """(key of a call's `PreparedCall`, or None where every call is prepared again; the entries of its tables)."""
-    if settings.check or att.ambiguous:
-        return None, []
-    tables: list[Any] = []
-    plan, origin, sizes = request.plan, request.origin, request.sizes
-    parts: list[Any] = []
-    for name, x in request.params.items():
+def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, tuple[bytes, ...]]:
+    """(key of a call's `PreparedCall`, or None where every call is prepared again; the entries of its host tables).
+
+    A host table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
+    count some of these only: entries are compared, bit for bit. They are bytes, whose comparison ends at the first
+    difference."""
+    q, k, v, plan, _, _, _, origin, sizes, layout, params = request
+    entries: tuple[bytes, ...] = ()
+    # `check_layout` refuses a layout that is no text
+    if settings.check or att.ambiguous or not (layout is None or type(layout) is str):
+        return None, entries
+    place: Any = None  # kernels may read these arrays by their addresses
+    elsewhere = not (q.is_cpu and k.is_cpu and v.is_cpu) or q.is_neg() or k.is_neg() or v.is_neg()
+    # a default device, say: the mode sees what a call makes
+    if elsewhere or torch._C._is_torch_function_mode_enabled():
+        # Triton's products of float32 are by the precision
+        place = q.device, k.device, v.device, torch.get_float32_matmul_precision()
+    # a plan may serve several attentions, and outlive them
+    whose = None if plan is None else ref(att)
+    key: tuple[Any, ...] = place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, layout, settings, whose
+    if att.learned:
+        key += tuple([x.shape for x in att.learned.values()])  # whose `.data` may be another
+    for name, x in params.items() if params else ():
         if type(x) in NUMBERS:
-            parts.append((name, kind_of(x), x))
+            key += ((name, kind_of(x), x),)
         elif (name in KV_INPUTS and hasattr(x, "shape")) or _learned(att, name, x):
-            parts.append((name, x.shape, x.dtype, x.device))
-        elif plan is None and _on_accelerator(x, qkv[0].device):  # another step's entries take the same kernel
-            parts.append((name, x.shape, x.dtype, "planned there"))
-        elif plan is None and qkv[0].is_cpu and (bits := _bits(x)) is not None:
-            tables.append(bits)
-            parts.append((name, x.shape, x.dtype, "by its entries"))
+            key += ((name, x.shape, x.dtype, x.device),)
+        elif plan is None and _on_accelerator(x, q.device):  # another step's entries take the same kernel
+            key += ((name, x.shape, x.dtype, "planned there"),)
+        elif plan is None and q.is_cpu and (bits := _bits(x)) is not None:
+            entries += (bits.tobytes(),)
+            key += ((name, x.shape, x.dtype, "by its entries"),)
         else:
-            return None, []
+            return None, ()
     if origin is not None or sizes is not None:
-        if not all(x is None or isinstance(x, tuple | list) for x in (origin, sizes)):
-            return None, []
-        parts.append((None if origin is None else tuple(origin), None if sizes is None else tuple(sizes)))
-        # tensors and numpy's vectors are no part of a key
-        if any(type(x) is not int for place in parts[-1] if place for x in place):
-            return None, []
-    q, k, v = qkv
-    key = (
-        torch.get_float32_matmul_precision(),  # Triton's products of float32 are by it
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, request.layout,
-        settings.backend, settings.engines, settings.show,
-        *(x.shape for x in att.learned.values()),  # whose `.data` may be another
-        None if plan is None else (att.options, att.program.exprs), *parts,
-    )  # fmt: skip
-    return key, tables
+        for x in (origin, sizes):
+            # tensors and numpy's vectors are no part of a key
+            if x is not None and not (isinstance(x, tuple | list) and all(type(n) is int for n in x)):
+                return None, ()
+            key += (x if x is None else tuple(x),)
+    return key, entries
 
 
 def _learned(att: Any, name: str, x: Any) -> bool:

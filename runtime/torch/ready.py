@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from threading import local
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from frisket.dsl.ir import var, walk
 from frisket.lowering.plan import KV_INPUTS, Cotangents, ForwardResults, KernelInputs, Spans, Target
 from frisket.lowering.planner.planner import READS
 from frisket.runtime.backends.base import RECORDS, Backend
-from frisket.runtime.backends.cpp.torch import lse_of
+from frisket.runtime.backends.cpp.torch import FastPath, lse_of
 from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.calls.arrays import NATURAL
 from frisket.runtime.calls.arrays import refuse_gradients as refuse_stored
@@ -42,6 +42,7 @@ LARGEST = 1 << 28  # Ints from here on need a plan of the host: the kernels of `
 WIDER = 1.05  # times the tiles of the host's plan that a planner may read: it bounds each clause of a mask by itself
 # products that a kernel computes while the host plans: two milliseconds or more, and longer with more tiles
 SPARED, SPARED_BY_TILE = 60_000_000, 15_000
+KEPT_TABLES = 4  # calls of an attention with tables of the host, each with copies of them
 RUNS = 64  # of tiles in a row, at most, that a planner in C++ tells apart
 
 
@@ -68,6 +69,9 @@ class PreparedCall:
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     awaits: bool = False  # whether library calls run while a native kernel is compiled
     template: FlatPlan | None = None  # a plan without values: each call makes its own, from the tables it brings
+    runs: int = field(default=0, init=False)  # calls that did not take the fast path
+    # runs such calls by the addresses of their arrays; made at the second run, as more may follow
+    fast: FastPath | None = field(default=None, init=False)
 
     def attend(self, request: CallArgs, values: Iterable[Tensor], options: Options, saving: bool = False) -> Any:
         """A call as users write it, of arrays that are known to fit; `values`: of `kv_inputs`."""
@@ -231,9 +235,29 @@ class ChangingTables:
         self.covered = {n: (x[0], x[-1]) for n, x in plan.host_program.tables.items() if n in offsets}
         self.seen: Counter[frozenset[str]] = Counter()  # plans of the host, by order
         self.planners: dict[frozenset[str], TablePlanner] = {}  # assigned, never changed: other threads read it
+        self.latest: tuple[tuple[tuple[bytes, ...], PreparedCall], ...] = ()  # by entries; assigned, never changed, too
 
-    def __call__(self, entries: list[bytes]) -> PreparedCall | None:
+    def keep(self, entries: tuple[bytes, ...], ready: PreparedCall, calls: Mapping[Any, Any]) -> PreparedCall:
+        """Keep the prepared call for tables of these entries. Together with others in the table `calls` of an attention
+        few are kept, since each comes with copies of tables."""
+        self.latest = ((entries, ready), *self.latest)[:KEPT_TABLES]
+        room = KEPT_TABLES - len(self.latest)
+        for other in list(calls.values()):
+            if type(other) is ChangingTables and other is not self:
+                other.latest = other.latest[:room]
+                room -= len(other.latest)
+        return ready
+
+    def __call__(self, entries: tuple[bytes, ...], calls: Mapping[Any, Any]) -> PreparedCall | None:
         """The prepared call for tables of these entries; None where the host is to plan them."""
+        for earlier, ready in self.latest:
+            if earlier == entries:
+                return ready
+        planned = self._planned(entries)
+        return None if planned is None else self.keep(entries, planned, calls)
+
+    def _planned(self, entries: tuple[bytes, ...]) -> PreparedCall | None:
+        """The prepared call for tables that a planner in C++ reads, if there is such a planner."""
         if not self.planners:
             return None
         tables = self._tables(entries)
@@ -251,7 +275,13 @@ class ChangingTables:
         return bool(table[0] <= first and table[-1] >= last and (table[1:] >= table[:-1]).all())
 
     def host_planned(
-        self, att: Any, call: CheckedCall, params: Params, host: PreparedCall, prepare: Prepare, entries: list[bytes]
+        self,
+        att: Any,
+        call: CheckedCall,
+        params: Params,
+        host: PreparedCall,
+        prepare: Prepare,
+        entries: tuple[bytes, ...],
     ) -> None:
         """Take note of a plan of the host: try a planner for such tables, or compare the one there is. Raises
         `PendingError` while a planner or its kernel is compiled in the background."""
@@ -270,7 +300,7 @@ class ChangingTables:
             if candidate is not None and _pays(candidate, tables, host):
                 self.planners = {**self.planners, order: candidate}
 
-    def _tables(self, entries: list[bytes]) -> dict[str, Array]:
+    def _tables(self, entries: tuple[bytes, ...]) -> dict[str, Array]:
         pairs = zip(self.kinds.items(), entries, strict=True)
 
         return {n: np.frombuffer(content, dtype).reshape(shape) for (n, (dtype, shape)), content in pairs}

@@ -33,7 +33,7 @@ from frisket.runtime.machine.settings import Settings
 
 from .autograd import each, gradients, gradients_again, mapped, no_forward_mode, no_second
 from .op import attend as attend_op
-from .op import earlier_call, kept_ready
+from .op import kept_ready
 from .spec import attention_of
 
 Tensors = Sequence[Tensor]
@@ -45,6 +45,8 @@ def call_of(
     values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str, *qkv: Tensor, sinks: Any = None
 ) -> tuple[Any, CallArgs]:
     """The attention and the keywords of a call of it."""
+    if names in BARE and qkv:
+        return attention_of(spec, ()), CallArgs(qkv[0], qkv[1], qkv[2], sinks=sinks, layout="bhsd")
     top, entries = names_of(names)
     tensors, ints = iter(values), iter(numbers)
     params: dict[str, Any] = {}
@@ -58,9 +60,9 @@ def call_of(
     seed, _ = params.pop(" seed", None), params.pop(" rank", None)  # the rank is there to tell graphs apart
     place = {w: [_known(params.pop(f" {w}{i}")) for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
     att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
-    q, k, v = qkv or (None, None, None)
     origin, sizes = (tuple(x) or None for x in place.values())
     seed = None if seed is None else int(seed)
+    q, k, v = qkv or (None, None, None)
     return att, CallArgs(q, k, v, None, seed, sinks, top, origin, sizes, "bhsd", params)
 
 
@@ -78,11 +80,6 @@ def _kind(x: Any) -> tuple[int, type]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Tensors, numbers: Ints, spec: str, names: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bare = sinks is None and names in BARE
-    like = earlier_call(attention_of(spec, ()), q, k, v, "saving") if bare else None
-    if like is not None and (results := like[1].forward(q, k, v, True)) is not None:
-        out, lse, softmax_stats = results
-        return out, lse, lse.new_empty(0), softmax_stats
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     grad_names, record = grad_names_of(names), RECORDS.get(att.options.backend or Settings.read().backend or "")
     checks = record is not None and "torch" in record.executors and record.executors["torch"].checks_gradients
@@ -108,13 +105,9 @@ def attend(
 def attend_alone(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Tensors, numbers: Ints, spec: str, names: str
 ) -> Tensor:
-    bare = sinks is None and names in BARE
-    like = earlier_call(attention_of(spec, ()), q, k, v, "plain") if bare else None
-    if like is not None and (result := like[1].forward(q, k, v, False)) is not None:
-        return result  # type: ignore[no-any-return]
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():
-        out: Tensor = attend_op(att, request)[0]
+        out: Tensor = attend_op(att, request, lse=False)[0]
     return out.contiguous()
 
 
@@ -136,15 +129,14 @@ def attend_backward(
         if sinks is not None and dlse is not None:
             zeros[3] = dlse.sum((0, 2)).to(sinks.dtype)
         return [g for g, need in zip(zeros, needed, strict=True) if need and g is not None]
-    bare = sinks is None and names in BARE
-    if bare and (like := earlier_call(attention_of(spec, ()), q, k, v, "saving")) is not None:
-        with torch.no_grad():
-            saved = q, k, v, None, out, lse, softmax_stats
-            results = gradients_again(like[1], like[2], saved, dout, dlse, tuple(needed[:4]))
-        return [g.contiguous() for g in results if g is not None]
     att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():
-        ready = kept_ready(att, request, defers=True).taking(sinks, request.top)  # as in the forward
+        ready = kept_ready(att, request, defers=True)
+        if ready.fast and sinks is None and names in BARE:
+            saved: tuple[Any, ...] = (q, k, v, None, out, lse, softmax_stats)
+            results = gradients_again(ready.fast, ready, saved, dout, dlse, tuple(needed[:4]))
+            return [g.contiguous() for g in results if g is not None]
+        ready = ready.taking(sinks, request.top)  # as in the forward
         inputs = [request.params[n] for _, n in ready.kv_inputs]
         saved = (q, k, v, sinks, out, lse, softmax_stats, *inputs)
         needed_by_name = dict(zip(learnable(values, names), needed[4:], strict=True))

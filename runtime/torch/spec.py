@@ -16,6 +16,7 @@ of texts behind it, those of the positions where dropout draws; without any it d
 from __future__ import annotations
 
 import ast
+from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ import numpy as np
 from frisket.dsl.program import read
 from frisket.dsl.show import show
 from frisket.grammar.memo import memo
+from frisket.runtime.backends.stages import new_history
 from frisket.runtime.calls.options import Options, Tuning
 from frisket.runtime.calls.program import CallProgram, joined
 from frisket.runtime.calls.request import attention_by
@@ -86,9 +88,9 @@ def _place(lines: str, text: str) -> BoundExpr:
 
 
 @memo(256)
-def history_of(spec: str) -> dict[Any, Any]:
-    """The history of calls in graphs, which hold the text of an attention: one dict for equal attentions."""
-    return {}
+def history_of(spec: str) -> deque[Any]:
+    """The history of calls in graphs, which hold the text of an attention: one for equal attentions."""
+    return new_history()
 
 
 @memo(256)

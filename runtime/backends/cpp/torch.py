@@ -29,7 +29,7 @@ from frisket.lowering.kernels.cpp.tiles import long_runs, tiles
 from frisket.lowering.kernels.cpp.tiles import pays as products_pay
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.calls.arrays import TokenPermutation
-from frisket.runtime.machine.cpp_build import Threads, library, of_torch
+from frisket.runtime.machine.cpp_build import ONE_THREAD, library, of_torch
 from frisket.runtime.machine.cpp_cpu import lacking
 from frisket.runtime.plans.device import Values
 
@@ -399,7 +399,7 @@ def repeat(inputs: KernelInputs, dtype: Any, stored: Any, table_names: Sequence[
     short = pairs * (g.head_dim + g.v_dim) < SHORT
     short_backward = pairs * (3 * g.head_dim + 2 * g.v_dim) < SHORT
     # looked up once: a call of one token takes 6 microseconds
-    alone, empty_like, pack = THREADS.pack(*Threads(1)), torch.empty_like, ARRAYS.pack
+    alone, empty_like, pack = THREADS.pack(*ONE_THREAD), torch.empty_like, ARRAYS.pack
     large = dtype.itemsize * size[0] * size[1] * size[2] * size[3] >= LARGE
     strides = g.heads * g.q_len * g.v_dim, g.q_len * g.v_dim, g.v_dim
     shapes = (*kernel_call.shapes.values(),)

@@ -20,7 +20,7 @@ from typing import Any
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.base import RECORDS, Backend, engines_of
+from frisket.runtime.backends.base import RECORDS, Backend, ranked
 from frisket.runtime.calls.options import AS_CHOSEN, Options
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import simplified_program
@@ -93,14 +93,16 @@ class EngineChoice:
 def may_win(framework: str, platform: str, dtype: str, g: Geometry, generated: str) -> bool:
     """Whether a cost row says that an engine wins on such arrays. Without one no engine is asked what it computes."""
     rows = [row for row in COSTS if row.pays(platform, dtype, g, generated)]
-    return bool(rows) and not {row.engine for row in rows}.isdisjoint(e.name for e in engines_of(framework, platform))
+    return bool(rows) and not {row.engine for row in rows}.isdisjoint(
+        e.name for e in ranked(framework, platform, engines=True)
+    )
 
 
 def choose_engine(call: EngineCall, explain: bool = True) -> EngineChoice:
     """The first engine of the platform, in the order of the costs, that a proof and the costs allow. Without `explain`
     no engine is proved that the costs refuse."""
     why: dict[str, str] = {}
-    for engine in sorted(engines_of(call.framework, call.platform), key=lambda e: turn(e.name, call)):
+    for engine in sorted(ranked(call.framework, call.platform, engines=True), key=lambda e: turn(e.name, call)):
         reason = lost(engine.name, call)
         if reason and (engine.engine is None or not explain):  # a proof of the former takes a plan and code
             why[engine.name] = _unfit(engine, call) or reason

@@ -425,7 +425,7 @@ def test_a_planner_for_changing_tables_lets_no_call_wait(behind):
         return torch.equal(att(q, k, v, doc=doc), fk.compile(text, backend="cpp")(q, k, v, doc=doc))
 
     def planners():
-        return [p for x in att.ready.values() if type(x) is ChangingTables for p in x.planners]
+        return [p for x in att.calls.values() if type(x) is ChangingTables for p in x.planners]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

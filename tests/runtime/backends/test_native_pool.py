@@ -15,7 +15,7 @@ import torch
 
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_build as native_pool
-from frisket.runtime.machine.cpp_build import Threads, of_torch, pool_threads
+from frisket.runtime.machine.cpp_build import ONE_THREAD, Threads, of_torch, pool_threads
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -46,8 +46,9 @@ def run(threads: Threads, n: int = 2000) -> list[int]:
     function = native_build.library(SUM).sum
     function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_void_p]
     function.restype = ctypes.c_int64
-    done = (ctypes.c_int64 * threads.workers)()
-    assert function(threads.parallel, threads.pool, n, threads.workers, done) == n * (n - 1) // 2
+    workers, parallel, pool = threads
+    done = (ctypes.c_int64 * workers)()
+    assert function(parallel, pool, n, workers, done) == n * (n - 1) // 2
     assert sum(done) == n
     return list(done)
 
@@ -61,11 +62,11 @@ def two_threads():
 
 
 def test_threads_follow_torch(two_threads):
-    assert of_torch().workers == 2
+    assert of_torch()[0] == 2
     torch.set_num_threads(3)
     assert len(run(of_torch())) == 3
     torch.set_num_threads(1)
-    assert of_torch() == Threads(1)
+    assert of_torch() == ONE_THREAD
     assert run(of_torch()) == [2000]
 
 
@@ -87,14 +88,14 @@ def load():
 
 def test_thread_count_follows_omp_num_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert pool_threads().workers == 3
+    assert pool_threads()[0] == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
-    assert pool_threads().workers == 2
+    assert pool_threads()[0] == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert pool_threads() == Threads(1)
+    assert pool_threads() == ONE_THREAD
     for text in ("0", "-1", "many", ""):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
-        assert pool_threads().workers == len(os.sched_getaffinity(0))
+        assert pool_threads()[0] == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
@@ -211,7 +212,7 @@ PLANNING = """
         att(q, k, v, doc=np.sort(rng.integers(0, 5, 200)))
     for _ in range(CHANGES[0] + 1):
         call()
-    (steps,) = next(x for x in att.ready.values() if type(x) is ChangingTables).planners.values()
+    (steps,) = next(x for x in att.calls.values() if type(x) is ChangingTables).planners.values()
     planner, begun, over = steps.prepared, threading.Event(), threading.Event()
     def slow():
         made = planner()

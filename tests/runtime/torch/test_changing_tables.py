@@ -38,7 +38,7 @@ def planned(text="causal & same(doc)", **rest):
 
 
 def planners(att):
-    return [p for x in att.ready.values() if type(x) is ChangingTables for p in x.planners.values()]
+    return [p for x in att.calls.values() if type(x) is ChangingTables for p in x.planners.values()]
 
 
 def right(att, text="causal & same(doc)", qkv=(Q, K, V), **tables):

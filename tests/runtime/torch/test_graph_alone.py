@@ -9,6 +9,8 @@ from frisket.flex import create_block_mask, flex_attention
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.torch import operators  # noqa: F401, registers operators
 
+from .test_torch_repeated import paths
+
 ALONE, SAVING = torch.ops.frisket.attend_alone.default, torch.ops.frisket.attend.default
 ALIBI = "param slope: float[_]\nscore = score + slope[h] * (k - q)"
 G = torch.Generator().manual_seed(0)
@@ -183,7 +185,7 @@ def test_eager_calls_in_between_compile_nothing_again():
         for _ in range(3):
             att(*arrays)
         run(*arrays)
-    assert att.repeats
+    assert paths(att)
     assert seen.graphs == 1
 
 

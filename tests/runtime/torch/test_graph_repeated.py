@@ -6,8 +6,9 @@ import torch
 import frisket as fk
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.torch import operators, running  # noqa: F401, registers operators
+from frisket.runtime.torch.ready import PreparedCall
 
-from .test_torch_repeated import BAND, attention, drawn
+from .test_torch_repeated import BAND, attention, drawn, paths, without_fast_path
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -19,24 +20,24 @@ def operator(att, arrays, *, sinks=None, values=(), numbers=(), names=""):
 def warm(att, arrays):
     """The attention of the graph, after calls that leave a record."""
     made = running.attention_of(att.spec, ())
-    made.repeats.clear(), made.ready.clear()
+    made.calls.clear()
     for _ in range(2):
         operator(att, [torch.randn_like(x) for x in arrays])
-    assert len(made.repeats) == 1
+    assert len(paths(made)) == 1
     return made
 
 
 def anew(monkeypatch, run):
     with monkeypatch.context() as m:
-        m.setattr(running, "BARE", ())
+        m.setattr(PreparedCall, "fast", property(lambda ready: None))
         return run()
 
 
 @pytest.fixture
 def prepared_anew(monkeypatch):
-    """The calls that were looked up by their text and keywords."""
-    seen, call_of = [], running.call_of
-    monkeypatch.setattr(running, "call_of", lambda *given, **more: seen.append(given) or call_of(*given, **more))
+    """The calls and the gradients that no fast path ran."""
+    seen, gradients = without_fast_path(monkeypatch), running.gradients
+    monkeypatch.setattr(running, "gradients", lambda *given: seen.append(given) or gradients(*given))
     return seen
 
 
@@ -189,7 +190,7 @@ def test_eager_calls_and_graphs_keep_records_of_their_own():
     made = warm(att, drawn())
     assert isinstance(made(*drawn()), torch.Tensor)
     made(*drawn())
-    assert len(made.repeats) == 2
+    assert len(paths(made)) == 2
     assert len(operator(att, drawn())) == 4
 
 

@@ -10,6 +10,7 @@ import torch
 import frisket as fk
 from frisket.caches.torch import KVCache
 from frisket.runtime.torch import op
+from frisket.runtime.torch.ready import KEPT_TABLES, ChangingTables
 
 S = 40
 Q, K, V = torch.randn(3, 1, 2, S, 16, generator=torch.Generator().manual_seed(0)).unbind()
@@ -18,6 +19,12 @@ DOC = np.arange(S) // 9
 
 def documents(**options):
     return fk.compile("causal & same(doc)", engines=False, **options)
+
+
+def kept(att):
+    """Its prepared calls with tables of the host, the latest of each kind first."""
+    kinds = [x for x in att.calls.values() if type(x) is ChangingTables]
+    return [ready for changing in kinds for _, ready in changing.latest]
 
 
 def right(att, doc):
@@ -56,10 +63,10 @@ def test_large_tables_of_calls_are_not_copied(monkeypatch, form):
     att, doc = documents(), form(DOC)
     monkeypatch.setattr(op, "COPIED", doc.nbytes - 1)
     assert right(att, doc)
-    assert not att.by_tables
+    assert not kept(att)
     monkeypatch.setattr(op, "COPIED", doc.nbytes)
     assert right(att, doc)
-    assert att.by_tables
+    assert len(kept(att)) == 1
 
 
 def test_an_array_that_is_written_to():
@@ -118,10 +125,12 @@ def test_equal_tables_prepare_nothing(dtype, monkeypatch):
 
 def test_few_are_kept():
     att = documents()
-    for n in range(2 * op.KEPT_TABLES):
+    for n in range(2 * KEPT_TABLES):
         att(Q, K, V, doc=DOC + n * DOC)
-    assert len(att.by_tables) == op.KEPT_TABLES
-    last = weakref.ref(att.by_tables[0][2])
+    for n in range(2):
+        att(Q, K, V, doc=DOC.astype(np.int32) + n)  # another kind of table
+    assert len(kept(att)) == KEPT_TABLES
+    last = weakref.ref(kept(att)[-1])
     del att
     assert last() is None
 

@@ -195,7 +195,7 @@ def here(variant: str = "native", threads: int = 2):
         library = native_build.library(problem.source(kind), variant)
         pool = native_pool.pool_threads(threads)
         record = image.arrays[0]
-        record[cpp_call.OFFSET["threads"]], record[cpp_call.OFFSET["parallel"]] = threads, pool.parallel
+        record[cpp_call.OFFSET["threads"]], record[cpp_call.OFFSET["parallel"]] = threads, pool[1]
         for array, word, target in image.links:
             image.arrays[array][word] = image.arrays[target].ctypes.data
         kernel = getattr(library, f"frisket_{kind}")

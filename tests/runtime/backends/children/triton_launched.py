@@ -23,6 +23,7 @@ from frisket.runtime.backends.triton import tiles
 from frisket.runtime.calls import arrays as frameworks
 from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.torch import op as torch_op
+from frisket.runtime.torch.ready import PreparedCall
 
 triton_null.install(watch=True)
 backend._on_torch = lambda: ""
@@ -239,7 +240,7 @@ def test_triton_launches_on_the_device_of_the_arrays(monkeypatch):
     att = fk.compile("causal", backend="triton")
     q, k, v = (x.detach() for x in arrays(64))
     att(q, k, v)
-    (ready,) = att.ready.values()
+    (ready,) = (x for x in att.calls.values() if isinstance(x, PreparedCall))
     x = ready.inputs
     (launch,) = triton_launch.bound(x.plan, x.spans, x.geometry, x.target, q, k).launches.values()
     for index in (0, 1):
@@ -418,7 +419,7 @@ def test_learned_tables_leave_nothing_behind():
         gc.enable()
     att = fk.compile("causal & same(doc)", doc=np.arange(64) // 9, backend="triton")
     att(*arrays(64))
-    (ready,) = att.ready.values()
+    (ready,) = (x for x in att.calls.values() if isinstance(x, PreparedCall))
     x = ready.inputs
     own = triton_launch.bound(x.plan, x.spans, x.geometry, x.target, *arrays(64)[:2])
     assert own.values(x.slots, x.tables) is own.values(x.slots, x.tables)

@@ -24,6 +24,7 @@ from frisket.runtime.calls.arrays import Stored
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import settings
 from frisket.runtime.plans.host import Plan
+from frisket.runtime.torch.ready import PreparedCall
 
 ROOT = Path(__file__).resolve().parents[4]
 DOC = np.repeat([0, 1, 2], [10, 25, 15])
@@ -184,7 +185,7 @@ def test_calls_that_flash_takes(mask, score, said, deterministic, how, monkeypat
     stages = att.stages(*arrays)
     assert (stages.target.backend, stages.engines.split("\n")[0]) == ("flash", f"flash: {said}; proved")
     assert set(att.check(*arrays).gradients) == {"dq", "dk", "dv"}
-    ready = next(iter(att.ready.values()))
+    ready = next(x for x in att.calls.values() if isinstance(x, PreparedCall))
     assert ready.proof.gradients == (not (deterministic and "code" in said))
     *_, top = att(*arrays, return_max=True)
     assert torch.isfinite(top).all()
@@ -218,7 +219,7 @@ def test_calls_that_flash_does_not_take():
         (fk.compile("causal"), {}),
     ):
         att(q, k, v, **how)
-        assert all(ready.generated is ready for ready in att.ready.values())
+        assert all(x.generated is x for x in att.calls.values() if isinstance(x, PreparedCall))
 
 
 def test_variables_read_before_the_records_are_checked_with_them(monkeypatch):

@@ -21,7 +21,7 @@ from frisket.runtime.backends.engines.proof import EngineCall, choose_engine  # 
 from frisket.runtime.calls.program import program_of  # noqa: E402
 from frisket.runtime.calls.request import CallArgs  # noqa: E402
 from frisket.runtime.plans.compiled import simplified_program  # noqa: E402
-from frisket.runtime.torch.ready import engine_call  # noqa: E402
+from frisket.runtime.torch.ready import PreparedCall, engine_call  # noqa: E402
 
 KNOWN = [("full", None), ("causal", None), ("k < 33", None), ("causal & k < 33", None), ("k >= 5 & k < 40", None),
          ("causal", "2 * score"), ("full", "score / 3")]  # fmt: skip
@@ -152,7 +152,8 @@ def test_when_generated_kernels_run(how: str, monkeypatch: pytest.MonkeyPatch) -
     stages = att.stages(q, k, v)
     assert stages.target.backend in ("cpp", "aten")
     att(q, k, v)
-    assert next(iter(att.ready.values())).generated is next(iter(att.ready.values()))
+    (ready,) = (x for x in att.calls.values() if isinstance(x, PreparedCall))
+    assert ready.generated is ready
     said = "sdpa: causal, window 4 to the left: SDPA has no window" if how == "window" else ""
     assert stages.engines == said
 
