@@ -55,10 +55,8 @@ def _torch_prelude(roots: tuple[Expr, ...]) -> str:
     return "\n".join(text for name, text in expr_torch.PRELUDE.items() if f"{name}(" in rows and name not in in_header)
 
 
-JNP = Words(
-    "JAX", expr_jnp.JNP, _jnp_prelude, HEADERS["jnp"], (("jnp.int32", "jnp.float32"), ("jnp.int64", "jnp.float64")),
-    "jnp.inf",
-)  # fmt: skip
+JNP_WIDTHS = ("jnp.int32", "jnp.float32"), ("jnp.int64", "jnp.float64")
+JNP = Words("JAX", expr_jnp.JNP, _jnp_prelude, HEADERS["jnp"], JNP_WIDTHS, "jnp.inf")
 TORCH = Words("torch", expr_torch.TORCH, _torch_prelude, HEADERS["torch"], (("", ""), ("", "")), "math.inf")
 
 

@@ -93,7 +93,7 @@ def attend(att: Any, request: CallArgs, saving: bool = False) -> tuple[Any, ...]
         return ready.again(q, k, v, inputs, request.seed, att.options, request.sinks, request.top, saving)
     began, _ = perf_counter(), kernel_step.set("")  # of this call, for its record
     call = att.call(request._replace(q=q, k=k, v=v))
-    if call.geometry.vacant:
+    if call.geometry.is_empty:
         # learned arrays get zeros for gradients, not None
         empty = nothing(call, [x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)])
         return (*empty, None) if saving else empty
@@ -486,7 +486,7 @@ def _refused(name: str, *arguments: Any, **more: Any) -> Any:
 
 def refuse_ambiguous(program: CallProgram, tables: Mapping[str, Any]) -> None:
     """Raise where a learned tensor is read by the mask and the score mod: the gradient of one would be missing."""
-    mask, score = program.exprs
+    mask, score = program.exprs.mask, program.exprs.score
     if mask is None or score is None or not torch.is_grad_enabled():  # no gradient, nothing to miss
         return
     for name, x in tables.items():
