@@ -68,7 +68,7 @@ def test_reference_in_slabs_equals_the_whole_reference(monkeypatch):
         *arrays, dense.DenseCall(ProgramExprs(MASK, SCORE), scale=8**-0.5, params={}, tables=tables)
     )
     built = np.empty_like(whole)
-    for at, out in packed.oracle(arrays, MASK, SCORE, {}, tables):
+    for at, out in packed.oracle(packed.Job(arrays, ProgramExprs(MASK, SCORE), {}, tables)):
         built[:, *at] = out
     np.testing.assert_allclose(built, whole, rtol=1e-12, atol=1e-12)
     seen = packed.visible(MASK, {}, tables, 3, 50, by_head=False)
@@ -81,13 +81,17 @@ def test_dense_peers_of_the_packed_job_agree(framework):
     tables = {"doc": np.repeat([0, 1], 20).astype(np.int32)}
     seen = packed.visible(MASK, {}, tables, 2, 40, by_head=False)
     for mod in (SCORE, None):
-        bench = packed.prepare_bench(framework, packed.Job(arrays, MASK, mod, {}, tables), seen, lambda *a: None)
+        bench = packed.prepare_bench(
+            framework, packed.Job(arrays, ProgramExprs(MASK, mod), {}, tables), seen, lambda *a: None
+        )
         want, _ = dense.attention(
             *arrays, dense.DenseCall(ProgramExprs(MASK, mod), scale=8**-0.5, params={}, tables=tables)
         )
         np.testing.assert_allclose(bench.numpy(bench.dense.run()), want, atol=2e-6)
         assert (bench.builtin is None) == (mod is None)
-    bench = packed.prepare_bench(framework, packed.Job(arrays, MASK, SCORE, {}, tables), seen, lambda *a: None)
+    bench = packed.prepare_bench(
+        framework, packed.Job(arrays, ProgramExprs(MASK, SCORE), {}, tables), seen, lambda *a: None
+    )
     plain, _ = dense.attention(*arrays, dense.DenseCall(ProgramExprs(MASK), scale=8**-0.5, params={}, tables=tables))
     np.testing.assert_allclose(bench.numpy(bench.builtin.run()), plain, atol=2e-6)
 
