@@ -53,7 +53,7 @@ def choose(rounds: int) -> Iterator[tuple[str, Row]]:
         for _ in range(rounds):
             clear()  # nothing is remembered of any expression
             start = time.process_time()  # others share the machine
-            form = form_of(*fixed.simplified)
+            form = form_of(fixed.simplified)
             times.append(time.process_time() - start)
         (unknown if isinstance(form, NoForm) else known).append(median(times))
         if not isinstance(form, NoForm):

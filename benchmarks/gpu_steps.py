@@ -10,18 +10,7 @@ from typing import Any
 
 import torch
 from gpu_masks import DOCUMENTS, contests, ours
-from gpu_scale import (
-    Call,
-    Entrants,
-    Measure,
-    Row,
-    Scale,
-    Times,
-    drawn,
-    one_after_another,
-    waited,
-    watched,
-)
+from gpu_scale import Call, Entrants, Measure, Row, Scale, Times, drawn, one_after_another, waited, watched
 from reorder_tables import tables
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -20,7 +20,7 @@ import numpy as np
 from store import keep, shown
 
 import frisket as fk
-from frisket.lowering.simplify import prepare
+from frisket.lowering.simplify import ProgramExprs, prepare
 from frisket.runtime.bench.race import fresh, raced, rounds_of, row, seconds
 
 TILE = 128
@@ -163,7 +163,7 @@ def front_end() -> dict[str, Any]:
         start = time.perf_counter()
         parse(source)
         middle = time.perf_counter()
-        prepare(read(source, kind="mask").mask, None)  # parses again
+        prepare(ProgramExprs(read(source, kind="mask").mask))  # parses again
         times["parse"].append(1e3 * (middle - start))
         times["check and simplify"].append(1e3 * (time.perf_counter() - middle - (middle - start)))
     ms = {n: statistics.median(x) for n, x in times.items()}

@@ -20,7 +20,7 @@ from frisket.dsl.errors import FrisketError  # noqa: E402
 from frisket.lowering.engines.flags import Flags, flags_of  # noqa: E402
 from frisket.lowering.engines.forms import NoForm, form_of  # noqa: E402
 from frisket.lowering.kernels.cute.mods import emit  # noqa: E402
-from frisket.lowering.plan import Geometry  # noqa: E402
+from frisket.lowering.plan import Geometry, Problem  # noqa: E402
 from frisket.runtime.backends import splash  # noqa: E402
 from frisket.runtime.backends.engines import square  # noqa: E402
 from frisket.runtime.backends.engines.proof import EngineCall  # noqa: E402
@@ -53,7 +53,7 @@ def rows() -> list[EngineRow]:
 def row(name: str, case: Any, mask: Any, score: Any) -> EngineRow:
     program = program_of(mask, score, {})
     g = Geometry(case.batch, case.heads, case.heads, case.q_len, case.kv_len, 64, 64, 0.125)
-    form = form_of(*simplified_program(program).simplified)
+    form = form_of(simplified_program(program).simplified)
     flags = "" if isinstance(form, NoForm) else flags_of(form, g, program.scalars, program.tables)
     if isinstance(form, NoForm) or not isinstance(flags, Flags):
         return EngineRow(name, code(program, case), "–", "–", "–")
@@ -74,7 +74,7 @@ def flash_takes(flags: Flags) -> bool:
 
 def code(program: Any, case: Any) -> str:
     """ "code" where the mask and score mod print as CuTe functions, for which tiles are exact."""
-    made = work(program, case.q_len, case.kv_len, case.batch, case.heads, (128, 128))
+    made = work(program, Problem(case.q_len, case.kv_len, case.batch, case.heads), (128, 128))
     try:
         emit(made.plan)
     except FrisketError:

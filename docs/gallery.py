@@ -27,6 +27,7 @@ from frisket.dsl.evaluate import evaluate  # noqa: E402
 from frisket.dsl.ir import uses  # noqa: E402
 from frisket.dsl.library import Entry  # noqa: E402
 from frisket.lowering.dense import coordinates  # noqa: E402
+from frisket.lowering.plan import Problem  # noqa: E402
 from frisket.runtime.draw.pixels import LIGHT  # noqa: E402
 
 LENGTH, TILE = 64, 8
@@ -171,7 +172,7 @@ def mod_picture(signature: str, one: cases.Case, path: Path) -> None:
     figure = Figure((1.4, 1.4), dpi=150)
     axes = figure.add_axes((0.02, 0.02, 0.96, 0.96))
     if uses(mod.expr) & {"q", "k"}:
-        env = {**coordinates(1, one.heads, one.q_len, one.kv_len), **mod.scalars, "score": 1.0}
+        env = {**coordinates(Problem(one.q_len, one.kv_len, 1, one.heads)), **mod.scalars, "score": 1.0}
         value = np.broadcast_to(evaluate(mod.expr, env, mod.tables), (1, one.heads, one.q_len, one.kv_len))[0, 0]
         change = np.ma.masked_invalid(value - 1)
         reach = np.abs(change).max() or 1.0
@@ -182,7 +183,13 @@ def mod_picture(signature: str, one: cases.Case, path: Path) -> None:
         axes.axhline(0, color="0.8", linewidth=0.6)
         axes.axvline(0, color="0.8", linewidth=0.6)
         for h, colour in enumerate((LIGHT.full, LIGHT.partial, LIGHT.dim, LIGHT.ink)):
-            env = {**coordinates(1, one.heads, one.q_len, one.kv_len), **mod.scalars, "b": 0, "h": h, "score": x}
+            env = {
+                **coordinates(Problem(one.q_len, one.kv_len, 1, one.heads)),
+                **mod.scalars,
+                "b": 0,
+                "h": h,
+                "score": x,
+            }
             y = np.broadcast_to(evaluate(mod.expr, env, mod.tables), x.shape)
             axes.plot(x, np.clip(y, -TALL * x[-1], TALL * x[-1]), color=colour, linewidth=1.2)
     axes.set_xticks([])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from . import ir, library
-from .errors import MaskSyntaxError, Problem
+from .errors import MaskSyntaxError, TextProblem
 from .evaluate import decided, evaluate
 from .forms import CALLED, Steps, Walk, at, reduce
 from .ir import COORDINATES, REDUCTIONS, Expr
@@ -257,7 +257,7 @@ class Checker(Walk):
         # a condition on sizes has no value before a call
         elif not ir.uses(condition) and not evaluate(condition, {}, {}):
             message = f"`{definition.signature}` needs `{definition.formula}`"
-            self.problems.setdefault(place.span, Problem(message, place.span, advice))
+            self.problems.setdefault(place.span, TextProblem(message, place.span, advice))
 
     def _bare(self, node: Node, frame: Frame) -> Value | str | None:
         """An argument that is a bare name: a table or a scalar, as its use decides later."""

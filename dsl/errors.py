@@ -38,7 +38,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Problem:
+class TextProblem:
     """One mistake found by the parser or checker."""
 
     message: str
@@ -69,7 +69,7 @@ class MaskSyntaxError(FrisketError, SyntaxError):
     >>> fk.mask("causal &")
     Traceback (most recent call last):
     frisket.dsl.errors.MaskSyntaxError: ...
-    >>> problem = Problem("there is no name `causl`", Span(0, 5), "did you mean `causal`?")
+    >>> problem = TextProblem("there is no name `causl`", Span(0, 5), "did you mean `causal`?")
     >>> print(MaskSyntaxError("causl", [problem]).render())
     there is no name `causl`
       mask 1:1
@@ -79,7 +79,7 @@ class MaskSyntaxError(FrisketError, SyntaxError):
     """
 
     source: str
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[TextProblem] = field(default_factory=list)
     name: str = "mask"
 
     def __post_init__(self) -> None:  # tracebacks print `msg` of a SyntaxError, not its str

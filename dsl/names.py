@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from . import ir, library
-from .errors import Problem
+from .errors import TextProblem
 from .ir import COORDINATES
 from .library import Definition
 from .operators import ERROR, LEAVES, Frame, Guess, Operators, Value
@@ -105,4 +105,4 @@ class KnownNames(Operators):
             if near and "." not in name:
                 remedy = f"did you mean `{near[0]}`? A parameter of that name is declared: `param {name}: bool`"
                 # another problem at this place says more
-                self.problems.setdefault(guess.span, Problem(f"unknown name `{name}`", guess.span, remedy))
+                self.problems.setdefault(guess.span, TextProblem(f"unknown name `{name}`", guess.span, remedy))

@@ -15,7 +15,7 @@ from functools import reduce
 from typing import NamedTuple
 
 from . import ir
-from .errors import CALL_KEYWORDS, Problem, Span
+from .errors import CALL_KEYWORDS, Span, TextProblem
 from .ir import FLOAT_FUNCTIONS, Expr, build, lit, to_float
 from .library import Definition
 from .parse import Node
@@ -75,7 +75,7 @@ class Operators:
 
     text: str
     name: str = "mask"
-    problems: dict[Span, Problem] = field(default_factory=dict)  # one per place: the first is the cause
+    problems: dict[Span, TextProblem] = field(default_factory=dict)  # one per place: the first is the cause
     guesses: dict[str, Guess] = field(default_factory=dict)
     changed: bool = False
 
@@ -89,7 +89,7 @@ class Operators:
             assert inner is not None
             message, node = f"in `{inner.signature}`: {message}", frame.site
             remedy = "; ".join(filter(None, (more, f"it is `def {inner.signature} = {inner.formula}`")))
-        self.problems.setdefault(node.span, Problem(message, node.span, remedy))
+        self.problems.setdefault(node.span, TextProblem(message, node.span, remedy))
         return ERROR
 
     def quote(self, frame: Frame, node: Node) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from frisket.grammar import load
 
-from .errors import GLYPHS, TURNED, MaskSyntaxError, Problem, Span
+from .errors import GLYPHS, TURNED, MaskSyntaxError, Span, TextProblem
 
 MAX_TEXT, MAX_NESTING, MAX_NODES = 64 * 1024, 200, 20_000  # hostile texts end here, not in memory or Python's stack
 OPENING = {"(": ")", "[": "]"}
@@ -41,7 +41,7 @@ class Node:
 
 
 def fail(text: str, name: str, start: int, stop: int, message: str, remedy: str = "") -> NoReturn:
-    raise MaskSyntaxError(text, [Problem(message, Span(start, stop), remedy)], name)
+    raise MaskSyntaxError(text, [TextProblem(message, Span(start, stop), remedy)], name)
 
 
 def parse(text: str, name: str = "mask") -> Node:

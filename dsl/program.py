@@ -19,7 +19,7 @@ from frisket.grammar import load
 
 from . import ir, library
 from .check import Checker, elaborate
-from .errors import MaskSyntaxError, ParameterError, Problem, Span, keyword, nearest
+from .errors import MaskSyntaxError, ParameterError, Span, TextProblem, keyword, nearest
 from .ir import Expr
 from .library import Definition, define
 from .operators import BUILT_IN, RESERVED
@@ -109,7 +109,7 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
     )
 
 
-def _elaborate(checker: Checker, roots: dict[str, Node], early: list[Problem]) -> dict[str, Expr]:
+def _elaborate(checker: Checker, roots: dict[str, Node], early: list[TextProblem]) -> dict[str, Expr]:
     try:
         exprs = elaborate(checker, roots)
     except MaskSyntaxError as error:
@@ -227,14 +227,14 @@ class _StatementReader:
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name
-        self.problems: dict[Problem, None] = {}
+        self.problems: dict[TextProblem, None] = {}
         self.declared: dict[str, Declared] = {}
         self.defaults: dict[str, Scalar] = {}
         self.definitions: dict[str, dict[int, Definition]] = {}
         self.where: dict[str, Span] = {}
 
     def report(self, at: Any, message: str, remedy: str = "") -> None:
-        self.problems[Problem(message, Span(at.start, at.stop), remedy)] = None
+        self.problems[TextProblem(message, Span(at.start, at.stop), remedy)] = None
 
     def statements(self, program: Node, kind: Kind | None) -> dict[str, Node]:
         roots: dict[str, Node] = {}
@@ -248,7 +248,7 @@ class _StatementReader:
         if not roots and not self.problems:  # a statement with an error is no root: its error says enough
             end = len(self.text.rstrip())
             message, remedy = "there is no mask and no score here", "end with an expression, or `mask = ...`"
-            raise MaskSyntaxError(self.text, [Problem(message, Span(end, end), remedy)], self.name)
+            raise MaskSyntaxError(self.text, [TextProblem(message, Span(end, end), remedy)], self.name)
         return roots
 
     def root(self, s: Node, kind: Kind | None, roots: dict[str, Node]) -> None:
@@ -313,7 +313,7 @@ class _StatementReader:
             if n in self.definitions:
                 at = self.where[n]
                 message = f"`{n}` is defined here and given as a parameter"
-                self.problems[Problem(message, at, "rename one of them")] = None
+                self.problems[TextProblem(message, at, "rename one of them")] = None
 
 
 def _kind_of_name(name: str) -> str:

@@ -1,17 +1,13 @@
 """Dense attention and its gradients in float64 by the interpreter: the oracle of every kernel.
 
-Arrays are laid out [batch, heads, length, dim]; query head h reads key head `h // (heads // kv_heads)`. `keep_mask` is
-an Expr that says which weights survive dropout (their names' values are among `params`), at `rate`, taken as a float32;
-`sinks` [heads] are logits without a value. `rounded` goes over every array of a product: with one that rounds to
-bfloat16, this is what dense attention in bfloat16 gives, and how wrong that is. Scores, the steps of a score mod, the
-softmax, dP and delta = sum(p * dP) are then float32, as in jax.nn and in kernels.
+Arrays are laid out [batch, heads, length, dim]; query head h reads key head `h // (heads // kv_heads)`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +16,12 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.evaluate import OPERATORS, evaluate, unrolled
-from frisket.dsl.ir import SIZES, Expr
+from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
 
 from .derive import derivatives
-from .plan import Origin, Sizes, whole
+from .plan import Problem
+from .simplify import ProgramExprs
 
 Array = NDArray[Any]
 Rounded = Callable[[Any], Array]
@@ -34,26 +31,37 @@ def exactly(x: Any) -> Array:
     return np.asarray(x, np.float64)
 
 
-def coordinates(
-    batch: int, heads: int, q_len: int, kv_len: int, origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None
-) -> dict[str, Any]:
-    """Values of `b h q k B H Q_LEN KV_LEN` over a crop, shaped to broadcast as [batch, heads, q, k].
+@dataclass(frozen=True, eq=False)
+class DenseCall:
+    """A call of dense attention without its arrays."""
 
-    The q and k entries of `origin` may be vectors with one entry per batch.
-    """
-    b0, h0, q0, k0 = origin
-    full = sizes or whole(origin, (batch, heads, q_len, kv_len))
+    exprs: ProgramExprs
+    scale: float
+    params: Mapping[str, Any]  # values by name
+    tables: Mapping[str, Any]
+    problem: Problem | None = None  # None: the arrays are the whole problem
+    sinks: Any = None  # [heads], logits without a value
+    keep_mask: Expr | None = None  # which weights survive dropout; the values of its names are among `params`
+    rate: float = 0.0  # of dropout, taken as a float32
+    # Goes over every array of a product: with one that rounds to bfloat16, this is what dense attention in bfloat16
+    # gives, and how wrong that is. Scores, the steps of a score mod, the softmax, dP and delta = sum(p * dP) are then
+    # float32, as in jax.nn and in kernels.
+    rounded: Rounded = exactly
+    # Arrays of float32 that are rounded too: "out", from which delta is then taken, "scores", and "lse", for weights.
+    stored: Collection[str] = ()
 
-    def along(start: Any, n: int, axis: int) -> Array:
+
+def coordinates(problem: Problem) -> dict[str, Any]:
+    """Values of `b h q k B H Q_LEN KV_LEN` over a crop, shaped to broadcast as [batch, heads, q, k]."""
+
+    def along(axis: int) -> Array:
         shape = [1, 1, 1, 1]
-        shape[axis] = n
-        return np.asarray(start, np.int64).reshape(-1, 1, 1, 1) + np.arange(n).reshape(shape)
+        shape[axis] = length = problem.lengths[axis]
+        # a vector has one entry per batch
+        start = np.asarray(problem.origin[axis], np.int64).reshape(-1, 1, 1, 1)
+        return start + np.arange(length).reshape(shape)
 
-    return {
-        "b": along(b0, batch, 0), "h": along(h0, heads, 1),
-        "q": along(q0, q_len, 2), "k": along(k0, kv_len, 3),
-        **dict(zip(SIZES, full, strict=True)),
-    }  # fmt: skip
+    return {**{name: along(axis) for axis, name in enumerate("bhqk")}, **problem.named_sizes}
 
 
 def check_room(shape: tuple[int, ...], bytes_each: int) -> None:
@@ -82,18 +90,16 @@ class _DenseRows:
     lse: Array  # [batch, heads, q_len]
 
 
-def _rows(
-    q: Array, k: Array, mask: Expr | None, score: Expr | None, *, scale: float, params: Mapping[str, Any],
-    tables: Mapping[str, Any], origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, sinks: Any = None,
-    keep_mask: Expr | None = None, rate: float = 0.0, rounded: Rounded = exactly, stored: Collection[str] = (),
-) -> _DenseRows:  # fmt: skip
+def _rows(q: Array, k: Array, call: DenseCall) -> _DenseRows:
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    problem = call.problem or Problem(*shape[2:], *shape[:2])
+    rounded, tables, mask, score = call.rounded, call.tables, call.exprs.mask, call.exprs.score
     check_room(shape, 8)
-    env = {**coordinates(*shape, origin, sizes), **params}
+    env = {**coordinates(problem), **call.params}
     seen = np.ones(shape, bool) if mask is None else visible(mask, env, tables, shape)
-    sink = np.asarray(np.full(shape[1], -np.inf) if sinks is None else sinks, q.dtype)[:, None]
-    scores = rounded if "scores" in stored else lambda x: np.asarray(x, q.dtype)
-    env["score"] = m = scores(q @ k.swapaxes(-1, -2) * q.dtype.type(scale))
+    sink = np.asarray(np.full(shape[1], -np.inf) if call.sinks is None else call.sinks, q.dtype)[:, None]
+    scores = rounded if "scores" in call.stored else lambda x: np.asarray(x, q.dtype)
+    env["score"] = m = scores(q @ k.swapaxes(-1, -2) * q.dtype.type(call.scale))
     if score is not None:
         m = scores(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape))
     m = np.where(seen, m, m.dtype.type(-np.inf))
@@ -102,15 +108,15 @@ def _rows(
     p = np.exp(m - shift[..., None])
     total = p.sum(axis=-1) + np.exp(np.where(sink == shift, 0, sink - shift))  # so is inf - inf, of an infinite sink
     lse = np.log(total) + shift
-    if "lse" in stored:
+    if "lse" in call.stored:
         p = np.exp(m - _finite(lse)[..., None])
     else:  # a large lse is off by more than p may be in 16 bits
         p /= np.where(total == 0, 1, total)[..., None]
     drop = np.ones(shape, p.dtype)
-    if keep_mask is not None:
-        survives = np.broadcast_to(evaluate(keep_mask, env, tables), shape)
+    if call.keep_mask is not None:
+        survives = np.broadcast_to(evaluate(call.keep_mask, env, tables), shape)
         # kernels have the rate as a float32
-        drop = np.where(survives, 1 / (1 - p.dtype.type(np.float32(rate))), p.dtype.type(0))
+        drop = np.where(survives, 1 / (1 - p.dtype.type(np.float32(call.rate))), p.dtype.type(0))
     return _DenseRows(env, p, drop, top, lse)
 
 
@@ -137,48 +143,38 @@ def _per_query_head(rounded: Rounded, q: Array, *others: Array) -> list[Array]:
     return [np.repeat(rounded(x), heads // x.shape[1], axis=1) for x in (q, *others)]
 
 
-def attention(
-    q: Array, k: Array, v: Array, mask: Expr | None, score: Expr | None, *, rounded: Rounded = exactly, **options: Any
-) -> tuple[Array, Array]:
-    """Dense attention: (output [batch, heads, q_len, v_dim], lse [batch, heads, q_len]).
-
-    Needs `scale`, `params` and `tables`, values by name; takes `origin`, `sizes`, `sinks`, `keep_mask` and `rate`.
-    """
-    q, k, v = _per_query_head(rounded, q, k, v)
+def attention(q: Array, k: Array, v: Array, call: DenseCall) -> tuple[Array, Array]:
+    """Dense attention: (output [batch, heads, q_len, v_dim], lse [batch, heads, q_len])."""
+    q, k, v = _per_query_head(call.rounded, q, k, v)
     with np.errstate(all="ignore"):
-        rows = _rows(q, k, mask, score, rounded=rounded, **options)
+        rows = _rows(q, k, call)
         unseen = (rows.p == 0).all(axis=2)[..., None]  # by every query: anything may stand there
-        return rounded(rounded(rows.drop * rows.p) @ np.where(unseen, v.dtype.type(0), v)), rows.lse
+        weights = call.rounded(rows.drop * rows.p)
+        return call.rounded(weights @ np.where(unseen, v.dtype.type(0), v)), rows.lse
 
 
-def top(q: Array, k: Array, mask: Expr | None, score: Expr | None, **options: Any) -> Array:
-    """The largest visible modified score of each row [batch, heads, q_len], else -inf; options as of `attention`."""
+def top(q: Array, k: Array, call: DenseCall) -> Array:
+    """The largest visible modified score of each row [batch, heads, q_len], else -inf; numbers are not rounded."""
     q, k = _per_query_head(exactly, q, k)
     with np.errstate(all="ignore"):
-        return _rows(q, k, mask, score, **options).top
+        return _rows(q, k, replace(call, rounded=exactly, stored=())).top
 
 
-def gradients(
-    q: Array, k: Array, v: Array, mask: Expr | None, score: Expr | None, dout: Array, dlse: Array | None = None, *,
-    scale: float, tables: Mapping[str, Any], sinks: Any = None, rounded: Rounded = exactly,
-    stored: Collection[str] = (), **options: Any,
-) -> dict[str, Any]:  # fmt: skip
+def gradients(q: Array, k: Array, v: Array, call: DenseCall, dout: Array, dlse: Array | None = None) -> dict[str, Any]:
     """Gradients of `sum(dout * out) + sum(dlse * lse)`: "dq", "dk", "dv", "dsinks" in the shapes of the arrays,
     "dtables" and "dscalars" by name, for the Float tables and scalars the score mod is differentiable in.
 
-    The formulas are those of `lowering.derive`, position by position; options as of `attention`. `stored` names arrays
-    of float32 that are rounded too: "out", from which delta is then taken, "scores", and "lse", for weights.
+    The formulas are those of `lowering.derive`, position by position.
     """
-    kv_heads = k.shape[1]
+    kv_heads, rounded, tables, score = k.shape[1], call.rounded, call.tables, call.exprs.score
     q, k, v = _per_query_head(rounded, q, k, v)
     dout = rounded(dout)
     with np.errstate(all="ignore"):
-        options |= {"rounded": rounded, "stored": stored}
-        rows = _rows(q, k, mask, score, scale=scale, tables=tables, sinks=sinks, **options)
+        rows = _rows(q, k, call)
         weights = rounded(rows.drop * rows.p)
         dp = rows.drop * (dout @ v.swapaxes(-1, -2))
         # where p is near 1, the rounding of out is nearly all of dq
-        delta = (dout * rounded(weights @ v) if "out" in stored else np.where(rows.p == 0, 0, rows.p * dp)).sum(-1)
+        delta = (dout * rounded(weights @ v) if "out" in call.stored else np.where(rows.p == 0, 0, rows.p * dp)).sum(-1)
         delta = delta if dlse is None else delta - np.asarray(dlse, delta.dtype)
         dm = rows.p * (dp - delta[..., None])
 
@@ -188,14 +184,15 @@ def gradients(
 
         backward = None if score is None else derivatives(unrolled(score, rows.env, tables))
         ds = times(None if backward is None else backward.slope)
-        factor = q.dtype.type(scale)
+        factor = q.dtype.type(call.scale)
         grads: dict[str, Any] = {
             "dq": rounded(ds @ k * factor),
             "dk": rounded(_per_key_head(ds.swapaxes(-1, -2) @ q * factor, kv_heads)),
             "dv": rounded(_per_key_head(weights.swapaxes(-1, -2) @ dout, kv_heads)),
-            "dsinks": None if sinks is None else _dsinks(np.asarray(sinks, q.dtype), rows.lse, delta),
-            "dtables": {}, "dscalars": {},
-        }  # fmt: skip
+            "dsinks": None if call.sinks is None else _dsinks(np.asarray(call.sinks, q.dtype), rows.lse, delta),
+            "dtables": {},
+            "dscalars": {},
+        }
         for g in () if backward is None else backward.gradients:
             parts = times(g.weight)
             if not g.index:

@@ -11,20 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from frisket.dsl.ir import Expr
 from frisket.dsl.notebook import sections
 from frisket.dsl.show import show
 
 from .plan import LoopPlan, Target
-
-Exprs = tuple[Expr | None, Expr | None]  # of a mask and of a score mod
+from .simplify import ProgramExprs
 
 
 class StagedWork(Protocol):
     """A mask and a score mod compiled for one shape and tile size."""
 
     @property
-    def simplified(self) -> Exprs: ...
+    def simplified(self) -> ProgramExprs: ...
     @property
     def rules(self) -> Counter[str]: ...
     @property
@@ -39,7 +37,7 @@ class Compilation(Protocol):
     """One geometry and backend: a mask and a score mod as written, their work, the kernel's text and target."""
 
     @property
-    def written(self) -> Exprs: ...
+    def written(self) -> ProgramExprs: ...
     @property
     def work(self) -> StagedWork: ...
     @property
@@ -50,14 +48,14 @@ class Compilation(Protocol):
     def awaits(self) -> str: ...
 
 
-def expr(c: Compilation) -> Pair:
+def expr(c: Compilation) -> ProgramExprs:
     """The mask and the score mod as written."""
-    return Pair(*c.written)
+    return c.written
 
 
-def simplified(c: Compilation) -> Pair:
+def simplified(c: Compilation) -> ProgramExprs:
     """The mask and the score mod after the rules, with masks hoisted out of the score mod."""
-    return Pair(*c.work.simplified)
+    return c.work.simplified
 
 
 def facts(c: Compilation) -> Any:
@@ -99,20 +97,6 @@ def stages(c: Compilation) -> Stages:
 NAMES = tuple(stage.__name__ for stage in PIPELINE)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A mask and a score mod at one stage."""
-
-    mask: Expr | None
-    score: Expr | None
-
-    def __str__(self) -> str:
-        lines = [f"mask = {'true' if self.mask is None else show(self.mask)}"]
-        if self.score is not None:
-            lines.append(f"score = {show(self.score)}")
-        return "\n".join(lines)
-
-
 @dataclass(frozen=True, repr=False)
 class Stages:
     """The stages of a mask and a score mod: `print(att.stages(...))`, or one field of it.
@@ -130,8 +114,8 @@ class Stages:
     kernel.
     """
 
-    expr: Pair
-    simplified: Pair
+    expr: ProgramExprs
+    simplified: ProgramExprs
     facts: Any
     layout: Any
     plan: LoopPlan

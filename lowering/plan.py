@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import Expr, build, lit, lookup, make, param, random, renamed, substitute, uses, var, walk
+from frisket.dsl.errors import LoweringError, ShapeError
+from frisket.dsl.ir import SIZES, Expr, build, lit, lookup, make, param, random, renamed, substitute, uses, var, walk
 from frisket.dsl.reach import magnitude
 from frisket.dsl.show import show
 from frisket.dsl.sugar import where
@@ -28,9 +28,10 @@ from frisket.lowering.simplify.canonical import untied
 from frisket.lowering.simplify.curves import ENDS_OF_RUNS, Ends, Fact, ends_of
 
 from .analysis.table import Table
-from .simplify import simplify
+from .simplify import ProgramExprs, simplify
 
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
+NOWHERE: Origin = (0, 0, 0, 0)  # a call that begins where the whole problem does
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
 SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, beside the user's names
 K_SCALE, V_SCALE, PAGES, FIRST = "scale of keys", "scale of values", "pages of keys", "first keys"  # of tables
@@ -42,6 +43,117 @@ def whole(origin: Origin, lengths: Sizes) -> Sizes:
     """The sizes of the whole problem when none are given: the problem ends where the call does."""
     b, h, q, k = (x if type(x) is int else int(np.max(x)) for x in origin)  # a plain number needs no array
     return b + lengths[0], h + lengths[1], q + lengths[2], k + lengths[3]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The lengths of a call in tokens, and its place in the whole problem. It compares and hashes by value."""
+
+    q_len: int
+    kv_len: int
+    batch: int = 1
+    heads: int = 1
+    origin: Origin = NOWHERE
+    sizes: Sizes | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q_len: int,
+        kv_len: int,
+        batch: int = 1,
+        heads: int = 1,
+        origin: Origin = NOWHERE,
+        sizes: Sizes | None = None,
+    ) -> Problem:
+        """The problem of a user's arguments, or `ShapeError` for what cannot be laid out."""
+        for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
+            may = name in ("q_len", "kv_len")
+            if not is_positive(n) and not (may and type(n) is int and n == 0):
+                what = "lengths are integers, 0 or more, in tokens" if may else "counts are positive integers"
+                raise ShapeError(f"{name} is {n}\n  {what}")
+            if n >= LONGEST:
+                raise ShapeError(f"{name} is {n:,}, {LONGEST:,} or more\n  positions are computed in 64 bits")
+        if not np.iterable(origin) or len(origin) != 4 or not all(map(is_start, origin)):
+            raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
+        wrong = [x for x in origin[2:] if type(x) is not int and np.ndim(x) and np.shape(x) != (batch,)]
+        if wrong:
+            text = f"origin has {np.size(wrong[0])} entries for {batch} batch entries\n"
+            raise ShapeError(f"{text}  give one int, or one per batch entry")
+        start: Any = tuple(map(_start, origin))
+        problem = cls(int(q_len), int(kv_len), int(batch), int(heads), start)  # numpy's would wrap
+        if sizes is None:
+            return problem
+        if not np.iterable(sizes) or len(sizes) != 4 or not all(map(is_positive, sizes)):
+            raise ShapeError(f"sizes is {sizes}\n  it is (B, H, Q_LEN, KV_LEN), the lengths of the whole problem")
+        for name, stop, size in zip(SIZES, problem.ends, sizes, strict=True):
+            if stop > size:
+                text = f"the crop ends at {stop} but {name} is {size}\n"
+                raise ShapeError(f"{text}  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)")
+        whole_sizes: Any = tuple(map(int, sizes))
+        return replace(problem, sizes=whole_sizes)
+
+    @property
+    def lengths(self) -> Sizes:
+        """Batch entries, heads, queries and keys of the call."""
+        return self.batch, self.heads, self.q_len, self.kv_len
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no batch entries, heads, queries or keys."""
+        return 0 in self.lengths
+
+    @cached_property
+    def ends(self) -> Sizes:
+        """The b, h, q and k past the last of the call."""
+        return whole(self.origin, self.lengths)
+
+    @property
+    def full(self) -> Sizes:
+        """B, H, Q_LEN and KV_LEN of the whole problem."""
+        return self.sizes or self.ends
+
+    @property
+    def named_sizes(self) -> dict[str, int]:
+        """The sizes of the whole problem by the names that masks have for them."""
+        return dict(zip(SIZES, self.full, strict=True))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The problem as plain numbers: a key is compared on the way of every call."""
+        start = tuple(x if type(x) is int else tuple(x.tolist()) for x in self.origin)
+        return self.q_len, self.kv_len, self.batch, self.heads, start, self.sizes
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Problem) and self.key == other.key)
+
+
+LONGEST = 1 << 48  # tokens
+
+
+def is_positive(n: Any) -> bool:
+    """Whether n is an integer above 0."""
+    if type(n) is int:  # the usual case, without numpy
+        return n > 0
+    return np.ndim(n) == 0 and np.asarray(n).dtype.kind in "iu" and n > 0
+
+
+def is_start(x: Any) -> bool:
+    """Whether x can be a start: an integer, or one per batch entry, none negative."""
+    if type(x) is int:
+        return x >= 0
+    at = np.asarray(x)
+    return at.dtype.kind in "iu" and bool((at >= 0).all())
+
+
+def _start(x: Any) -> Any:
+    """A start as an int, or an int64 vector."""
+    if type(x) is int:
+        return x
+    return np.asarray(x, np.int64) if np.ndim(x) else int(x)
 
 
 @dataclass(frozen=True)
@@ -226,18 +338,24 @@ class Geometry:
     head_dim: int
     v_dim: int
     scale: float
-    origin: Origin = (0, 0, 0, 0)
+    origin: Origin = NOWHERE
     sizes: Sizes | None = None
     kv_dtype: str = ""  # dtype of k and v where it is not that of q: of 8 bits
 
     @property
-    def vacant(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether a call is empty: no batch entries, heads, queries or keys."""
         return 0 in (self.batch, self.heads, self.q_len, self.kv_len)
 
     @property
     def full(self) -> Sizes:
+        """B, H, Q_LEN and KV_LEN of the whole problem; lengths may be symbols of an export."""
         return self.sizes or whole(self.origin, (self.batch, self.heads, self.q_len, self.kv_len))
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The lengths and the place, checked: no lengths are 0 or symbols."""
+        return Problem.of(self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -312,59 +430,87 @@ class SpanSource(Protocol):
         """Transposed spans for the same tile: records of query tiles per row of key tiles."""
 
 
+@dataclass(frozen=True)
+class ProgramFacts:
+    """The facts that were proved of a program at the lengths of a call; by default there are none."""
+
+    bounds: Bounds | None = None  # the closed form of the mask
+    rows_nonempty: bool = False  # whether every query sees a key
+    score_finite: bool = False  # whether the score mod is finite wherever scores are
+    # the largest magnitudes of variables, parameters and tables, by name; unknown ones are taken to stay below 2**28
+    limits: Mapping[str, float] = field(default_factory=dict)
+    table_facts: frozenset[Fact] = frozenset()  # those of `facts_of(mask)` that hold
+
+
 def make_plan(
-    mask: Expr | None, score: Expr | None, text: str = "", *, bounds: Bounds | None = None, rows_nonempty: bool = False,
-    score_finite: bool = False, limits: Mapping[str, float] | None = None, dropout: bool = False,
-    at: tuple[Expr, ...] | None = None, weight: Expr | None = None, pages: Pages | None = None, unwritten: bool = False,
-    facts: frozenset[Fact] = frozenset(),
-) -> LoopPlan:  # fmt: skip
+    exprs: ProgramExprs,
+    text: str = "",
+    facts: ProgramFacts | None = None,
+    *,
+    keep_mask: Expr | None = None,
+    weight: Expr | None = None,
+    pages: Pages | None = None,
+    unwritten: bool = False,
+) -> LoopPlan:
     """The plan of a simplified mask and score mod, reductions written out.
 
-    `bounds` is the mask's closed form. `rows_nonempty` and `score_finite` say what was proved: without both the
-    -inf checks stay. `limits` are the largest magnitudes of variables, parameters and tables, by name; they
-    decide between 32- and 64-bit integers (unknown ones are taken to stay below 2**28). `dropout` adds a random
-    draw for every position, from a seed and global coordinates: the same on any backend, tile and shard; `at` are those
-    of (q, k), or of (b, h, q, k), where the arrays hold positions in another order. `weight` and `pages` are of stored
-    keys and values; those that no query sees may hold anything, and with `unwritten` plain ones may as well. `facts`
-    are those of `facts_of(mask)` that hold: they let a row's ends come from tables.
+    Without the facts that rows are not empty and scores are finite, the -inf checks stay. The limits of the facts
+    decide between 32- and 64-bit integers, and facts of tables let a row's ends come from tables. `keep_mask` is that
+    of dropout, see `survives`. `weight` and `pages` are of stored keys and values; those that no query sees may hold
+    anything, and with `unwritten` plain ones may as well.
 
     >>> from frisket.dsl.sugar import q, k
-    >>> make_plan((q >= k) & (q - k <= 255), None).mask
+    >>> make_plan(ProgramExprs((q >= k) & (q - k <= 255))).mask
     q >= k & q - k <= s0
     """
+    facts = ProgramFacts() if facts is None else facts
+    bounds, limits, score = facts.bounds, facts.limits, exprs.score
     formulas = [] if bounds is None else [bounds.first, bounds.full_first, bounds.full_last, bounds.last]
-    parts = [e for e in (mask, score) if e is not None]
-    reads = uses(mask) if mask is not None else frozenset()
-    wide = needs_int64((*parts, *formulas), limits or {})
-    ours = untied(parts)
+    reads = uses(exprs.mask) if exprs.mask is not None else frozenset()
+    wide = needs_int64((*exprs.parts, *formulas), limits)
+    ours = untied(exprs.parts)
     if ours:  # operands that only names tell apart: in an order that names do not decide
-        parts, formulas = ([simplify(renamed(e, ours)) for e in group] for group in (parts, formulas))
+        exprs = exprs.changed(lambda e: simplify(renamed(e, ours)))
+        formulas = [simplify(renamed(e, ours)) for e in formulas]
     names = _Names({new: name for name, new in ours.items()})
-    exprs = iter([names.lift(e) for e in parts] + [names.lift(e, units=False) for e in formulas])
-    new_mask = next(exprs) if mask is not None else None
-    new_score = next(exprs) if score is not None else None
-    new_bounds = Bounds(*exprs) if bounds is not None else None
-    keep_mask = names.lift(renamed(survives(at), ours)) if dropout else None
-    scaled = names.lift(renamed(weight, ours)) if weight is not None else None
-    facts = frozenset((fact, ours.get(name, name)) for fact, name in facts)
+    lifted = exprs.changed(names.lift)
+    new_bounds = Bounds(*(names.lift(e, units=False) for e in formulas)) if bounds is not None else None
+    new_keep = names.lift(renamed(keep_mask, ours)) if keep_mask is not None else None
+    new_weight = names.lift(renamed(weight, ours)) if weight is not None else None
+    hold = frozenset((fact, ours.get(name, name)) for fact, name in facts.table_facts)
     by_query, by_key = (
-        None if mask is None else names.ends(parts[0], axis, wide, limits or {}, facts) for axis in "kq"
+        None if exprs.mask is None else names.ends(exprs.mask, axis, wide, limits, hold) for axis in "kq"
     )
     place = lookup(pages.source, (var("b"), var("k") // pages.size), INT) if pages else None
     paged = names.lift(renamed(place, ours)) if place is not None else None
+    tables = list(names.tables.values())
     return LoopPlan(
-        mask=new_mask, score=new_score, score_class=score_class(score), slots=tuple(names.slots.values()),
-        tables=tuple(t for t in names.tables.values() if t.derived not in ENDS_OF_RUNS), bounds=new_bounds,
-        guard=not (rows_nonempty and (score is None or score_finite)),
-        uses_batch="b" in reads, uses_head="h" in reads, int64=wide, text=text, keep_mask=keep_mask, weight=scaled,
-        pages=None if paged is None else paged.name, page=pages.size if pages else 0,
-        unwritten=unwritten or weight is not None or pages is not None, by_query=by_query, by_key=by_key,
-        run_tables=tuple(t for t in names.tables.values() if t.derived in ENDS_OF_RUNS),
-    )  # fmt: skip
+        mask=lifted.mask,
+        score=lifted.score,
+        score_class=score_class(score),
+        slots=tuple(names.slots.values()),
+        tables=tuple(t for t in tables if t.derived not in ENDS_OF_RUNS),
+        bounds=new_bounds,
+        guard=not (facts.rows_nonempty and (score is None or facts.score_finite)),
+        uses_batch="b" in reads,
+        uses_head="h" in reads,
+        int64=wide,
+        text=text,
+        keep_mask=new_keep,
+        weight=new_weight,
+        pages=None if paged is None else paged.name,
+        page=pages.size if pages else 0,
+        unwritten=unwritten or weight is not None or pages is not None,
+        by_query=by_query,
+        by_key=by_key,
+        run_tables=tuple(t for t in tables if t.derived in ENDS_OF_RUNS),
+    )
 
 
 def survives(at: tuple[Expr, ...] | None = None) -> Expr:
-    """The Expr that says whether a position survives dropout, in the names SEED and RATE; `at` as in `make_plan`."""
+    """The Expr that says whether a position survives dropout, in the names SEED and RATE: a random draw for every
+    position, from a seed and global coordinates, the same on any backend, tile and shard. `at` are those of (q, k), or
+    of (b, h, q, k), where the arrays hold positions in another order."""
     where = (var("b"), var("h"), *(at or (var("q"), var("k"))))[-4:]
     return build("ge", random(param(SEED, INT), *where), param(RATE, FLOAT))
 
@@ -389,12 +535,7 @@ class _Names:
             elif e.op in ENDS_OF_RUNS:
                 done[e] = self._table(e, tuple(done[a] for a in e.args), e.op)
             elif e.op in _LIFTED and e.args[0].type is INT:
-                args = (
-                    self._slot(("lit", a.name), INT, value=a.name)
-                    if a.op == "lit" and a.type is INT and a.name != 0 and (units or abs(a.name) != 1) else done[a]
-                    for a in e.args
-                )  # fmt: skip
-                done[e] = build(e.op, *args)
+                done[e] = build(e.op, *(self._operand(a, done[a], units) for a in e.args))
             else:
                 done[e] = make(e.op, tuple(done[a] for a in e.args), e.name, e.type) if e.args else e
         return done[root]
@@ -412,6 +553,12 @@ class _Names:
             return None
         first, last = (None if e is None else self.lift(e, units=False) for e in (ends.first, ends.last))
         return Ends(first, last, self.lift(ends.asks), self.lift(ends.rest))
+
+    def _operand(self, e: Expr, lifted: Expr, units: bool) -> Expr:
+        """An operand: a slot for a literal, `lifted` for anything else."""
+        if e.op != "lit" or e.type is not INT or e.name == 0 or (abs(e.name) == 1 and not units):
+            return lifted
+        return self._slot(("lit", e.name), INT, value=e.name)
 
     def _slot(self, key: tuple[Any, ...], type: Type, **what: Any) -> Expr:
         if key not in self.slots:

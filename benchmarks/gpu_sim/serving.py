@@ -27,6 +27,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton import decode, forward
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Pages, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.grids import Shares, shares
 from frisket.runtime.backends.triton.source import load
@@ -162,8 +163,8 @@ def plan_of(kv_dtype: str, page: int) -> LoopPlan:
     places = (lookup("pages", (b, k // page)), h // GROUP, k % page) if page else (b, h // GROUP, k)
     key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
     pages = Pages("pages", page) if page else None
-    own = {"score": score * key, "weight": value} if kv_dtype else {"score": None}
-    return make_plan(mask, **own, pages=pages, unwritten=True)
+    exprs, weight = (ProgramExprs(mask, score * key), value) if kv_dtype else (ProgramExprs(mask), None)
+    return make_plan(exprs, weight=weight, pages=pages, unwritten=True)
 
 
 def divided(step: Step, whole: bool = False) -> Shares:

@@ -86,10 +86,9 @@ class KeyInterval:
         return replace(self, hi=np.where(rows, self.hi, self.lo - 1))  # an empty range where the condition fails
 
     def both(self, other: KeyInterval) -> KeyInterval:
-        out = replace(
-            self.within(other.lo, other.hi), keys=self.keys | other.keys, distances=self.distances | other.distances,
-            unequal=self.unequal + other.unequal,
-        )  # fmt: skip
+        keys, distances = self.keys | other.keys, self.distances | other.distances
+        inside, unequal = self.within(other.lo, other.hi), self.unequal + other.unequal
+        out = replace(inside, keys=keys, distances=distances, unequal=unequal)
         for of, (least, greatest) in other.digits.items():
             out = out.digit(of, least, greatest)
         for e, value in other.groups.items():

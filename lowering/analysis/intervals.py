@@ -14,7 +14,7 @@ Soundness is one-sided: an end may be too wide (None: unbounded), never too narr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from frisket.dsl.ir import FALSE, TRUE, ZERO, Expr, build, disj, lit, make, var
@@ -315,10 +315,9 @@ def _shift(e: Expr) -> Range:
     return ends(build("mul", e.args[0], factor) if e.op == "shl" else build("floordiv", e.args[0], factor))
 
 
-TRANSFER: dict[str, Callable[[Expr], Range]] = {
-    "neg": _neg, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "floordiv": _floordiv, "mod": _mod,
-    "abs": _abs, "sign": _sign, "min": _minmax, "max": _minmax, "where": _where, "int": _int, "float": _float,
-    "floor": _rounded, "exp": _monotone, "exp2": _monotone, "log": _monotone, "log2": _monotone,
-    "log1p": _monotone, "sqrt": _monotone, "tanh": _monotone, "sigmoid": _monotone,
-    "lookup": _lookup, "segment": _segment, "bitand": _bitand, "shl": _shift, "shr": _shift,
-}  # fmt: skip
+TRANSFER: Mapping[str, Callable[[Expr], Range]] = (
+    {"neg": _neg, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "floordiv": _floordiv, "mod": _mod}
+    | {"abs": _abs, "sign": _sign, "min": _minmax, "max": _minmax, "where": _where, "int": _int, "float": _float}
+    | {"floor": _rounded, **dict.fromkeys("exp exp2 log log2 log1p sqrt tanh sigmoid".split(), _monotone)}
+    | {"lookup": _lookup, "segment": _segment, "bitand": _bitand, "shl": _shift, "shr": _shift}
+)

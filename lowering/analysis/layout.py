@@ -19,22 +19,33 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError, LoweringError
 from frisket.dsl.evaluate import unroll
-from frisket.dsl.ir import SIZES, TRUE, Expr, lit, substitute, uses, var, walk
+from frisket.dsl.ir import TRUE, Expr, lit, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT
 from frisket.dsl.work import outside, steps
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Bounds, Origin, Runs, Sizes, Spans, fitted, from_boxes, merge, records, share, whole
+from frisket.lowering.plan import Bounds, Problem, Runs, Spans, fitted, from_boxes, merge, records, share
 from frisket.lowering.simplify import simplify
 
 from .rows import RowIntervals, by_query, row_intervals, sweep
 from .table import Table
-from .tiles import FULL, PARTIAL, WORK, Grid, Scope, Spent, classify
+from .tiles import FULL, PARTIAL, Grid, Scope, Spent, classify
 from .tiles import outside as outside_of
 
 Array = NDArray[Any]
 WRITTEN = 1 << 18  # steps of reductions that kernels write out
 ENDLESS = 1 << 40  # keys before and after a row, more than any call has
 UNDERSTOOD = 1 << 11  # steps of reductions that are reasoned about
+
+
+@dataclass(frozen=True, eq=False)
+class AnalysedMask:
+    """A mask with its values: simplified for the analysis, and as it was written for explanations."""
+
+    simplified: Expr
+    written: Expr
+    params: Mapping[str, Any]
+    tables: Mapping[str, Table]
+    shown: Expr | None = None  # with calls of the library, as the user wrote it; None: `written`
 
 
 @dataclass(frozen=True)
@@ -84,27 +95,29 @@ def swap(e: Expr) -> Expr:
 
 
 def analyse(
-    mask: Expr | None, *, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block: tuple[int, int] = (128, 128),
-    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, params: Mapping[str, Any] | None = None,
-    tables: Mapping[str, Any] | None = None, work: int = WORK, look: bool = True, transposed: bool = False,
-) -> Analysis:  # fmt: skip
+    mask: Expr | None,
+    problem: Problem,
+    block: tuple[int, int],
+    scope: Scope,
+    *,
+    look: bool = True,
+    transposed: bool = False,
+) -> Analysis:
     """The spans of `mask` over queries `[q, q + q_len)` and keys `[k, k + kv_len)` of the whole problem.
 
-    `origin` is (b, h, q, k), its q and k ints or one per batch; `sizes` (B, H, Q_LEN, KV_LEN) defaults to
-    where the crop ends. `transposed` gives rows of key tiles whose records hold query tiles. `work` are the steps the
-    analysis may take; past them tiles stay PARTIAL and `exact` is False. `look=False`: no elements are looked at.
+    `scope` has the values that the mask reads and the steps that the analysis may take; past them tiles stay PARTIAL
+    and `exact` is False. `transposed` gives rows of key tiles whose records hold query tiles. `look=False`: no elements
+    are looked at.
     """
     expr = TRUE if mask is None else mask
-    bound = {n: t if isinstance(t, Table) else Table(t) for n, t in (tables or {}).items()}
-    expr = simplify(bind_in_part(expr, {n: t.array for n, t in bound.items()}))
-    if not (q_len and kv_len):  # without a query or a key there is no tile to ask about
-        return _nothing(-(-kv_len // block[1]) if transposed else -(-q_len // block[0]), batch, heads)
-    grid, slice_of = grid_of(expr, q_len, kv_len, batch, heads, block, origin)
+    expr = simplify(bind_in_part(expr, {n: t.array for n, t in scope.tables.items()}))
+    if problem.is_empty:  # without a query or a key there is no tile to ask about
+        length, side = (problem.kv_len, block[1]) if transposed else (problem.q_len, block[0])
+        return _nothing(-(-length // side), problem.batch, problem.heads)
+    grid, slice_of = grid_of(expr, problem, block)
     if transposed:
         expr = simplify(swap(expr))
-        grid = Grid(kv_len, q_len, (block[1], block[0]), grid.b, grid.h, grid.k, grid.q)
-    env = {**dict(zip(SIZES, sizes or whole(origin, (batch, heads, q_len, kv_len)), strict=True)), **(params or {})}
-    scope = Scope(env, bound, work)
+        grid = Grid(problem.kv_len, problem.q_len, (block[1], block[0]), grid.b, grid.h, grid.k, grid.q)
     formula = None
     intervals = _intervals(expr, grid, scope)
     if intervals is not None and (records_by_row := _by_row(intervals, grid, scope)) is not None:
@@ -161,18 +174,17 @@ def _nothing(rows: int, batch: int, heads: int) -> Analysis:
     return Analysis(Spans(bounds, count, np.zeros((batch, heads), np.int32)), None, "nothing to see", True, 0, 0, 0, 0)
 
 
-def grid_of(
-    expr: Expr, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int], origin: Origin
-) -> tuple[Grid, Array]:
+def grid_of(expr: Expr, problem: Problem, block: tuple[int, int] = (1, 1)) -> tuple[Grid, Array]:
     """The grid with one slice for every (b, h) the mask can tell apart."""
-    b0, h0, q0, k0 = origin
+    batch, heads = problem.batch, problem.heads
+    b0, h0, *starts = problem.origin
     used = uses(expr)
-    shifts = (np.broadcast_to(np.asarray(q0, np.int64), (batch,)), np.broadcast_to(np.asarray(k0, np.int64), (batch,)))
+    shifts = [np.broadcast_to(np.asarray(x, np.int64), (batch,)) for x in starts]
     # sequences that begin elsewhere see other tiles, though the mask does not read b
     per_batch = "b" in used or any((s != s[0]).any() for s in shifts)
     nb, nh = batch if per_batch else 1, heads if "h" in used else 1
     b, h = np.divmod(np.arange(nb * nh), nh)
-    grid = Grid(q_len, kv_len, block, b0 + b, h0 + h, shifts[0][b], shifts[1][b])
+    grid = Grid(problem.q_len, problem.kv_len, block, b0 + b, h0 + h, shifts[0][b], shifts[1][b])
     rows, columns = np.arange(batch) % nb if per_batch else np.zeros(batch, int), np.arange(heads) % nh
     return grid, rows[:, None] * nh + columns[None, :]
 
@@ -277,13 +289,12 @@ def _swept(intervals: RowIntervals, grid: Grid, scope: Scope) -> tuple[NDArray[n
 
 SLICES = 64  # more of them are arrays
 _BEYOND = 1 << 62
-_STEPS: dict[str, Callable[..., Any]] = {
-    "neg": operator.neg, "abs": abs, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": min,
-    "max": max, "floordiv": lambda x, y: x // y if y else 0, "mod": lambda x, y: x % y if y else 0,
-    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
-    "and": lambda *a: all(a), "or": lambda *a: any(a), "xor": operator.xor, "not": operator.not_,
-    "where": lambda c, x, y: x if c else y, "int": int,
-}  # fmt: skip
+_STEPS: dict[str, Callable[..., Any]] = (
+    {op: getattr(operator, op) for op in "neg abs add sub mul lt le gt ge eq ne xor".split()}
+    | {"not": operator.not_, "min": min, "max": max, "int": int, "where": lambda c, x, y: x if c else y}
+    | {"and": lambda *a: all(a), "or": lambda *a: any(a)}
+    | {"floordiv": lambda x, y: x // y if y else 0, "mod": lambda x, y: x % y if y else 0}
+)
 _FACTS = ("is_sorted", "has_runs")  # of tables: the same at every step
 Record = list[int]
 Row = list[Record]
@@ -352,17 +363,16 @@ class DecodeSpans:
     rises: IntegerProgram  # values that must not fall from query to query
     diagonals: tuple[tuple[IntegerProgram, int], ...]  # lows, then highs, and how many lows there are
 
-    def spans(
-        self, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int], origin: Origin, full: Sizes
-    ) -> Spans | None:
-        """The spans of one row of tiles; None where keys are not one interval. `full` has the sizes of the problem."""
-        b0, h0, *places = origin
-        qs, ks = ([x] * batch if type(x) is int else np.broadcast_to(x, (batch,)).tolist() for x in places)
+    def spans(self, problem: Problem, block: tuple[int, int]) -> Spans | None:
+        """The spans of one row of tiles; None where keys are not one interval."""
+        batch, heads, q_len, kv_len = problem.lengths
+        b0, h0, *starts = problem.origin
+        qs, ks = ([x] * batch if type(x) is int else x.tolist() for x in starts)
         per_batch = "b" in self.axes or any(x != qs[0] for x in qs) or any(x != ks[0] for x in ks)
         nb, nh = batch if per_batch else 1, heads if "h" in self.axes else 1
         if q_len > block[0] or nb * nh > SLICES:
             return None
-        env = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), full, strict=True))
+        env: dict[str, Any] = problem.named_sizes
         slots: dict[Any, int] = {}
         slice_of = np.zeros((batch, heads), np.int32)
         for b in range(nb):

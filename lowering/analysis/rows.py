@@ -188,8 +188,9 @@ def _visible(t: Term) -> Interval:
         *(negate(f) for f in s.fixed),
         *(negate(substitute(a, {_Q: Q0})) for a in t.asks),
         *(lo > hi for lo in s.low["d"] for hi in s.high["d"]),
-        *(x > stop for x in s.low["q"]), *(x < Q0 for x in s.high["q"]),
-    )  # fmt: skip
+        *(x > stop for x in s.low["q"]),
+        *(x < Q0 for x in s.high["q"]),
+    )
     empty = simplify(empty)
     return simplify(first), simplify(last if empty is FALSE else where(empty, K0 - 1, last))
 

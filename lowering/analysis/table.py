@@ -90,13 +90,11 @@ class Table:
         a = self.array
         whole = a.dtype.kind in "iu"
         distinct = a.ndim == 1 and len(self.starts) == a.size and self.has_runs
-        return TableFacts(
-            # fmin and fmax pass over NaN
-            low=np.fmin.reduce(a, axis=None).item(), high=np.fmax.reduce(a, axis=None).item(),
-            sorted=self.sorted, constant=bool((a == a.reshape(-1)[0]).all()),
-            runs=len(self.starts) if self.has_runs else None,
-            permutation=bool(whole and distinct and a.min() == 0 and a.max() == a.size - 1),
-        )  # fmt: skip
+        # fmin and fmax pass over NaN
+        low, high = np.fmin.reduce(a, axis=None).item(), np.fmax.reduce(a, axis=None).item()
+        constant, runs = bool((a == a.reshape(-1)[0]).all()), len(self.starts) if self.has_runs else None
+        permutation = bool(whole and distinct and a.min() == 0 and a.max() == a.size - 1)
+        return TableFacts(low, high, self.sorted, constant, runs, permutation)
 
     def run(self, end: str, index: Sequence[Array]) -> Array:
         """The first or last position of the run of equal entries that holds `index`, along the last axis. Lookups

@@ -5,8 +5,9 @@ Documents in a row, as variable-length attention takes them, are fitted to the k
 >>> from frisket.dsl.sugar import k, q
 >>> from frisket.lowering.engines.forms import form_of
 >>> from frisket.lowering.plan import Geometry
+>>> from frisket.lowering.simplify import ProgramExprs
 >>> place = Geometry(1, 8, 8, 1024, 4096, 64, 64, 0.125, origin=(0, 0, 3072, 0))
->>> flags = flags_of(form_of((q >= k) & (q - k <= 255)), place, {}, {})
+>>> flags = flags_of(form_of(ProgramExprs((q >= k) & (q - k <= 255))), place, {}, {})
 >>> flags.left, flags.right, str(flags)
 (255, 0, 'causal from the bottom right, window 255 to the left from the bottom right')
 """
@@ -222,11 +223,10 @@ class _Binding:
                 return packed
             flags = packed
         slopes = None if form.slope is None else self.slopes(form.slope)
-        return Flags(
-            flags.left, flags.right, flags.documents, flags.keys, flags.queries,
-            1.0 if form.factor is None else self.number(form.factor),
-            None if form.softcap is None else self.number(form.softcap), slopes, form.distance, ahead,
-        )  # fmt: skip
+        factor = 1.0 if form.factor is None else self.number(form.factor)
+        softcap = None if form.softcap is None else self.number(form.softcap)
+        scores = factor, softcap, slopes, form.distance
+        return Flags(flags.left, flags.right, flags.documents, flags.keys, flags.queries, *scores, ahead)
 
     def value(self, e: Expr, **places: Any) -> Array:
         return evaluate(e, {**self.env, **places}, self.tables)

@@ -5,12 +5,12 @@ documents, a prefix of valid keys. `form_of` proves that a mask is made of these
 
 >>> from frisket.dsl.ir import lookup, param
 >>> from frisket.dsl.sugar import eq, k, q
->>> form = form_of((q >= k) & (q - k < param("w")) & eq(lookup("doc", (q,)), lookup("doc", (k,))))
+>>> form = form_of(ProgramExprs((q >= k) & (q - k < param("w")) & eq(lookup("doc", (q,)), lookup("doc", (k,)))))
 >>> form.low, form.high, form.document
 ((0,), (w - 1,), (doc[q],))
 >>> form.proofs
 ('causal', 'window', 'documents')
->>> print(form_of((q >= k) | (k < 64)))
+>>> print(form_of(ProgramExprs((q >= k) | (k < 64))))
 `q >= k | k < 64` bounds neither q - k nor k, and compares no documents
 
 The proof is by CLAUSES: every term of the conjunction has to be one of them, and each says the same as the part that
@@ -29,6 +29,7 @@ from frisket.dsl.show import show
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
+from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.simplify.affine import Linear, is_int_comparison, relation, write
 
 Q, K = var("q"), var("k")
@@ -290,11 +291,11 @@ def _constant(e: Expr) -> bool:
 
 
 @memo(group="expressions")
-def form_of(mask: Expr | None, score: Expr | None = None) -> EngineForm | NoForm:
+def form_of(exprs: ProgramExprs) -> EngineForm | NoForm:
     """The parts of a simplified mask and score mod, or the term that is none. None: everything visible, no mod."""
     parts: dict[str, Exprs] = {}
     proofs: list[str] = []
-    for term in () if mask is None else clauses(mask):
+    for term in () if exprs.mask is None else clauses(exprs.mask):
         solved = SolvedTerm(term)
         for clause in CLAUSES:
             if (matches := clause.match(solved)) is not None:
@@ -304,7 +305,7 @@ def form_of(mask: Expr | None, score: Expr | None = None) -> EngineForm | NoForm
         proofs.append(clause.name)
         for name, value in matches:
             parts[name] = (*parts.get(name, ()), value)
-    score_fields = scored(score)
+    score_fields = scored(exprs.score)
     if isinstance(score_fields, NoForm):
         return score_fields
     proofs = (proofs or ["full"]) + [name for name, part in PART_OF.items() if score_fields[part] is not None]

@@ -54,8 +54,8 @@ def _torch_prelude(roots: tuple[Expr, ...]) -> str:
     return "\n".join(text for name, text in expr_torch.PRELUDE.items() if f"{name}(" in rows and name not in in_header)
 
 
-_JNP_DTYPES = ("jnp.int32", "jnp.float32"), ("jnp.int64", "jnp.float64")
-JNP = Words(Language("JAX", expr_jnp.JNP), _jnp_prelude, HEADERS["jnp"], _JNP_DTYPES, "jnp.inf")
+JNP_WIDTHS = ("jnp.int32", "jnp.float32"), ("jnp.int64", "jnp.float64")
+JNP = Words(Language("JAX", expr_jnp.JNP), _jnp_prelude, HEADERS["jnp"], JNP_WIDTHS, "jnp.inf")
 TORCH = Words(expr_torch.LANGUAGE, _torch_prelude, HEADERS["torch"], (("", ""), ("", "")), "math.inf")
 
 

@@ -29,10 +29,11 @@ FINE, GRAIN = 4096, 32
 KERNELS, FUNCTIONS = parts(__package__, "tables"), parts(__package__, "functions")
 FUNCTIONS["real_power"] = f"\n@triton.jit{expr_triton.power('real_power', 'tl.float64')}"
 HEADER = filled(KERNELS.pop("header"), fine=FINE, grain=GRAIN)
-TRITON = {
-    **expr_triton.TRITON, "float": "{}.to(tl.float64)", "pow": "real_power({}, {})", "tanh": "real_tanh({})",
-    "sqrt": "tl.sqrt({})", "rsqrt": "(1.0 / tl.sqrt({}))",
-}  # fmt: skip
+TRITON = (
+    expr_triton.TRITON
+    | {"float": "{}.to(tl.float64)", "pow": "real_power({}, {})", "tanh": "real_tanh({})"}
+    | {"sqrt": "tl.sqrt({})", "rsqrt": "(1.0 / tl.sqrt({}))"}
+)
 TYPES = {INT: "tl.int64", FLOAT: "tl.float64", BOOL: "tl.int1"}
 HEAD = tuple("Bounds Count Left Work Place line_count rows q_len kv_len bq bk room records".split())
 
@@ -176,10 +177,8 @@ class _TritonBody(PlannerBody):
             left = self._intervals(body) if self.plan.seen else self._pieces(body)
             body.line("left = record(pieces, end, records, line, inside, Bounds, Count, Work)")
             body.line(f"tl.store(Left + line, {left}, mask=inside)")
-        return PlannerText(
-            self._module(str(body)), sizes, tuple(self.plan.scalars.items()), tuple(self.entries.values()), ranges,
-            pieces,
-        )  # fmt: skip
+        scalars, entries = tuple(self.plan.scalars.items()), tuple(self.entries.values())
+        return PlannerText(self._module(str(body)), sizes, scalars, entries, ranges, pieces)
 
     def _begin(self, page: Page, sizes: Iterable[str]) -> None:
         page.line(*(f"{n} = {n}.to(tl.int64)" for n in sizes))

@@ -14,7 +14,7 @@ interchangeable, so that every choice gives the same Expr; past WORK looks at a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from frisket.dsl.ir import COMPARISONS, ONE, Expr, renamed, walk
@@ -75,7 +75,7 @@ def _kinds(roots: Iterable[Expr]) -> dict[str, tuple[str, ...]]:
     return {n: tuple(sorted(kind, reverse=True)) for n, kind in out.items()}
 
 
-def ranked(roots: list[Expr]) -> list[str]:
+def ranked(roots: Sequence[Expr]) -> list[str]:
     """The parameters of some Exprs, in an order that depends only on their use."""
     start = {n: digest(*kind) for n, kind in sorted(_kinds(roots).items())}
     # kinds tell all parameters apart: no graph is built
@@ -84,7 +84,7 @@ def ranked(roots: list[Expr]) -> list[str]:
     return _settled(_Graph(roots, WORK), start)[1]
 
 
-def untied(roots: list[Expr]) -> dict[str, str]:
+def untied(roots: Sequence[Expr]) -> dict[str, str]:
     """New names for the parameters of simplified Exprs under which `simplify` orders operands as `canonical` does;
     empty where the user's names do so already."""
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
@@ -95,8 +95,8 @@ def untied(roots: list[Expr]) -> dict[str, str]:
     order = ranked(roots)
     if all(sorted(names, key=order.index) == sorted(names, key=by_length) for names in alike.values()):
         return {}
-    return {name: f"{'s' if 'param' in kind else 't'}{i}" for kind, names in alike.items() for name in names
-            for i in [order.index(name)]}  # fmt: skip
+    kinds = ((name, "s" if "param" in kind else "t") for kind, names in alike.items() for name in names)
+    return {name: f"{letter}{order.index(name)}" for name, letter in kinds}
 
 
 def _settled(graph: _Graph, colours: Colours) -> tuple[bytes, list[str]]:
@@ -123,7 +123,7 @@ class _Graph:
     """The graph of an Expr: every node with its operands as labelled edges; the label is the place, or where places do
     not matter nothing in a conjunction and the coefficient in a sum."""
 
-    def __init__(self, roots: list[Expr], work: int) -> None:
+    def __init__(self, roots: Sequence[Expr], work: int) -> None:
         self.roots, self.left = roots, work
         for e in walk(*roots):  # operands first, so that no depth is too deep
             if e.type is INT:

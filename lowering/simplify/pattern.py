@@ -109,9 +109,12 @@ class Rule:
 
 
 def rule(
-    name: str, before: Expr | str, after: Expr | Callable[..., Expr | None], when: Callable[..., bool] | None = None,
+    name: str,
+    before: Expr | str,
+    after: Expr | Callable[..., Expr | None],
+    when: Callable[..., bool] | None = None,
     of: Type | None = None,
-) -> Rule:  # fmt: skip
+) -> Rule:
     """A row of a table of rules. `when`, and `after` if it is a function, get what the holes matched, in order of
     appearance; where `before` is an operator name, `after` gets the node, if its first operand has the type `of`."""
     frame = sys._getframe(1)  # tests name the line of a rule that is not proved

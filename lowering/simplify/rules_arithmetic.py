@@ -15,10 +15,13 @@ from .affine import interval, linear, natural, ordered, write
 from .pattern import m, n, rule, x, y
 from .rules_order import pair_in_order
 
-_PLAIN: dict[str, Callable[..., Any]] = {  # on numbers of Python, where the interpreter's arrays take ten times as long
+# on numbers of Python, where the interpreter's arrays take ten times as long
+_PLAIN: dict[str, Callable[..., Any]] = {
     **{op: getattr(operator, op) for op in ("add", "sub", "mul", "neg", "lt", "le", "gt", "ge", "eq", "ne")},
-    "abs": abs, "min": min, "max": max,
-}  # fmt: skip
+    "abs": abs,
+    "min": min,
+    "max": max,
+}
 
 
 def fold(node: Expr) -> Expr | None:
@@ -69,9 +72,13 @@ RULES = [
     rule("max-decided", maximum(y, x), x, lambda y, x: ordered(x, y)),
     rule("min-absorbs-max", minimum(x, maximum(x, y)), x),
     rule("max-absorbs-min", maximum(x, minimum(x, y)), x),
-    rule("clamp-low-first", maximum(minimum(x, m), n), lambda x, m, n: minimum(maximum(x, n), m),
-         lambda x, m, n: n.name <= m.name),
-    rule("pow-zero", x ** 0, ONE),
-    rule("pow-one", x ** 1, x),
-    rule("square", x ** 2, x * x),
-]  # fmt: skip
+    rule(
+        "clamp-low-first",
+        maximum(minimum(x, m), n),
+        lambda x, m, n: minimum(maximum(x, n), m),
+        lambda x, m, n: n.name <= m.name,
+    ),
+    rule("pow-zero", x**0, ONE),
+    rule("pow-one", x**1, x),
+    rule("square", x**2, x * x),
+]

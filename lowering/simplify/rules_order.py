@@ -4,10 +4,10 @@ regrouped, so every score is the same to the last bit."""
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable
 from functools import reduce
+from operator import and_, or_, xor
 from typing import Any
 
 from frisket.dsl.ir import Expr, build, lit
@@ -19,9 +19,7 @@ from .pattern import rule
 LONGEST = 64  # operands sorted together, so that work grows with the length of a chain
 _COMPARED = 16  # operands of min and max that are compared pair by pair
 IDEMPOTENT = frozenset({"min", "max", "bitand", "bitor"})
-_JOIN: dict[str, Callable[[Any, Any], Any]] = {
-    "min": min, "max": max, "bitand": operator.and_, "bitor": operator.or_, "bitxor": operator.xor,
-}  # fmt: skip
+_JOIN: dict[str, Callable[[Any, Any], Any]] = {"min": min, "max": max, "bitand": and_, "bitor": or_, "bitxor": xor}
 MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 
 

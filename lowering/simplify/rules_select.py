@@ -82,7 +82,8 @@ def whole_divisor(x: Expr, c: Expr) -> bool:
 bound = hole("bound", FLOAT, literal=True)
 
 RULES = [
-    *_select(INT), *_select(FLOAT),
+    *_select(INT),
+    *_select(FLOAT),
     # Bools as numbers
     rule("int-of-choice", where(p, 1, 0), flag(p)),
     rule("int-of-choice", where(p, 0, 1), flag(~p)),
@@ -94,18 +95,28 @@ RULES = [
     rule("int-xor", flag(p) ^ flag(r), flag(p ^ r)),
     rule("float-of-choice", build("float", flag(p)), where(p, 1.0, 0.0)),
     rule("float-of-choice", build("float", where(p, m, n)), lambda p, m, n: where(p, float(m.name), float(n.name))),
-    *(rule("function-of-choice", build(f, where(p, c, d)), lambda p, c, d, f=f: where(p, build(f, c), build(f, d)))
-      for f in ("neg", *sorted(FLOAT_FUNCTIONS))),
-    *(rule("compare-choice", build(op, where(p, c, d), bound),
-           lambda p, c, d, bound, op=op: where(p, build(op, c, bound), build(op, d, bound))) for op in MIRRORED),
+    *(
+        rule("function-of-choice", build(f, where(p, c, d)), lambda p, c, d, f=f: where(p, build(f, c), build(f, d)))
+        for f in ("neg", *sorted(FLOAT_FUNCTIONS))
+    ),
+    *(
+        rule(
+            "compare-choice",
+            build(op, where(p, c, d), bound),
+            lambda p, c, d, bound, op=op: where(p, build(op, c, bound), build(op, d, bound)),
+        )
+        for op in MIRRORED
+    ),
     rule("sub-choice", u - where(p, c, d), lambda u, p, c, d: u + where(p, -c.name, -d.name)),
     # positions through Float: exact below 2 ** 53, where every position is
-    rule("compare-positions", "lt", positions, of=FLOAT), rule("compare-positions", "le", positions, of=FLOAT),
-    rule("compare-positions", "gt", positions, of=FLOAT), rule("compare-positions", "ge", positions, of=FLOAT),
-    rule("compare-positions", "eq", positions, of=FLOAT), rule("compare-positions", "ne", positions, of=FLOAT),
+    *(rule("compare-positions", op, positions, of=FLOAT) for op in MIRRORED),
     rule("floor-of-quotient", build("floor", build("float", x) / c), lambda x, c: x // int(c.name), whole_divisor),
-    rule("int-of-quotient", build("int", build("float", x) / c), lambda x, c: x // int(c.name),
-         lambda x, c: natural(x) and whole_divisor(x, c)),
+    rule(
+        "int-of-quotient",
+        build("int", build("float", x) / c),
+        lambda x, c: x // int(c.name),
+        lambda x, c: natural(x) and whole_divisor(x, c),
+    ),
     rule("float-of-floor", build("floor", build("float", x)), x),
     rule("int-of-float", build("int", build("float", x)), x),
     rule("add-negative-zero", u + NEG_ZERO, u),
@@ -119,11 +130,11 @@ RULES = [
     rule("abs-abs", abs(abs(u)), abs(u)),
     rule("min-self", minimum(u, u), u),
     rule("max-self", maximum(u, u), u),
-    rule("pow-one", u ** 1.0, u),
-    rule("pow-two", u ** 2.0, u * u),
+    rule("pow-one", u**1.0, u),
+    rule("pow-two", u**2.0, u * u),
     rule("less-than-self", u < u, FALSE),
     rule("less-than-self", u > u, FALSE),
     rule("at-most-self", u <= u, eq(u, u)),
     rule("at-most-self", u >= u, eq(u, u)),
     rule("isfinite-float", build("isfinite", build("float", x)), TRUE),
-]  # fmt: skip
+]

@@ -18,7 +18,8 @@ from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo, remember
 from frisket.lowering.pipeline import Stages
 from frisket.lowering.pipeline import stages as all_stages
-from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
+from frisket.lowering.plan import NOWHERE, PAGES, Geometry, Origin, Sizes
+from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
@@ -32,7 +33,6 @@ from frisket.runtime.calls.program import CallProgram, check_order, check_used, 
 from frisket.runtime.calls.request import CALLS, CallArgs, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.attend import quickest_of
-from frisket.runtime.layouts.tiling import check_lengths
 from frisket.runtime.machine.caller import counting
 from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
@@ -46,7 +46,6 @@ from frisket.runtime.torch.spec import history_of, spec_of
 from .report import Report, interpreted, learned_values, report, report_gradients, report_later
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-NOWHERE: Origin = (0, 0, 0, 0)
 KEPT = 32  # attentions that one was made into: places it was moved to, arrays that were replaced
 
 
@@ -119,7 +118,7 @@ class Attention:
             self.learned: dict[str, Any] = flowing
             self.constants: dict[str, Any] = {**self._tables, **flowing}
             self.inputs: dict[str, Any] = {**self._shared, **flowing}  # of graphs that Dynamo makes
-        both = [e for e in program.exprs if e is not None]
+        both = program.exprs.parts
         # each call is prepared again then: `refuse_ambiguous` raises only where gradients are enabled
         self.ambiguous = any(all(n in names_of(e) for e in both) for n in learned.keys() - flowing)
 
@@ -326,7 +325,7 @@ class Attention:
 
     def check_if_asked(self, call: CheckedCall, results: tuple[Any, Any, Any]) -> None:
         """Compare a call's results with the interpreter's, where FRISKET_CHECK=1."""
-        if call.geometry.vacant or not Settings.read().check:
+        if call.geometry.is_empty or not Settings.read().check:
             return
         if traced(results[0]):
             report_later(call, *results[:2])  # numbers come when the compiled function runs
@@ -350,7 +349,7 @@ class Attention:
         else:
             geometry = self._planned_geometry(arrays, plan, origin, sizes)
         # a layout that is named is meant, and the lengths of a plan tell it
-        if layout is None and plan is None and not geometry.vacant:
+        if layout is None and plan is None and not geometry.is_empty:
             check_order(arrays, geometry, self.program, params)
         how, kv_inputs = call_arrays.kv_format(arrays, geometry, kv_inputs) if kv_inputs else (None, kv_inputs)
         if plan is not None:
@@ -363,18 +362,18 @@ class Attention:
             sinks = sinks_of(sinks, geometry.heads, arrays.framework, arrays.dtype, getattr(arrays.q, "device", None))
         if arrays.framework == "torch" and (params or self.captured):
             _operators("torch").refuse_ambiguous(self.program, {**self.captured, **params})
-        if geometry.vacant:
+        if geometry.is_empty:
             check_used(params, self.program.names)  # a plan would have checked both
             check_bound(self.program, {**self.constants, **self.traced, **params})
         elif plan is None:
             values = self._plan_values(params, arrays.framework) if params or self.captured else ({}, {})
             plan = self._cached_plan(geometry, *values, how)
-        # a vacant call has no plan
+        # an empty call has no plan
         return CheckedCall(arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs)
 
     def run(self, call: CheckedCall) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call; top may be None where it is not asked for."""
-        if call.geometry.vacant:
+        if call.geometry.is_empty:
             return nothing(call)
         if RECORDS[call.backend].oracle:
             return interpreted(call)
@@ -453,11 +452,11 @@ class Attention:
     def _new_plan(
         self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], block: Any, how: Stored | None = None
     ) -> CallPlan:
-        place, dropout = (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes), bool(self.options.dropout)
+        dropout = bool(self.options.dropout)
         program = self.program if how is None else self.program.stored_as(how)
         if device_values:
-            return device_plan(program, host, device_values, *place, block, Settings.read().check, dropout)
-        plan = Plan(program.bind(host) if host else program, *place, dropout)
+            return device_plan(program, host, device_values, g.problem, block, Settings.read().check, dropout)
+        plan = Plan(program.bind(host) if host else program, g.problem, dropout)
         plan.options = self.options
         return plan
 
@@ -480,12 +479,12 @@ class Attention:
         """
         if np.iterable(origin) and any(map(traced, origin)):
             raise ParameterError("origin is traced by JAX, and a plan takes one that is known: give it to a call")
-        check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
+        # a plan is for any head_dim and kv_heads, which decide no more than the tiles that are guessed: the usual ones
+        g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
+        g.problem  # noqa: B018 - lengths are checked before values
         host, device_values = split_host_device(stacked_values(None, params)[1], flat, self.program.learnable)
         captured = {**self.learned, **self.traced}
         device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
-        # a plan is for any head_dim and kv_heads, which decide no more than the tiles that are guessed: the usual ones
-        g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
         x = next(iter(device_values.values()), None)
         framework = call_arrays.framework_of(x) or "torch"
         backend = choose(self.options.backend, framework, call_arrays.device_of(x, framework)) if device_values else ""
@@ -604,7 +603,7 @@ class Attention:
             name = backend or self.options.backend or Settings.read().backend or library("torch")
         check_name(name)
         name = backend_named(name, "torch").name
-        plan = Plan(program, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
+        plan = Plan(program, g.problem, bool(self.options.dropout))
         sinks = self.options.sinks is not None
         where = ("torch", "") if q is None else (arrays.framework, arrays.device)
         chosen = engines_for(plan, g, dtype, *where, name, self.options, named=backend is not None)
@@ -617,7 +616,7 @@ class Attention:
         compilation = PlanCompilation(
             plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned,
             framework=where[0], engines="" if chosen is None else str(chosen),
-            as_written=(getattr(program.mask, "shown", None), getattr(program.score, "shown", None)),
+            as_written=ProgramExprs(*(getattr(p, "shown", None) for p in (program.mask, program.score))),
         )  # fmt: skip
         chose = backend or self.options.backend or Settings.read().backend
         return all_stages(compilation if q is None or chose else compilation.now())

@@ -218,7 +218,7 @@ def reference(
         check_order(inputs, g, program, {})
     seed = seed_of(seed, rate, "numpy")
     sinks = sinks_of(sinks, g.heads, "numpy", "float64", None)
-    if g.vacant:
+    if g.is_empty:
         program.require_bound()
         outputs = results_of(replace(inputs, framework="numpy"), g, sinks)  # arrays of any framework give numpy's
     else:

@@ -180,7 +180,7 @@ class OrderedAttention(Attention):
 
     def run(self, call: CheckedCall) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call, by its order."""
-        if call.geometry.vacant:
+        if call.geometry.is_empty:
             return super().run(call)
         defaults = {**self.program.scalars, **self.program.tables, **self.learned}
         # the values of the call alone: the others are in the attentions in order

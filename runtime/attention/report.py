@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, MismatchError, ParameterError
-from frisket.dsl.ir import Expr, lit
+from frisket.dsl.ir import Expr
 from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
-from frisket.lowering.plan import PAGES, Geometry
+from frisket.lowering.plan import PAGES, RATE, SEED, Geometry, survives
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import (
     Arrays,
@@ -27,7 +27,7 @@ from frisket.runtime.calls.arrays import (
 )
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.parameters import traced
-from frisket.runtime.plans.device import CheckedCall, checked_program, dropout_terms
+from frisket.runtime.plans.device import CheckedCall, checked_program
 
 Array = NDArray[Any]
 FLOOR = 1e-6  # allowed where dense attention happens to be exact
@@ -106,6 +106,13 @@ class CheckedGradients:
     gradients: Mapping[str, Any]
 
 
+def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any]:
+    """The fields of a `DenseCall` for dropout; the names of `keep_mask` are found in `params`."""
+    if not rate:
+        return {"params": {}}
+    return {"keep_mask": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
+
+
 def compared(
     arrays: Arrays, g: Geometry, program: CallProgram, out: Array, lse: Array, *, sinks: Any = None,
     keep_mask: Expr | None = None, rate: float = 0.0, params: Mapping[str, Any] | None = None,
@@ -115,21 +122,14 @@ def compared(
     """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
     values of names that only `keep_mask` has, `kv_inputs` the scales and pages of stored keys and values. `stored`
     names what dense attention rounds as these kernels do: "out", from which delta is taken, and "scores"."""
-    arguments: tuple[Any, ...] = (*dequantize_and_gather(arrays, kv_inputs or {}), *program.exprs)
-    options: dict[str, Any] = {
-        "scale": g.scale,
-        "params": {**program.scalars, **(params or {})},
-        "tables": program.tables,
-        "origin": g.origin,
-        "sizes": g.full,
-        "sinks": None if sinks is None else to_numpy(sinks),
-        "keep_mask": keep_mask,
-        "rate": rate,
-    }
-    in_dtype, draws = _rounded(arrays), _orders(arguments, out.size)
+    q, k, v = dequantize_and_gather(arrays, kv_inputs or {})
+    sinks = None if sinks is None else to_numpy(sinks)
+    values = {**program.scalars, **(params or {})}
+    call = dense.DenseCall(program.exprs, g.scale, values, program.tables, g.problem, sinks, keep_mask, rate)
     stored = (*stored, "lse") if arrays.dtype == "float32" else stored  # weights of kernels come of a rounded lse
-    want, want_lse = dense.attention(*arguments, **options)
-    plain = [dense.attention(*these, **options, rounded=in_dtype, stored=stored) for these in draws]
+    rounded, draws = replace(call, rounded=_rounded(arrays), stored=stored), _orders(q, k, out.size)
+    want, want_lse = dense.attention(q, k, v, call)
+    plain = [dense.attention(*these, v, rounded) for these in draws]
     gradients, norms = _NO_GRADIENTS
     if cotangents is not None:
         dout = turn(to_numpy(cotangents.dout), arrays.layout, "bhsd")
@@ -140,9 +140,8 @@ def compared(
             for n, x in cotangents.gradients.items()
         }
 
-        def both(these: tuple[Any, ...], *douts: Any) -> list[dict[str, Any]]:
-            exact = dense.gradients(*these, *douts, **options)
-            return [exact, dense.gradients(*these, *douts, **options, rounded=in_dtype, stored=stored)]
+        def both(these: tuple[Array, Array], *douts: Any) -> list[dict[str, Any]]:
+            return [dense.gradients(*these, v, how, *douts) for how in (call, rounded)]
 
         gradients, norms = _gradient_errors(got, both, draws, dout, dlse)
     unit = 1.0  # of lse: products of 16 bits are exact in float32, so that dense attention errs by less than lse's ulp
@@ -156,25 +155,24 @@ def compared(
         max(y for _, y in theirs),
         arrays.dtype,
         gradients,
-        all(bool(np.isfinite(x).all()) for x in arguments[:3]),
+        all(bool(np.isfinite(x).all()) for x in (q, k, v)),
         norms,
     )
 
 
-def _orders(arguments: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
-    """The arguments of dense attention, and where out has few entries the same with head dims in other orders. Scores
-    are then summed in another order: where a few of them decide, dense attention may be right by luck in one."""
-    q, k, *rest = arguments
+def _orders(q: Array, k: Array, size: int) -> list[tuple[Array, Array]]:
+    """q and k, and where out has few entries the same with head dims in other orders. Scores are then summed in another
+    order: where a few of them decide, dense attention may be right by luck in one."""
     random = np.random.default_rng(0)
     # of many entries the largest error is no luck, and each order costs a dense attention
     orders = [random.permutation(q.shape[-1]) for _ in range(min(8, SMALL // max(1, size)) - 1)]
-    return [arguments, *((q[..., at], k[..., at], *rest) for at in orders)]
+    return [(q, k), *((q[..., at], k[..., at]) for at in orders)]
 
 
 def _gradient_errors(
     got: Mapping[str, Array],
     both: Callable[..., list[dict[str, Any]]],
-    draws: list[tuple[Any, ...]],
+    draws: list[tuple[Array, Array]],
     dout: Array,
     dlse: Array | None,
 ) -> list[dict[str, tuple[float, float]]]:
@@ -265,13 +263,11 @@ def oracle(
     """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) in float64."""
     program.require_bound()
     q, k, v = dequantize_and_gather(arrays, kv_inputs)
-    mask, score = program.exprs
     terms = dropout_terms(program, rate, seed)
     terms["params"] |= program.scalars
-    place: dict[str, Any] = {"scale": g.scale, "tables": program.tables, "origin": g.origin, "sizes": g.full}
     sinks = None if sinks is None else to_numpy(sinks)
-    out, lse = dense.attention(q, k, v, mask, score, sinks=sinks, **terms, **place)
-    return out, lse, dense.top(q, k, mask, score, params=terms["params"], **place)
+    call = dense.DenseCall(program.exprs, g.scale, tables=program.tables, problem=g.problem, sinks=sinks, **terms)
+    return *dense.attention(q, k, v, call), dense.top(q, k, call)
 
 
 def interpreted(call: CheckedCall) -> tuple[Any, Any, Any]:
@@ -306,10 +302,9 @@ def _check_pages(call: CheckedCall, program: CallProgram) -> None:
     if PAGES not in call.kv_inputs:
         return
     g, pages, pool = call.geometry, to_numpy(call.kv_inputs[PAGES]).astype(int).tolist(), call.arrays.k.shape[0]
-    shape, mask = (g.batch, g.heads, g.q_len, g.kv_len), program.exprs[0]
-    env = {**dense.coordinates(*shape, g.origin, g.full), **program.scalars}
+    env = {**dense.coordinates(g.problem), **program.scalars}
     # pages of which no query sees a key may be anything
-    seen = dense.visible(lit(True) if mask is None else mask, env, program.tables, shape).any((1, 2))
+    seen = dense.visible(program.exprs.visible, env, program.tables, g.problem.lengths).any((1, 2))
     for b, i in np.argwhere(seen.reshape(g.batch, len(pages[0]), -1).any(-1)).tolist():
         x, earlier = pages[b][i], pages[b][:i]
         if x in earlier or not 0 <= x < pool:

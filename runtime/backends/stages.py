@@ -6,13 +6,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from frisket.dsl.show import show
-from frisket.lowering.pipeline import NAMES, Exprs, stages
+from frisket.lowering.pipeline import NAMES, stages
 from frisket.lowering.plan import Geometry, Target
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import kernel_step, there
 from frisket.runtime.machine.parameters import is_tensor
@@ -40,10 +41,10 @@ class PlanCompilation:
     framework: str = "torch"
     engines: str = ""  # which engine runs, and why the others do not, a line each
     awaits: str = ""  # the backend whose kernel is being compiled, or will be, while this one runs
-    as_written: Exprs | None = None  # by the user of this one: equal ones share a plan
+    as_written: ProgramExprs | None = None  # by the user of this one: equal ones share a plan
 
     @property
-    def written(self) -> Exprs:
+    def written(self) -> ProgramExprs:
         return self.as_written or self.plan.host_program.exprs
 
     @cached_property
@@ -120,7 +121,8 @@ def record(att: Any, call: CheckedCall, began: float, backend: str) -> None:
     parts = (("mask", program.mask), ("score", program.score))
     chosen = "" if att.options == USUAL else ", ".join(f"{n} {x}" for n, x in att.options.chosen())
     key = {
-        **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts}, **vars(call.geometry),
+        **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts},
+        **{f.name: getattr(call.geometry, f.name) for f in fields(call.geometry)},
         "dtype": call.arrays.dtype, "device": call.arrays.device, "layout": call.arrays.layout, "backend": backend,
         "sinks": call.sinks is not None, "options": chosen, "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},

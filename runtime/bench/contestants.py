@@ -36,7 +36,7 @@ from frisket.dsl.ir import SCORE, SIZES, Expr, free_names, lit, param, substitut
 from frisket.lowering import dense
 from frisket.lowering.analysis.tiles import EMPTY
 from frisket.lowering.kernels.torch_mask_mod import score_mod
-from frisket.lowering.plan import needs_int64
+from frisket.lowering.plan import Problem, needs_int64
 from frisket.lowering.simplify import simplify
 from frisket.runtime.attention.entry import compile
 from frisket.runtime.backends.base import ranked
@@ -179,7 +179,7 @@ def bias_of(contest: Contest, who: str) -> Array:
     batch, heads = (n if name in uses(added) else 1 for name, n in (("b", s.batch), ("h", s.heads)))
     if 8 * batch * heads * s.q_len * s.kv_len > BIASES:  # 8 bytes of a pair, as it is evaluated in float64
         raise NoWordsError(f"a bias for every pair of {heads} heads is more than {BIASES >> 30} GiB")
-    env = dense.coordinates(batch, heads, s.q_len, s.kv_len, sizes=s.problem)
+    env = dense.coordinates(Problem(s.q_len, s.kv_len, batch, heads, sizes=s.problem))
     bias = np.asarray(evaluate(added, env, tables), np.float32)
     return np.ascontiguousarray(np.broadcast_to(bias, (batch, heads, s.q_len, s.kv_len)))
 

@@ -30,7 +30,7 @@ from rich.text import Text
 
 from frisket.dsl.errors import BackendError, Undecided
 from frisket.dsl.ir import uses
-from frisket.lowering.simplify import prepare
+from frisket.lowering.simplify import ProgramExprs, prepare
 from frisket.runtime.attention.entry import reference
 from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.masks.mask import Mask, Program, ScoreMod, mask, score
@@ -212,14 +212,14 @@ class Contest:
     @property
     def everything(self) -> bool:
         """Whether it is plain that every query sees every key."""
-        return self.mask is None or prepare(self.mask.expr, None)[0] is None
+        return self.mask is None or prepare(ProgramExprs(self.mask.expr)).mask is None
 
     def dense(self) -> Array:
         """The mask by the interpreter, bool [1 or batch, 1 or heads, q_len, kv_len]."""
         s, m = self.sizes, self.mask
         if m is None:
             return np.ones((1, 1, s.q_len, s.kv_len), bool)
-        simple, _ = prepare(m.expr, None)
+        simple = prepare(ProgramExprs(m.expr)).mask
         read = frozenset() if simple is None else uses(simple)
         batch, heads = (n if name in read else 1 for name, n in (("b", s.batch), ("h", s.heads)))
         return m.dense(s.q_len, s.kv_len, batch=batch, heads=heads)

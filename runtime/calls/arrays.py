@@ -225,9 +225,16 @@ class Arrays:
 
 
 def arrays(
-    q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False, pages: Any = None,
-    exported: bool = False, known: Iterable[str | None] = (),
-) -> Arrays:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    layout: str | None = None,
+    *,
+    numpy: bool = False,
+    pages: Any = None,
+    exported: bool = False,
+    known: Iterable[str | None] = (),
+) -> Arrays:
     """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in. k and v may
     have 8 bits beside q; without a scale, 8-bit integers are used as they are. With `exported` batch
     and lengths may be symbols of `jax.export`. Arrays of numpy become JAX's where q, k or v is, or where "jax" is among

@@ -17,7 +17,8 @@ from frisket.dsl.operators import LEAVES
 from frisket.dsl.program import check_names, read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
-from frisket.lowering.plan import Geometry
+from frisket.lowering.plan import Geometry, survives
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.machine import parameters
 from frisket.runtime.machine.caller import warn_once
 from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, for_one_call, mask, only, score
@@ -51,8 +52,10 @@ class CallProgram:
         return frozenset(n for p in self.parts for n in parameters.names_of(p.expr))
 
     @property
-    def exprs(self) -> tuple[Expr | None, Expr | None]:
-        return None if self.mask is None else self.mask.expr, None if self.score is None else self.score.expr
+    def exprs(self) -> ProgramExprs:
+        """The expressions as written, without calls of the library."""
+        mask, score = (None if p is None else p.expr for p in (self.mask, self.score))
+        return ProgramExprs(mask, score)
 
     @property
     def positions(self) -> tuple[Expr, ...] | None:
@@ -143,15 +146,15 @@ class CallProgram:
         """A program for keys and values stored in another way."""
         return self if how == self.stored else replace(self, stored=how)
 
-    def scored(self, mod: Expr | None) -> Expr | None:
-        """The score mod as kernels compute it."""
-        return self.stored.scored(mod) if self.stored else mod
+    def scored(self, exprs: ProgramExprs) -> ProgramExprs:
+        """The expressions with the score mod as kernels compute it."""
+        return replace(exprs, score=self.stored.scored(exprs.score)) if self.stored else exprs
 
-    def plan_arguments(self, tables: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `make_plan` besides mask and score mod."""
+    def plan_arguments(self, tables: Mapping[str, Any], dropout: bool) -> dict[str, Any]:
+        """The arguments of `make_plan` besides expressions and facts."""
         at = None if self.places is None else tuple(written_out(p.expr, tables) for p in self.places)
-        how = self.stored
-        return {"at": at, "weight": how and how.weight, "pages": how and how.pages, "unwritten": self.unwritten}
+        stored = {"weight": self.stored.weight, "pages": self.stored.pages} if self.stored else {}
+        return {"keep_mask": survives(at) if dropout else None, "unwritten": self.unwritten, **stored}
 
     def require_bound(self) -> None:
         for p in self.parts:
@@ -167,9 +170,12 @@ class CallProgram:
 
 
 def program_of(
-    source: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any], called: Sequence[str] = CALLED,
+    source: MaskLike | Program | None,
+    mod: ScoreLike | None,
+    params: Mapping[str, Any],
+    called: Sequence[str] = CALLED,
     once: bool = False,
-) -> CallProgram:  # fmt: skip
+) -> CallProgram:
     """The mask and score mod of a call; each parameter goes where its name occurs. `called` are the keywords of the
     call, to suggest one for a name that occurs nowhere. With `once` functions are traced for one call alone."""
     if isinstance(source, Program):

@@ -25,7 +25,8 @@ from frisket.dsl.ir import Expr, uses
 from frisket.lowering import dense
 from frisket.lowering.aten.expr import TileProgram
 from frisket.lowering.kernels.jnp_expr import evaluate
-from frisket.lowering.simplify import prepare
+from frisket.lowering.plan import Problem
+from frisket.lowering.simplify import ProgramExprs, prepare
 from frisket.runtime.bench.race import choose, cpu_count, spoken
 
 from .answer import CommandResult, add_subject, even, examples, positive, progress, rows
@@ -65,10 +66,11 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     if program.mask is None:
         raise ShapeError("`run` needs a mask; give one, for example `causal`, and the score mod with --score")
     require_bound(program)
-    mask, score = prepare(program.mask.expr, None if program.score is None else program.score.expr)
+    exprs = prepare(ProgramExprs(program.mask.expr, None if program.score is None else program.score.expr))
+    mask = exprs.mask
     layout = program.mask.layout(len(files), len(files), heads=args.heads, block=args.block)
     arrays = projections(files.tokens, args.heads, args.head_dim)
-    job = Job(arrays, mask, score, scalars(program), tables(program))
+    job = Job(arrays, exprs, scalars(program), tables(program))
     by_head = mask is not None and "h" in uses(mask)  # one mask for all heads takes less memory
     seen = visible(mask, job.scalars, job.tables, args.heads, len(files), by_head)
     bench = prepare_bench(framework, job, seen, compiled(program))
@@ -125,9 +127,8 @@ def compared(job: Job, bench: Bench, step: Any) -> tuple[float, float]:
     """Largest errors against the float64 interpreter: frisket's, and that of its own formula in float32. The rival
     that is timed would not do for that: it may add in blocks, and be better than dense attention."""
     ours, worst = bench.numpy(bench.ours()), np.zeros(2)
-    what = (job.arrays, job.mask, job.score, job.scalars, job.tables)
-    plain = oracle(*what, rounded=lambda x: np.asarray(x, np.float32))
-    for (at, want), (_, plain_out) in zip(oracle(*what), plain, strict=True):
+    plain = oracle(job, rounded=lambda x: np.asarray(x, np.float32))
+    for (at, want), (_, plain_out) in zip(oracle(job), plain, strict=True):
         # NaN must not pass: max keeps it, and no comparison with it is true
         worst = np.maximum(worst, [np.abs(got - want).max() for got in (ours[:, *at], plain_out)])
         step("checking")
@@ -219,14 +220,13 @@ class Job:
     """The inputs of one job: numpy arrays [1, heads, length, dim], the bound mask and score mod."""
 
     arrays: tuple[Array, Array, Array]
-    mask: Expr | None
-    score: Expr | None
+    exprs: ProgramExprs
     scalars: dict[str, Any]
     tables: dict[str, Array]
 
     def environment(self) -> dict[str, Any]:
         q, k, _ = self.arrays
-        return {**dense.coordinates(1, q.shape[1], q.shape[2], k.shape[2]), **self.scalars}
+        return {**dense.coordinates(Problem(q.shape[2], k.shape[2], 1, q.shape[1])), **self.scalars}
 
 
 def prepare_bench(framework: str, job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
@@ -243,7 +243,7 @@ def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
     mask = torch.from_numpy(seen)
     tables = {n: torch.tensor(t) for n, t in job.tables.items()}
     env = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in job.environment().items()}
-    program = None if job.score is None else TileProgram(job.score, torch.float32)
+    program = None if job.exprs.score is None else TileProgram(job.exprs.score, torch.float32)
 
     def builtin() -> Any:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -267,7 +267,7 @@ def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
     q, k, v = (jnp.asarray(x.swapaxes(1, 2)) for x in job.arrays)
     mask = jnp.asarray(seen)
     tables = {n: jnp.asarray(t) for n, t in job.tables.items()}
-    score = job.score
+    score = job.exprs.score
 
     @jax.jit
     def builtin(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -310,21 +310,18 @@ def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> Iterator[lis
     yield [statistics.median(seconds) for seconds in times]
 
 
-def oracle(
-    arrays: Any, mask: Expr | None, score: Expr | None, params: Any, tables: Any, rounded: Rounding = dense.exactly
-) -> Iterator[tuple[tuple[slice, slice], Array]]:
+def oracle(job: Job, rounded: Rounding = dense.exactly) -> Iterator[tuple[tuple[slice, slice], Array]]:
     """The float64 interpreter's attention, piece by piece: ((heads, queries), out [1, 1, queries, dim]); with
     `rounded` the same formula in another dtype."""
-    q, k, v = arrays
+    q, k, v = job.arrays
     heads, length = q.shape[1:3]
-    scale, sizes = q.shape[-1] ** -0.5, (1, heads, length, k.shape[2])
-    how: dict[str, Any] = {"scale": scale, "params": params, "tables": tables, "sizes": sizes, "rounded": rounded}
+    keys, scale = k.shape[2], q.shape[-1] ** -0.5
     for h in range(heads):
         for start in range(0, length, SLAB):
             at = (slice(h, h + 1), slice(start, min(start + SLAB, length)))
-            origin = 0, h, start, 0
-            out, _ = dense.attention(q[:, *at], k[:, at[0]], v[:, at[0]], mask, score, origin=origin, **how)
-            yield at, out
+            problem = Problem(at[1].stop - start, keys, 1, 1, (0, h, start, 0), (1, heads, length, keys))
+            call = dense.DenseCall(job.exprs, scale, job.scalars, job.tables, problem, rounded=rounded)
+            yield at, dense.attention(q[:, *at], k[:, at[0]], v[:, at[0]], call)[0]
 
 
 def visible(mask: Expr | None, params: Any, tables: Any, heads: int, length: int, by_head: bool) -> Array:
@@ -334,7 +331,7 @@ def visible(mask: Expr | None, params: Any, tables: Any, heads: int, length: int
     out = np.ones((1, h, length, length), bool)
     for start in range(0, length if mask is not None else 0, SLAB):
         n = min(SLAB, length - start)
-        env = {**dense.coordinates(1, h, n, length, (0, 0, start, 0), sizes), **params}
+        env = {**dense.coordinates(Problem(n, length, 1, h, (0, 0, start, 0), sizes)), **params}
         assert mask is not None
         out[:, :, start : start + n] = dense.visible(mask, env, tables, (1, h, n, length))
     return out

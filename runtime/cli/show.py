@@ -31,7 +31,7 @@ from frisket.dsl.parse import parse
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.show import show as show_text
 from frisket.dsl.types import FLOAT
-from frisket.lowering.simplify import prepare
+from frisket.lowering.simplify import ProgramExprs, prepare
 from frisket.runtime.draw import terminal
 from frisket.runtime.machine.parameters import BoundExpr, names_of
 from frisket.runtime.masks.layout import Layout
@@ -95,19 +95,19 @@ def show(args: argparse.Namespace, console: Console) -> CommandResult:
 
 def described(program: Program) -> tuple[dict[str, Any], list[tuple[str, str | Text]]]:
     """The texts of a mask and a score mod, as written and simplified, with what is bound."""
-    mask, score = (None if part is None else part.expr for part in (program.mask, program.score))
+    exprs = ProgramExprs(*(None if part is None else part.expr for part in (program.mask, program.score)))
     counts: Counter[str] = Counter()
-    simple_mask, simple_score = prepare(mask, score, counts=counts)
+    simplified = prepare(exprs, counts=counts)
     bound = scalars(program)
     shapes = {n: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for n, x in tables(program).items()}
-    data: dict[str, Any] = {"mask": text(mask), "score": text(score)}
-    data["simplified"] = {"mask": text(simple_mask), "score": text(simple_score)}
+    data: dict[str, Any] = {"mask": text(exprs.mask), "score": text(exprs.score)}
+    data["simplified"] = {"mask": text(simplified.mask), "score": text(simplified.score)}
     data |= {"rules": dict(counts.most_common()), "params": bound, "tables": shapes}
     where = ", ".join(f"{n} = {x}" for n, x in {**bound, **shapes}.items())
     lines: list[tuple[str, str | Text]] = []
     for part, simple, nothing in (
-        (program.mask, simple_mask, "true: everything is visible"),
-        (program.score, simple_score, "score: nothing changes"),
+        (program.mask, simplified.mask, "true: everything is visible"),
+        (program.score, simplified.score, "score: nothing changes"),
     ):
         if part is not None:
             known = {**bound, **shapes}  # which `with` tells the types of

@@ -27,7 +27,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +141,9 @@ def seen(layout: Tiling, b: int, h: int, step: int = 1) -> NDArray[np.float32]:
     places, bands = np.arange(0, m, step), []
     for q in range(0, n, step):  # a band of cells at a time: no matrix of all positions
         shape = (1, 1, min(step, n - q), m) if step > 1 else (1, 1, n, m)
-        env = coordinates(*shape, origin=(b0 + b, h0 + h, start_of(q0, b) + q, start_of(k0, b)), sizes=layout.sizes)
+        origin = b0 + b, h0 + h, start_of(q0, b) + q, start_of(k0, b)
+        lengths = {"q_len": shape[2], "kv_len": m, "batch": 1, "heads": 1}
+        env = coordinates(replace(layout.problem, **lengths, origin=origin, sizes=layout.sizes))
         shown = np.asarray(visible(layout.written, {**env, **layout.params}, tables, shape)[0, 0])
         if step == 1:
             return shown.astype(np.float32)

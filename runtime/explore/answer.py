@@ -31,13 +31,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl import errors
-from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, Problem, ShapeError
+from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, ShapeError, TextProblem
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, uses, var, walk
 from frisket.dsl.library import definitions
 from frisket.dsl.operators import BUILT_IN, CONSTANTS
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.lowering.plan import Problem
 from frisket.runtime.draw import html
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout, make_layout
@@ -193,7 +194,7 @@ def unfinished(syntax: Parsed, roots: list[Expr], bound: set[str]) -> None:
         if near := begun[:1] or get_close_matches(e.name, names, 1, 0.7):
             declare = f" A parameter of that name is declared: `param {e.name}: bool`" if e.type is BOOL else ""
             remedy = f"did you mean `{near[0]}`?{declare}"
-            problems[e.name] = Problem(f"unknown name `{e.name}`", span, remedy)
+            problems[e.name] = TextProblem(f"unknown name `{e.name}`", span, remedy)
     if problems:
         raise MaskSyntaxError(syntax.source, list(problems.values()), syntax.name)
 
@@ -201,8 +202,9 @@ def unfinished(syntax: Parsed, roots: list[Expr], bound: set[str]) -> None:
 def laid_out(program: Program, request: Question) -> Layout:
     """The layout of the mask, and of what the score mod hides; everything, where nothing is hidden."""
     mask = Mask(TRUE) if program.visible is None else program.visible
-    mask.check_tables(request.q_len, request.kv_len, request.batch, request.heads)
-    return make_layout(mask, request.q_len, request.kv_len, request.batch, request.heads, request.block, budget=BUDGET)
+    lengths = request.q_len, request.kv_len, request.batch, request.heads
+    mask.check_tables(*lengths)
+    return make_layout(mask, Problem.of(*lengths), request.block, budget=BUDGET)
 
 
 def keyed(array: Array, have: frozenset[str]) -> dict[str, str]:

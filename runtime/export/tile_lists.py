@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,10 +24,10 @@ from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.lowering.analysis.layout import analyse, grid_of, swap
 from frisket.lowering.analysis.rows import row_intervals
-from frisket.lowering.analysis.tiles import FULL, PARTIAL, Grid, Scope
+from frisket.lowering.analysis.tiles import FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.kernels.torch_mask_mod import mask_mod
-from frisket.lowering.plan import Runs, Sizes, from_records, make_plan, merge
-from frisket.lowering.simplify import simplify
+from frisket.lowering.plan import ProgramFacts, Runs, Sizes, from_records, make_plan, merge
+from frisket.lowering.simplify import ProgramExprs, simplify
 from frisket.runtime.layouts.tiling import RunTable, Tiling
 from frisket.runtime.machine.modules import extras, load_source
 
@@ -70,13 +70,12 @@ class VisibleRuns:
 def scene(layout: Tiling, transposed: bool = False) -> tuple[Expr, Grid, Array, Scope]:
     """The mask, its slices (one for every (b, h) it may tell apart), `slice_of` [batch, heads], and its values."""
     expr = layout.mask
-    grid, slice_of = grid_of(expr, layout.q_len, layout.kv_len, layout.batch, layout.heads, layout.block, layout.origin)
+    grid, slice_of = grid_of(expr, layout.problem, layout.block)
     # queries and keys change places, so that a line is a row of the grid either way
     if transposed:
         expr = simplify(swap(expr))
         grid = Grid(layout.kv_len, layout.q_len, layout.block[::-1], grid.b, grid.h, grid.k, grid.q)
-    env = {**dict(zip(SIZES, layout.sizes, strict=True)), **layout.params}
-    return expr, grid, slice_of, Scope(env, layout.tables)
+    return expr, grid, slice_of, layout.scope(WORK)
 
 
 def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = False) -> VisibleRuns:
@@ -164,9 +163,10 @@ def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, tr
     """Any mask: fine tiles, and the elements of those the mask cuts."""
     small = Grid(grid.q_len, grid.kv_len, (_FINE, _FINE), *(x[s : s + 1] for x in (grid.b, grid.h, grid.q, grid.k)))
     b, h, q, k = (int(x) for x in (small.b[0], small.h[0], small.q[0], small.k[0]))
-    how: dict[str, Any] = {"q_len": layout.q_len, "kv_len": layout.kv_len, "block": (_FINE, _FINE), "look": False}
-    how |= {"params": layout.params, "sizes": layout.sizes, "tables": layout.tables, "transposed": transposed}
-    analysis = analyse(layout.mask, origin=(b, h, k, q) if transposed else (b, h, q, k), **how)
+    origin = (b, h, k, q) if transposed else (b, h, q, k)
+    piece = replace(layout.problem, batch=1, heads=1, origin=origin, sizes=layout.sizes)
+    whole = layout.scope(WORK)
+    analysis = analyse(layout.mask, piece, (_FINE, _FINE), whole, look=False, transposed=transposed)
     runs = from_records(analysis.spans.bounds, analysis.spans.count)
     width = np.where(runs.kind == FULL, 0, runs.stop - runs.start)  # no element of a full tile is looked at
     cost = np.cumsum(width) * _FINE**2
@@ -475,7 +475,7 @@ def written(
     arrays = {n: np.asarray(t) for n, t in tables.items()}
     limits: dict[str, float] = dict(zip("bhqk", (max(s, 1) for s in sizes), strict=True))
     limits |= {n: max(abs(int(t.max())), abs(int(t.min()))) for n, t in arrays.items() if t.dtype.kind in "iu"}
-    plan = make_plan(e, None, limits=limits)
+    plan = make_plan(ProgramExprs(e), facts=ProgramFacts(limits=limits))
     assert plan.mask is not None
     literal = {param(s.name, s.type): lit(s.value) for s in plan.slots if s.value is not None}
     names = {t.name: t.source + {"": "", "segment": "_of", "segment below": "_below"}[t.derived] for t in plan.tables}

@@ -18,7 +18,7 @@ from frisket.dsl import ir
 from frisket.dsl.show import show
 from frisket.grammar.memo import cached_on
 from frisket.lowering.analysis.tiles import PARTIAL
-from frisket.lowering.plan import Sizes
+from frisket.lowering.plan import Problem, Sizes
 from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.export.tile_lists import exact_lists
 from frisket.runtime.machine.caller import outside
@@ -246,7 +246,7 @@ class BlockMask(theirs.BlockMask):
         results = self._now()
         # mostly decided by shapes, without a look at values
         if "checked" not in results and not self.tensor_mask.plainly_inside(self._sizes):
-            lookups = score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 28)
+            lookups = score_lookups(self.mask, None, Problem.of(*self._lengths, *self._heads), 1 << 28)
             # `packed` says how to name a position inside a sequence
             check_lookups(lookups, words=cached_on(self.tensor_mask, "words", lambda: None))
         results["checked"] = True

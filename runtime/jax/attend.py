@@ -56,7 +56,7 @@ def _at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
         if np.shape(x) not in shapes or np.dtype(getattr(x, "dtype", type(x))).kind not in "iu":
             raise ShapeError(f"origin has {x}\n  it is (b, h, q, k), integers, q and k also one per batch entry")
     # without sizes the whole problem ends where the arrays end, and a traced origin does not say where
-    if request.sizes is None and any(uses(e) & {*SIZES} for e in att.program.exprs if e is not None):
+    if request.sizes is None and any(uses(e) & {*SIZES} for e in att.program.exprs.parts):
         raise ParameterError(
             f"origin is traced by jax.jit or another transform, and the mask or score mod reads {', '.join(SIZES)}\n"
             "  give the lengths of the whole problem: sizes=(B, H, Q_LEN, KV_LEN)"

@@ -270,9 +270,9 @@ def _from_zero(plan: LoopPlan, split_axes: tuple[str, ...]) -> LoopPlan:
 
 def _content(source: Plan | DevicePlanSpec) -> tuple[Any, ...]:
     program, planned = source.program, () if isinstance(source, Plan) else source.device_specs
-    lengths = source.q_len, source.kv_len, source.batch, source.heads, source.sizes
+    problem = source.problem
     values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
-    return program.expanded, values, planned, lengths, tuple(map(digest, source.origin))
+    return program.expanded, values, planned, problem.lengths, problem.sizes, tuple(map(digest, problem.origin))
 
 
 def kernel_inputs(call: JaxCall, backend: str, platform: str, arrays: Arrays, source: Any = None) -> KernelInputs:

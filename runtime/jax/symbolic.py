@@ -16,7 +16,7 @@ from frisket.lowering.analysis.decide import contexts
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.kernels.expr import machine
 from frisket.lowering.kernels.jnp_expr import JNP
-from frisket.lowering.plan import RATE, SEED, Geometry, KernelInputs, make_plan
+from frisket.lowering.plan import RATE, SEED, Geometry, KernelInputs, ProgramFacts, make_plan
 from frisket.lowering.planner.intervals import Interval
 from frisket.lowering.planner.planner import planner
 from frisket.lowering.simplify import prepare
@@ -76,14 +76,12 @@ def _planned(
         for n in walk(e):
             if n.op == "segment" or (n.op == "extent" and any(map(named, np.shape(values[n.name[0]])))):
                 raise LoweringError(f"`{n!r}` is found for known lengths" + EACH)
-    parts = [None if p is None else written_out(p.expr, values) for p in (program.mask, program.score)]
     sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
-    seen, mod = prepare(parts[0], parts[1], sane)
+    exprs = prepare(program.exprs.changed(lambda e: written_out(e, values)), sane)
     limits = limits_of((MAX_SIZE, g.heads, MAX_SIZE, MAX_SIZE), program.scalars, program.tables)
-    facts: dict[str, Any] = {"score_finite": mod is None or finite(mod, sane), "rows_nonempty": False, "limits": limits}
-    facts |= program.plan_arguments(values)
-    loop_plan = make_plan(seen, mod, program.expanded, dropout=dropout, **facts)
-    return loop_plan, None if seen is None else _intervals(seen, traced, limits)
+    facts = ProgramFacts(score_finite=exprs.score is None or finite(exprs.score, sane), limits=limits)
+    loop_plan = make_plan(exprs, program.expanded, facts, **program.plan_arguments(values, dropout))
+    return loop_plan, None if exprs.mask is None else _intervals(exprs.mask, traced, limits)
 
 
 def _intervals(mask: Expr, traced: Mapping[str, Any], limits: Mapping[str, float]) -> tuple[Interval, ...]:

@@ -16,16 +16,24 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
-from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, make, substitute, uses, var, walk
+from frisket.dsl.ir import TRUE, Expr, clauses, conj, make, substitute, uses, var, walk
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.decide import Lookup, guards, lookups, no_row_empty, pair_counts, row_counts
-from frisket.lowering.analysis.layout import Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
+from frisket.lowering.analysis.layout import (
+    AnalysedMask,
+    Analysis,
+    analyse,
+    bind_in_part,
+    closed_form,
+    grid_of,
+    reads_at_most,
+)
 from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.rows import RowIntervals
 from frisket.lowering.analysis.table import Table, TableFacts, sides_of_ids
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
-from frisket.lowering.plan import Bounds, Origin, Runs, Sizes, Spans, from_records, whole
+from frisket.lowering.plan import Bounds, Problem, Runs, Spans, from_records, is_positive, is_start
 from frisket.lowering.simplify import simplify
 from frisket.runtime.machine import parameters
 
@@ -51,22 +59,20 @@ class Tiling:
     """The tiles of a mask at given lengths, and every fact about them: `Layout` without drawing and exports."""
 
     def __init__(
-        self, mask: Expr, params: Mapping[str, Any], tables: Mapping[str, Table], q_len: int, kv_len: int, batch: int,
-        heads: int, block: tuple[int, int], origin: Origin, sizes: Sizes | None, exact: bool, written: Expr,
-        budget: int = WORK, shown: Expr | None = None,
-    ) -> None:  # fmt: skip
-        self.mask, self.written = mask, written  # simplified, and not
-        self.shown = written if shown is None else shown  # with calls of the library, as the user wrote it
-        self.params, self.tables = params, tables
-        self.q_len, self.kv_len, self.batch, self.heads, self.block = q_len, kv_len, batch, heads, block
-        self.origin, self.sizes = origin, sizes or whole(origin, (batch, heads, q_len, kv_len))
+        self, mask: AnalysedMask, problem: Problem, block: tuple[int, int], exact: bool = True, budget: int = WORK
+    ) -> None:
+        self.mask, self.written = mask.simplified, mask.written
+        self.shown = mask.written if mask.shown is None else mask.shown
+        self.params, self.tables = mask.params, mask.tables
+        self.problem, self.block = problem, block
+        self.batch, self.heads, self.q_len, self.kv_len = problem.lengths
+        self.origin, self.sizes = problem.origin, problem.full
         self.work, self.look = budget, exact
         self._analysis: Analysis | None = None
 
     def _analyse(self, *, transposed: bool) -> Analysis:
-        where: dict[str, Any] = {"q_len": self.q_len, "kv_len": self.kv_len, "batch": self.batch, "heads": self.heads}
-        where |= {"block": self.block, "origin": self.origin, "sizes": self.sizes, "tables": self.tables}
-        return analyse(self.mask, **where, params=self.params, work=self.work, look=self.look, transposed=transposed)
+        scope = self.scope()
+        return analyse(self.mask, self.problem, self.block, scope, look=self.look, transposed=transposed)
 
     # -- tiles ------------------------------------------------------------------------------------
 
@@ -79,7 +85,7 @@ class Tiling:
 
     @cached_property
     def _closed(self) -> RowIntervals | None:
-        if not (self.q_len and self.kv_len):
+        if self.problem.is_empty:
             return None  # nothing to solve
         bound = simplify(bind_in_part(self.mask, {n: t.array for n, t in self.tables.items()}))
         return closed_form(bound, self._grid[0], self.scope())
@@ -166,7 +172,7 @@ class Tiling:
     @cached_property
     def row_counts(self) -> NDArray[np.int64]:
         """Keys each query sees, int64 [batch, heads, q_len]; BudgetError when counting costs too much."""
-        if not (self.q_len and self.kv_len):
+        if self.problem.is_empty:
             return np.zeros((self.batch, self.heads, self.q_len), np.int64)
         grid, slice_of = self._grid
         return row_counts(self.mask, grid, self.scope(), self._spread)[slice_of]
@@ -174,7 +180,7 @@ class Tiling:
     @cached_property
     def row_pairs(self) -> NDArray[np.int64]:
         """Visible pairs of each row of tiles, over every batch entry and head, int64 [rows]; BudgetError likewise."""
-        if not (self.q_len and self.kv_len):
+        if self.problem.is_empty:
             return np.zeros(self.rows, np.int64)
         grid, slice_of = self._grid
         counts = row_counts(self.mask, grid, self.scope(), self._spread)
@@ -185,7 +191,7 @@ class Tiling:
     @cached_property
     def visible_pairs(self) -> int:
         """The exact number of visible (query, key) pairs of all batch entries and heads; BudgetError if too costly."""
-        if not (self.q_len and self.kv_len):
+        if self.problem.is_empty:
             return 0
         grid, slice_of = self._grid
         return int(pair_counts(self.mask, grid, self.scope(), self._spread)[slice_of].sum())
@@ -193,7 +199,7 @@ class Tiling:
     @cached_property
     def rows_nonempty(self) -> bool | None:
         """Whether every query sees a key; None where the budget does not suffice to know."""
-        if not (self.q_len and self.kv_len):
+        if self.problem.is_empty:
             return not self.q_len  # without keys every query sees none
         grid, _ = self._grid
         return no_row_empty(self.mask, grid, self.scope(min(self.work, 1 << 28) + _ROW * grid.q_len * len(grid.b)))
@@ -201,19 +207,18 @@ class Tiling:
     @cached_property
     def lookups(self) -> tuple[Lookup, ...]:
         """Every table lookup of the mask, and whether its index stays inside where the rest does not decide."""
-        grid = grid_of(self.written, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)[0]
-        return lookups(
-            bind_in_part(self.written, {n: t.array for n, t in self.tables.items()}), TRUE, grid, self.scope(1 << 27)
-        )
+        grid, _ = grid_of(self.written, self.problem, self.block)
+        written = bind_in_part(self.written, {n: t.array for n, t in self.tables.items()})
+        return lookups(written, TRUE, grid, self.scope(1 << 27))
 
     def scope(self, work: int | None = None) -> Scope:
         """The values the analysis reads."""
-        env = {**dict(zip(SIZES, self.sizes, strict=True)), **self.params}
+        env = {**self.problem.named_sizes, **self.params}
         return Scope(env, self.tables, self.work if work is None else work)
 
     @cached_property
     def _grid(self) -> tuple[Grid, Array]:
-        return grid_of(self.mask, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)
+        return grid_of(self.mask, self.problem, self.block)
 
     def _spread(self) -> Runs:
         """The runs of every slice of the grid: the spans have one slice for every different answer."""
@@ -250,9 +255,14 @@ class Tiling:
     def explain(self, *, tile: tuple[int, int], b: int | None = None, h: int | None = None) -> TileExplanation: ...
 
     def explain(
-        self, q: int | None = None, k: int | None = None, b: int | None = None, h: int | None = None, *,
+        self,
+        q: int | None = None,
+        k: int | None = None,
+        b: int | None = None,
+        h: int | None = None,
+        *,
         tile: tuple[int, int] | None = None,
-    ) -> Explanation | TileExplanation:  # fmt: skip
+    ) -> Explanation | TileExplanation:
         """Explain why query q may or may not see key k, in global positions: the clause of the mask and its values.
 
         `explain(tile=(i, j))` says why the tile in row i and column j of this layout is empty, partial or full.
@@ -263,7 +273,7 @@ class Tiling:
         tables = {n: t.array for n, t in self.tables.items()}
         if q is not None and k is not None and tile is None:
             for name, at, size in zip("bhqk", (b, h, q, k), self.sizes, strict=True):
-                if not placed(at) or np.ndim(at) or at >= size:
+                if not is_start(at) or np.ndim(at) or at >= size:
                     raise ShapeError(f"{name} = {at} is outside 0..{size - 1}\n  positions are global")
             return explain(self.written, {**values, "q": q, "k": k}, tables, self.shown)
         if tile is None or q is not None or k is not None:
@@ -434,35 +444,31 @@ class Facts:
         return "\n".join(f"{name:9} " + value.replace("\n", "\n" + 10 * " ") for name, value in lines.items())
 
 
-_LONGEST = 1 << 48  # tokens
-
-
 def _of_document(e: Expr) -> bool:
     """Whether this is the segment of a position, or the start of its document in `document_by_batch`."""
     return e.op == "segment" or (e.op == "reduce" and e.name[0] == "max")
 
 
 def check_reach(
-    mask: Expr, readers: Sequence[Expr], scalars: Mapping[str, Any], tables: Mapping[str, Array], lengths: Sizes,
-    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, shapes: Mapping[str, Array] = MappingProxyType({}),
-) -> None:  # fmt: skip
+    mask: Expr,
+    readers: Sequence[Expr],
+    scalars: Mapping[str, Any],
+    tables: Mapping[str, Array],
+    problem: Problem,
+    shapes: Mapping[str, Array] = MappingProxyType({}),
+) -> None:
     """Refuse a table that a bare coordinate of `readers` runs past the end of, at a position that `mask` shows and
     where the lookup counts. Refuse offsets that do not hold a bare coordinate whose segment counts. Elsewhere lookups
-    clamp. `lengths` are batch, heads, q_len and kv_len of the call. `shapes` stand for tables whose values are not
-    known; a lookup that such values guard is not checked."""
-    ends = whole(origin, lengths)
-    stops = dict(zip("bhqk", ends, strict=True))
-    batch, heads, q_len, kv_len = lengths
+    clamp. `shapes` stand for tables whose values are not known; a lookup that such values guard is not checked."""
+    stops = dict(zip("bhqk", problem.ends, strict=True))
     known = {**tables, **shapes}
-    scope = Scope(
-        {**dict(zip(SIZES, sizes or ends, strict=True)), **scalars}, {n: Table(t) for n, t in known.items()}, _STEPS
-    )
-    place: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "origin": origin}
+    env, known_tables = {**problem.named_sizes, **scalars}, {n: Table(t) for n, t in known.items()}
+    scope = Scope(env, known_tables, _STEPS)
     visible = bind_in_part(mask, known)
     diagonal = {var("k"): var("q")} if mask is eq(var("q"), var("k")) else {}  # there more guards are sure
     for e in readers:
         reader = bind_in_part(e, known)
-        grid, _ = grid_of(reader, block=(1, 1), **place)
+        grid, _ = grid_of(reader, problem)
         left = parameters.short_tables(reader, known, stops)
         shown: dict[Any, bool | None] = {}
         while left and len(shown) != len(left):  # a lookup that never leaves its table may guard others
@@ -472,7 +478,7 @@ def check_reach(
                 coordinate, node, _, have = short
                 beyond = simplify(conj(visible, substitute(when[node], diagonal), var(coordinate) >= have))
                 if not parameters.names_of(beyond).keys() & shapes.keys():
-                    analysis = analyse(beyond, **place, sizes=sizes, params=scalars, tables=known)
+                    analysis = analyse(beyond, problem, (128, 128), Scope(env, known_tables))
                     # not known, and so not refused
                     shown[short] = bool(analysis.spans.count.any()) if analysis.exact else None
             left = [x for x in left if shown[x] is not False]
@@ -488,12 +494,14 @@ def check_reach(
     for e in readers:
         segments = parameters.segments_of_coordinates(e, tables)
         outside = {
-            n: stops[c] for c, n, first, last in segments if np.min(origin["bhqk".index(c)]) < first or stops[c] > last
+            n: stops[c]
+            for c, n, first, last in segments
+            if np.min(problem.origin["bhqk".index(c)]) < first or stops[c] > last
         }
         if not outside or parameters.names_of(e).keys() & shapes.keys():
             continue
         reader, seen = bind_in_part(e, tables), TRUE if e.type is BOOL else visible
-        grid, _ = grid_of(make("both", (reader, seen)), q_len, kv_len, batch, heads, (1, 1), origin)
+        grid, _ = grid_of(make("both", (reader, seen)), problem)
         for one in lookups(reader, seen, grid, scope):
             if one.offsets and one.witness and one.table in outside:
                 advice = _advice(one.table, tables[one.table], outside[one.table])
@@ -512,53 +520,10 @@ def _advice(name: str, offsets: Array, stop: int) -> str:
     return start if offsets[-1] == stop else f"{start}; or {lengths}"
 
 
-def _positive(n: Any) -> bool:
-    if type(n) is int:  # the usual case, without numpy
-        return n > 0
-    return np.ndim(n) == 0 and np.asarray(n).dtype.kind in "iu" and n > 0
-
-
-def placed(x: Any) -> bool:
-    """Whether x can be a start: an integer, or one per batch entry, none negative."""
-    if type(x) is int:
-        return x >= 0
-    at = np.asarray(x)
-    return at.dtype.kind in "iu" and bool((at >= 0).all())
-
-
-def place_of(origin: Origin) -> tuple[Any, ...]:
-    """An origin as it can be a key: ints, and tuples of them."""
-    return tuple(x if type(x) is int or not np.ndim(x) else tuple(np.asarray(x).tolist()) for x in origin)
-
-
-def check_lengths(
-    q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, ...], origin: Origin, sizes: Sizes | None
-) -> None:
-    """Refuse what cannot be laid out."""
-    for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
-        may = name in ("q_len", "kv_len")
-        if not _positive(n) and not (may and type(n) is int and n == 0):
-            what = "lengths are integers, 0 or more, in tokens" if may else "counts are positive integers"
-            raise ShapeError(f"{name} is {n}\n  {what}")
-        if n >= _LONGEST:
-            raise ShapeError(f"{name} is {n:,}, {_LONGEST:,} or more\n  positions are computed in 64 bits")
-    if len(block) != 2 or not all(map(_positive, block)):
+def check_block(block: tuple[int, ...], problem: Problem) -> None:
+    """Refuse tiles that cannot be laid out."""
+    if len(block) != 2 or not all(map(is_positive, block)):
         raise ShapeError(f"block is {block}\n  tile sizes are two positive integers (queries, keys), in tokens")
-    for length, tile in ((q_len, block[0]), (kv_len, block[1])):
-        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:  # tile ranges are int32
+    for length, tile in ((problem.q_len, block[0]), (problem.kv_len, block[1])):
+        if (tiles := length // int(tile)) >= 1 << 31:  # tile ranges are int32
             raise ShapeError(f"{length:,} tokens in tiles of {tile} are {tiles:,} tiles\n  take larger tiles")
-    if not np.iterable(origin) or len(origin) != 4 or not all(map(placed, origin)):
-        raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
-    for x in origin[2:]:
-        if type(x) is not int and np.ndim(x) and np.shape(x) != (batch,):
-            text = f"origin has {np.size(x)} entries for {batch} batch entries\n  give one int, or one per batch entry"
-            raise ShapeError(text)
-    if sizes is None:
-        return
-    if not np.iterable(sizes) or len(sizes) != 4 or not all(map(_positive, sizes)):
-        raise ShapeError(f"sizes is {sizes}\n  it is (B, H, Q_LEN, KV_LEN), the lengths of the whole problem")
-    far = whole(origin, (batch, heads, q_len, kv_len))
-    for name, stop, size in zip(SIZES, far, sizes, strict=True):
-        if stop > size:
-            text = f"the crop ends at {stop} but {name} is {size}\n"
-            raise ShapeError(f"{text}  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)")

@@ -17,7 +17,7 @@ import numpy as np
 
 from frisket.dsl.errors import MismatchError, Undecided
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import SIZES, TRUE, make
+from frisket.dsl.ir import TRUE, make
 from frisket.dsl.notebook import sentence
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import Lookup, first_empty_row, first_visible, lookups, pair_counts
@@ -25,10 +25,12 @@ from frisket.lowering.analysis.groups import Beyond
 from frisket.lowering.analysis.layout import bind_in_part, grid_of
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Grid, Scope, Spent
-from frisket.lowering.plan import Origin, Runs, Sizes, whole
+from frisket.lowering.plan import Problem, Runs
 from frisket.lowering.simplify import simplify
-from frisket.runtime.layouts.tiling import check_lengths, check_reach
+from frisket.runtime.layouts.tiling import check_reach
 from frisket.runtime.machine.parameters import BoundExpr, separated
+
+from .layout import make_layout
 
 if TYPE_CHECKING:
     from .mask import Mask
@@ -65,64 +67,57 @@ class Answer:
         return sentence("yes" if self.holds else "no", self.because, good=self.holds)
 
 
-def implies(first: Mask, second: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
+def implies(first: Mask, second: Mask, problem: Problem, budget: int = BUDGET) -> Answer:
     """Whether `second` shows every position `first` shows."""
-    at = _visible("implies", (first, second), first - second, q_len, kv_len, **where)
+    at = _visible("implies", (first, second), first - second, problem, budget)
     if at is None:
         return Answer(True, None, "every position the first mask shows, the second shows")
     return Answer(False, at, f"{_sees(at)} under the first mask and not under the second {_slice(at)}")
 
 
-def equivalent(first: Mask, second: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
+def equivalent(first: Mask, second: Mask, problem: Problem, budget: int = BUDGET) -> Answer:
     """Whether both show the same positions."""
-    at = _difference(first, second, q_len, kv_len, **where)
+    at = _difference(first, second, problem, budget)
     if at is None:
         return Answer(True, None, "both show the same positions")
-    sizes = _sizes(q_len, kv_len, **where)
-    one, other = ("first", "second") if _shows(first, at, sizes) else ("second", "first")
+    one, other = ("first", "second") if _shows(first, at, problem) else ("second", "first")
     return Answer(False, at, f"{_sees(at)} under the {one} mask and not under the {other} {_slice(at)}")
 
 
-def _difference(
-    first: Mask, second: Mask, q_len: int, kv_len: int, budget: int = BUDGET, **where: Any
-) -> Witness | None:
+def _difference(first: Mask, second: Mask, problem: Problem, budget: int) -> Witness | None:
     both = (first, second)
     try:  # each difference by itself is solved by row more often than both at once
         sides = (first - second, second - first)
         # a part of the budget: the rest is for both at once
-        witnesses = [_visible("equivalent", both, d, q_len, kv_len, budget=budget >> 8, **where) for d in sides]
+        witnesses = [_visible("equivalent", both, d, problem, budget >> 8) for d in sides]
     except Undecided:
-        return _visible("equivalent", both, first ^ second, q_len, kv_len, budget=budget, **where)
+        return _visible("equivalent", both, first ^ second, problem, budget)
     # both sides may have one: the first of the two
     return min((at for at in witnesses if at is not None), default=None)
 
 
-def is_empty(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
+def is_empty(mask: Mask, problem: Problem, budget: int = BUDGET) -> Answer:
     """Whether nothing is visible."""
-    at = _visible("is_empty", (mask,), mask, q_len, kv_len, **where)
+    at = _visible("is_empty", (mask,), mask, problem, budget)
     return Answer(True, None, "no query sees a key") if at is None else Answer(False, at, f"{_sees(at)} {_slice(at)}")
 
 
-def empty_rows(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
+def empty_rows(mask: Mask, problem: Problem, budget: int = BUDGET) -> Answer:
     """Whether some query sees no key."""
 
     def ask(e: Any, grid: Grid, scope: Scope) -> Witness | None:
         place = first_empty_row(e, grid, scope)
         return None if place is None else (int(grid.b[place[0]]), int(grid.h[place[0]]), place[1], None)
 
-    at = _answered("empty_rows", (mask,), mask, ask, q_len, kv_len, **where)
+    at = _answered("empty_rows", (mask,), mask, ask, problem, budget)
     if at is None:
         return Answer(False, None, "every query sees a key")
     return Answer(True, at, f"query {at[2]:,} sees no key {_slice(at)}")
 
 
-def score_lookups(
-    score: BoundExpr, shown: Mask | None, q_len: int, kv_len: int, batch: int = 1, heads: int = 1,
-    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, budget: int = BUDGET,
-) -> tuple[Lookup, ...]:  # fmt: skip
+def score_lookups(score: BoundExpr, shown: Mask | None, problem: Problem, budget: int = BUDGET) -> tuple[Lookup, ...]:
     """Every table lookup of a score mod, and whether it stays inside its table wherever `shown` shows a position; for a
     mask alone, wherever the rest of the mask does not decide."""
-    check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
     score.require_bound()
     left: BoundExpr = score
     values, visible = dict(left.params), TRUE
@@ -133,60 +128,57 @@ def score_lookups(
         visible = bind_in_part(right.expr, right.tables)
     e = bind_in_part(left.expr, left.tables)
     # a grid that tells apart what either of them reads
-    grid, _ = grid_of(make("both", (e, visible)), q_len, kv_len, batch, heads, (1, 1), origin)
+    grid, _ = grid_of(make("both", (e, visible)), problem)
     tables = {n: Table(v) for n, v in values.items() if isinstance(v, np.ndarray)}
-    env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **{n: v for n, v in values.items() if n not in tables}}
+    env = {**problem.named_sizes, **{n: v for n, v in values.items() if n not in tables}}
     return lookups(e, visible, grid, Scope(env, tables, budget))
 
 
-def visible_pairs(
-    mask: Mask, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None,
-) -> int:  # fmt: skip
+def visible_pairs(mask: Mask, problem: Problem) -> int:
     """Visible pairs over every batch entry and head; a layout is made only where they cannot be counted by row."""
 
     def runs() -> Runs:
         raise Beyond  # there is no layout: only counting by row
 
-    _refused((mask,), q_len, kv_len, batch, heads, origin, sizes)
-    env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **mask.scalars}
+    _check((mask,), problem)
     e = simplify(bind_in_part(mask.expr, mask.tables))
-    grid, slice_of = grid_of(e, q_len, kv_len, batch, heads, (1, 1), origin)
-    scope = Scope(env, {n: Table(t) for n, t in mask.tables.items()})
+    grid, slice_of = grid_of(e, problem)
+    scope = Scope({**problem.named_sizes, **mask.scalars}, {n: Table(t) for n, t in mask.tables.items()})
     try:
         return int(pair_counts(e, grid, scope, runs)[slice_of].sum())
     except Beyond:
         # a layout has the runs that counting needs
-        return mask.layout(q_len, kv_len, batch, heads, origin=origin, sizes=sizes).visible_pairs
+        return make_layout(mask, problem).visible_pairs
 
 
 # -- asking -----------------------------------------------------------------------------------------
 
 
-def _visible(
-    question: str, masks: tuple[Mask, ...], joint: Mask, q_len: int, kv_len: int, **where: Any
-) -> Witness | None:
+def _visible(question: str, masks: tuple[Mask, ...], joint: Mask, problem: Problem, budget: int) -> Witness | None:
     """A position `joint` shows, checked by the interpreter."""
 
     def ask(e: Any, grid: Grid, scope: Scope) -> Witness | None:
         place = first_visible(e, grid, scope)
         return None if place is None else (int(grid.b[place[0]]), int(grid.h[place[0]]), place[1], place[2])
 
-    at = _answered(question, masks, joint, ask, q_len, kv_len, **where)
-    if at is not None and not _shows(joint, at, _sizes(q_len, kv_len, **where)):
+    at = _answered(question, masks, joint, ask, problem, budget)
+    if at is not None and not _shows(joint, at, problem):
         raise MismatchError(f"the analysis and the interpreter differ at {at}\n  please report this with the mask")
     return at
 
 
 def _answered(
-    question: str, masks: tuple[Mask, ...], joint: Mask, ask: Callable[[Any, Grid, Scope], Witness | None],
-    q_len: int, kv_len: int, batch: int = 1, heads: int = 1, origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None, budget: int = BUDGET,
-) -> Witness | None:  # fmt: skip
-    _refused(masks, q_len, kv_len, batch, heads, origin, sizes)
-    env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **joint.scalars}
+    question: str,
+    masks: tuple[Mask, ...],
+    joint: Mask,
+    ask: Callable[[Any, Grid, Scope], Witness | None],
+    problem: Problem,
+    budget: int,
+) -> Witness | None:
+    _check(masks, problem)
+    env = {**problem.named_sizes, **joint.scalars}
     e = literal(simplify(bind_in_part(joint.expr, joint.tables)), env)
-    grid, _ = grid_of(e, q_len, kv_len, batch, heads, (1, 1), origin)
+    grid, _ = grid_of(e, problem)
     scope = Scope(env, {n: Table(t) for n, t in joint.tables.items()}, budget)
     try:
         return ask(e, grid, scope)
@@ -195,25 +187,15 @@ def _answered(
         raise Undecided(f"{text}`origin`, `sizes`), or allow more: budget={4 * max(budget, 1 << 26)}") from None
 
 
-def _refused(
-    masks: tuple[Mask, ...], q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None
-) -> None:
+def _check(masks: tuple[Mask, ...], problem: Problem) -> None:
     """Raise for what cannot be asked."""
-    check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
     for one in masks:
         one.require_bound()
-        check_reach(one.expr, [one.expr], one.scalars, one.tables, (batch, heads, q_len, kv_len), origin, sizes)
+        check_reach(one.expr, [one.expr], one.scalars, one.tables, problem)
 
 
-def _sizes(
-    q_len: int, kv_len: int, batch: int = 1, heads: int = 1, origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None, budget: int = 0,
-) -> dict[str, int]:  # fmt: skip
-    return dict(zip(SIZES, sizes or whole(origin, (batch, heads, q_len, kv_len)), strict=True))
-
-
-def _shows(mask: Mask, at: Witness, sizes: dict[str, int]) -> bool:
-    env = {**sizes, **mask.scalars, **dict(zip("bhqk", at, strict=True))}
+def _shows(mask: Mask, at: Witness, problem: Problem) -> bool:
+    env = {**problem.named_sizes, **mask.scalars, **dict(zip("bhqk", at, strict=True))}
     return bool(np.asarray(evaluate(mask.expr, env, mask.tables)))
 
 

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from frisket.dsl.errors import ExportError
 from frisket.dsl.evaluate import decided
-from frisket.dsl.ir import TRUE
-from frisket.lowering.analysis.layout import bind_in_part
+from frisket.lowering.analysis.layout import AnalysedMask, bind_in_part
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import WORK
-from frisket.lowering.plan import Origin, Sizes
-from frisket.lowering.simplify import prepare
+from frisket.lowering.plan import Problem
+from frisket.lowering.simplify import ProgramExprs, prepare
 from frisket.runtime.draw.terminal import draw
-from frisket.runtime.layouts.tiling import Tiling, check_lengths, check_reach
+from frisket.runtime.layouts.tiling import Tiling, check_block, check_reach
 from frisket.runtime.machine.caller import outside
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def of_something(method: F) -> F:
 
     @wraps(method)
     def run(self: Layout, *args: Any, **kwargs: Any) -> Any:
-        if not (self.q_len and self.kv_len):
+        if self.problem.is_empty:
             text = f"{method.__name__}() of a layout of {self.q_len} x {self.kv_len} tokens\n"
             raise ExportError(f"{text}  there is nothing to show: leave out layouts without queries or keys")
         return method(self, *args, **kwargs)
@@ -96,7 +95,7 @@ class Layout(Tiling):
         return to_html(self, path)
 
     def _repr_html_(self) -> str | None:
-        if not (self.q_len and self.kv_len):
+        if self.problem.is_empty:
             return None  # there is a text
         from frisket.runtime.draw.html import notebook
 
@@ -165,26 +164,27 @@ class Layout(Tiling):
 
 
 def make_layout(
-    mask: BoundExpr, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block: tuple[int, int] | int = (128, 128),
-    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, exact: bool = True, budget: int | None = None,
-) -> Layout:  # fmt: skip
-    """The layout of a mask over `[origin.q, origin.q + q_len)` x `[origin.k, origin.k + kv_len)`.
+    mask: BoundExpr,
+    problem: Problem,
+    block: tuple[int, int] | int = (128, 128),
+    exact: bool = True,
+    budget: int | None = None,
+) -> Layout:
+    """The layout of a mask over the queries and keys of a problem.
 
     `exact=False` leaves tiles PARTIAL that only a look at their elements could decide. `budget` are the steps that the
     analysis may take, one operator at one position each; past them tiles stay PARTIAL and `exact` is False.
 
-    Raises `ShapeError` for lengths, tiles or origins that make no sense, `ParameterError` for a missing value.
+    Raises `ShapeError` for tiles that make no sense, `ParameterError` for a missing value.
     """
     pair: tuple[Any, ...] = tuple(block) if isinstance(block, Iterable) else (block, block)
-    check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)
-    q_len, kv_len, batch, heads = int(q_len), int(kv_len), int(batch), int(heads)  # numpy's would wrap
+    check_block(pair, problem)
     mask.require_bound()
     # the analysis would clamp a lookup past the end of its table
-    check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
+    check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, problem)
     tables = {n: Table(t) for n, t in mask.tables.items()}
-    simple, _ = prepare(decided(bind_in_part(mask.expr, mask.tables), mask.scalars), None)
-    whole, tile = TRUE if simple is None else simple, (int(pair[0]), int(pair[1]))
-    how = origin, sizes, exact, mask.expr, WORK if budget is None else budget, mask.shown
-    layout = Layout(whole, dict(mask.scalars), tables, q_len, kv_len, batch, heads, tile, *how)
+    simple = prepare(ProgramExprs(decided(bind_in_part(mask.expr, mask.tables), mask.scalars))).visible
+    analysed = AnalysedMask(simple, mask.expr, dict(mask.scalars), tables, mask.shown)
+    layout = Layout(analysed, problem, (int(pair[0]), int(pair[1])), exact, WORK if budget is None else budget)
     layout.analysis  # noqa: B018 - errors are raised here
     return layout

@@ -24,8 +24,9 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.types import BOOL
 from frisket.lowering.dense import check_room, coordinates, visible
-from frisket.lowering.simplify import prepare
-from frisket.runtime.layouts.tiling import check_lengths, check_reach
+from frisket.lowering.plan import Problem
+from frisket.lowering.simplify import ProgramExprs, prepare
+from frisket.runtime.layouts.tiling import check_reach
 from frisket.runtime.machine import parameters
 from frisket.runtime.machine.caller import counting, warn_once
 
@@ -107,19 +108,28 @@ class Mask(parameters.BoundExpr):
         Raises `ParameterError` for a parameter without a value, or a table read past its end where the rest is true,
         and `ShapeError` where the array exceeds the machine's memory.
         """
-        self.check_tables(q_len, kv_len, batch, heads)
-        shape = (batch, heads, q_len, kv_len)
-        check_room(shape, 1)
-        env = {**coordinates(*shape), **self.scalars}
+        problem = Problem.of(q_len, kv_len, batch, heads)
+        self._check_tables(problem)
+        check_room(problem.lengths, 1)
+        env = {**coordinates(problem), **self.scalars}
         with parameters.locating(self):
-            return visible(self.expr, env, self.tables, shape).copy()  # a copy: what is broadcast cannot be written to
+            return visible(
+                self.expr, env, self.tables, problem.lengths
+            ).copy()  # a copy: what is broadcast cannot be written to
 
     @counting
     def layout(
-        self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block: tuple[int, int] = (128, 128),
-        origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0), sizes: tuple[int, int, int, int] | None = None,
-        exact: bool = True, budget: int | None = None,
-    ) -> Layout:  # fmt: skip
+        self,
+        q_len: int,
+        kv_len: int,
+        batch: int = 1,
+        heads: int = 1,
+        block: tuple[int, int] = (128, 128),
+        origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0),
+        sizes: tuple[int, int, int, int] | None = None,
+        exact: bool = True,
+        budget: int | None = None,
+    ) -> Layout:
         """Lay out the tiles that hold visible positions: `frisket.Layout`.
 
         >>> mask("causal & window(256)").layout(1024, 1024).counts
@@ -133,7 +143,7 @@ class Mask(parameters.BoundExpr):
         a parameter without a value.
         """
         with parameters.locating(self):
-            return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact, budget)
+            return make_layout(self, Problem.of(q_len, kv_len, batch, heads, origin, sizes), block, exact, budget)
 
     @counting
     def visible_pairs(self, q_len: int, kv_len: int, **where: Any) -> int:
@@ -143,7 +153,7 @@ class Mask(parameters.BoundExpr):
         >>> mask("causal & window(256)").visible_pairs(1_000_000, 1_000_000)
         255967360
         """
-        return answers.visible_pairs(self, q_len, kv_len, **where)
+        return answers.visible_pairs(self, Problem.of(q_len, kv_len, **where))
 
     @counting
     def implies(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -154,7 +164,7 @@ class Mask(parameters.BoundExpr):
 
         Raises `Undecided` where that would take more looking than the `budget`.
         """
-        return answers.implies(self, mask(other), q_len, kv_len, **where)
+        return answers.implies(self, mask(other), *_asked(q_len, kv_len, **where))
 
     @counting
     def equivalent(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -165,7 +175,7 @@ class Mask(parameters.BoundExpr):
 
         Raises `Undecided` where that would take more looking than the `budget`.
         """
-        return answers.equivalent(self, mask(other), q_len, kv_len, **where)
+        return answers.equivalent(self, mask(other), *_asked(q_len, kv_len, **where))
 
     @counting
     def is_empty(self, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -174,7 +184,7 @@ class Mask(parameters.BoundExpr):
         >>> mask("q - k > 4096").is_empty(4096, 4096).holds
         True
         """
-        return answers.is_empty(self, q_len, kv_len, **where)
+        return answers.is_empty(self, *_asked(q_len, kv_len, **where))
 
     @counting
     def empty_rows(self, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -183,7 +193,7 @@ class Mask(parameters.BoundExpr):
         >>> mask("causal & k >= 3").empty_rows(4096, 4096).witness
         (0, 0, 0, None)
         """
-        return answers.empty_rows(self, q_len, kv_len, **where)
+        return answers.empty_rows(self, *_asked(q_len, kv_len, **where))
 
     def __add__(self, other: Any) -> Mask:
         raise ParameterError("masks are joined with `&`, `|`, `^` and `-`, and turned round with `~`; they do not add")
@@ -194,9 +204,16 @@ class Mask(parameters.BoundExpr):
     ) -> None:
         """Raise unless everything is bound, lengths are positive, and no visible position reads past the end of
         a table. `sizes` are B, H, Q_LEN, KV_LEN where positions end earlier."""
-        check_lengths(q_len, kv_len, batch, heads, (1, 1), (0, 0, 0, 0), sizes)
+        self._check_tables(Problem.of(q_len, kv_len, batch, heads, sizes=sizes))
+
+    def _check_tables(self, problem: Problem) -> None:
         self.require_bound()
-        check_reach(self.expr, [self.expr], self.scalars, self.tables, (batch, heads, q_len, kv_len), sizes=sizes)
+        check_reach(self.expr, [self.expr], self.scalars, self.tables, problem)
+
+
+def _asked(q_len: int, kv_len: int, budget: int = answers.BUDGET, **where: Any) -> tuple[Problem, int]:
+    """The problem that a question is about, and the steps that its answer may take."""
+    return Problem.of(q_len, kv_len, **where), budget
 
 
 class ScoreMod(parameters.BoundExpr):
@@ -244,7 +261,7 @@ class ScoreMod(parameters.BoundExpr):
         >>> print(score("score + t[q - k]", t=[0.0] * 64).lookups(256, 256, mask="causal & window(64)")[0])
         t[q - k] stays within 64 entries
         """
-        return answers.score_lookups(self, _mask_or_none(mask), q_len, kv_len, **where)
+        return answers.score_lookups(self, _mask_or_none(mask), *_asked(q_len, kv_len, **where))
 
     def _no_arithmetic(self, other: Any) -> Any:
         text = "score mods compose with `then`: s.then(t) feeds the result of s to t as `score`; "
@@ -281,7 +298,7 @@ class Program:
             return None
         # -inf in a table hides, too
         finite = {n: bool(np.isfinite(x).all()) for n, x in self.score.tables.items() if x.dtype.kind == "f"}
-        hidden, _ = prepare(None, self.score.expr, finite)
+        hidden = prepare(ProgramExprs(score=self.score.expr), finite).mask
         return None if hidden is None else Mask(hidden, only(self.score.params, hidden))
 
     @property

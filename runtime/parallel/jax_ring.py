@@ -131,7 +131,7 @@ def attend(
 def _specs(axes: Mapping[str, Axes], att: Attention, split: Mapping[str, tuple[int, ...]]) -> Arrays:
     """The PartitionSpec of every split table, from the mesh axes of coordinates."""
     tables: Arrays = {}
-    for e in walk(*(x for x in att.program.exprs if x is not None)):
+    for e in walk(*att.program.exprs.parts):
         if e.op == "lookup" and e.name in split:
             split_axes = split[e.name]
             check_sides(e, split_axes)

@@ -20,39 +20,26 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.evaluate import decided
-from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
+from frisket.dsl.ir import FALSE, Expr, var, walk
 from frisket.dsl.program import entries_of
 from frisket.dsl.show import show
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
 from frisket.lowering.analysis.decide import sees_itself
-from frisket.lowering.analysis.layout import bind as written_out
-from frisket.lowering.analysis.layout import grid_of, swap
+from frisket.lowering.analysis.layout import bind, grid_of, swap
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.aten.expr import distance_only
-from frisket.lowering.plan import (
-    RATE,
-    RUN_LIMIT,
-    SEED,
-    Geometry,
-    LoopPlan,
-    Origin,
-    Sizes,
-    Spans,
-    make_plan,
-    survives,
-    whole,
-)
+from frisket.lowering.plan import RUN_LIMIT, Geometry, LoopPlan, Problem, ProgramFacts, Spans, make_plan
 from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
-from frisket.lowering.simplify import prepare, simplify
+from frisket.lowering.simplify import ProgramExprs, prepare, simplify
 from frisket.lowering.simplify.curves import facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.arrays import Arrays, Stored, framework_of, version_of
 from frisket.runtime.calls.options import flag
 from frisket.runtime.calls.program import CallProgram, check_used
-from frisket.runtime.layouts.tiling import check_lengths, check_reach, place_of
+from frisket.runtime.layouts.tiling import check_block, check_reach
 from frisket.runtime.machine.parameters import check_plain, is_tensor, names_of, traced
 from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask
@@ -92,7 +79,7 @@ class DeviceTiledPlan:
     spans: Spans | DeviceSpans
     slots: Values
     tables: Values
-    simplified: tuple[Expr | None, Expr | None]
+    simplified: ProgramExprs
     rules: Counter[str]
     unchecked: tuple[str, ...] = ()
     layout = shared = None
@@ -169,12 +156,13 @@ class FlatPlan:
             self._others[how] = FlatPlan(key, self.device_values, self._spans_by_tile)
         return self._others[how]
 
-    batch = property(lambda self: self.key.batch, doc="Sequences.")
-    heads = property(lambda self: self.key.heads, doc="Heads of queries.")
-    q_len = property(lambda self: self.key.q_len, doc="Queries of a sequence, in tokens.")
-    kv_len = property(lambda self: self.key.kv_len, doc="Keys of a sequence, in tokens.")
-    origin = property(lambda self: origin_of(self.key), doc="The (b, h, q, k) at which the plan begins.")
-    sizes = property(lambda self: self.key.sizes, doc="(B, H, Q_LEN, KV_LEN) of the whole problem.")
+    problem = property(lambda self: self.key.problem, doc="Its lengths and its place.")
+    batch = property(lambda self: self.key.problem.batch, doc="Sequences.")
+    heads = property(lambda self: self.key.problem.heads, doc="Heads of queries.")
+    q_len = property(lambda self: self.key.problem.q_len, doc="Queries of a sequence, in tokens.")
+    kv_len = property(lambda self: self.key.problem.kv_len, doc="Keys of a sequence, in tokens.")
+    origin = property(lambda self: self.key.problem.origin, doc="The (b, h, q, k) at which the plan begins.")
+    sizes = property(lambda self: self.key.problem.sizes, doc="(B, H, Q_LEN, KV_LEN) of the whole problem.")
     dropout = property(lambda self: self.key.dropout, doc="The probability with which weights are dropped.")
 
     @cached_property
@@ -185,9 +173,9 @@ class FlatPlan:
         return host_layout(self.key, (128, 128)).reads_at_most(FEW_TILES)
 
     @property
-    def simplified(self) -> tuple[Expr | None, Expr | None]:
+    def simplified(self) -> ProgramExprs:
         """Mask and score mod after the rules."""
-        return self.static.parts
+        return self.static.simplified
 
     @property
     def scalars(self) -> Values:
@@ -241,7 +229,7 @@ class FlatPlan:
             return layout.transposed.spans if transposed else layout.spans
         if (block, transposed) not in self._spans_by_tile:  # layers share a plan
             of_device = self.device, static.copies, self._ranges
-            place = SpanRequest(static.at, key.q_len, key.kv_len, block, static.full, *of_device)
+            place = SpanRequest(static.at, key.problem, block, *of_device)
             plan = static.transposed_planner() if transposed else static.planner
             self._read = self._read or self._versions()  # before they are read: a write in between is seen later
             arrays = spans(plan, key.framework, place.transposed if transposed else place, self.values)
@@ -281,8 +269,8 @@ class FlatPlan:
 
     def tables(self) -> dict[str, Any]:
         """An array for every table of the kernel."""
-        static, framework = self.static, self.key.framework
-        return kernel_tables(static.plan, framework, self.values, max(static.full[2:]), self.device, static.copies)
+        longest, static = max(self.problem.full[2:]), self.static
+        return kernel_tables(static.plan, self.key.framework, self.values, longest, self.device, static.copies)
 
     def slots(self) -> dict[str, Any]:
         """A value for every slot of the kernel, but for those of dropout."""
@@ -292,7 +280,7 @@ class FlatPlan:
         """The kernel's inputs in tiles of `block`, (queries, keys)."""
         static = self.static
         kernel = static.plan, self.spans(block), self.slots(), self.tables()
-        return DeviceTiledPlan(*kernel, static.parts, static.rules, self.unchecked)
+        return DeviceTiledPlan(*kernel, static.simplified, static.rules, self.unchecked)
 
     @property
     def spans_by_tile(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
@@ -300,15 +288,13 @@ class FlatPlan:
         return self._spans_by_tile
 
     def __repr__(self) -> str:
-        k = self.key
-        return f"FlatPlan({k.program}, {k.q_len} x {k.kv_len}, batch {k.batch}, {k.heads} heads)"
+        return f"FlatPlan({self.key.program}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"
 
 
 def checked_program(plan: Any, values: Values) -> CallProgram:
     """The program of a plan with values for its tables, which are in order and as long as they are read."""
     program: CallProgram = plan.host_program.bind(values)
-    lengths = plan.batch, plan.heads, plan.q_len, plan.kv_len
-    simplified_program(program).check_reach(lengths, plan.origin, plan.sizes)
+    simplified_program(program).check_reach(plan.problem)
     return program
 
 
@@ -324,9 +310,14 @@ def refuse_written(plan: FlatPlan) -> None:
 
 
 def device_plan(
-    program: CallProgram, host: Values, arrays: Values, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
-    sizes: Sizes | None, block: tuple[int, int] | None, check: bool, dropout: bool = False,
-) -> FlatPlan:  # fmt: skip
+    program: CallProgram,
+    host: Values,
+    arrays: Values,
+    problem: Problem,
+    block: tuple[int, int] | None,
+    check: bool,
+    dropout: bool = False,
+) -> FlatPlan:
     """A plan from `arrays`, values that are traced or on a device, beside those of the host. With `block` the spans
     are made at once. `check` tests the order of offsets and of tables declared sorted on the device."""
     check_used(arrays, program.names)
@@ -340,13 +331,12 @@ def device_plan(
     param_types = {n: w for p in program.parts for n, w in names_of(p.expr).items()}
     values = {n: _fitted(n, x, *param_types[n]) for n, x in arrays.items()}
     facts = frozenset(n for p in program.parts for n, d in p.origin.declared.items() if d.fact == "sorted")
-    place: Any = place_of(origin)  # vectors as tuples, which a key can hash
-    sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     shapes = tuple((n, tuple(x.shape), _dtype(x)) for n, x in sorted(values.items()))
-    check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
+    if block is not None:
+        check_block(block, problem)
     known = {n: d.most for p in program.parts for n, d in p.origin.declared.items() if d.most and n in values}
     most = tuple(sorted((known | {n: m for n, x in values.items() if (m := _more(x))}).items()))
-    key = DevicePlanSpec(program, shapes, facts, kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
+    key = DevicePlanSpec(program, shapes, facts, kinds.pop(), problem, dropout, most)
     if check:
         tested = {n: x for n, x in values.items() if n in facts or n in program.offsets}  # others may be in any order
         check_sorted(key.framework, tested, program.offsets)
@@ -427,12 +417,7 @@ class DevicePlanSpec:
     device_specs: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the device's tables
     facts: frozenset[str]  # tables that are known to ascend along their last axis
     framework: str
-    q_len: int
-    kv_len: int
-    batch: int
-    heads: int
-    origin: Origin  # vectors as tuples
-    sizes: Sizes | None
+    problem: Problem
     dropout: bool
     most: tuple[tuple[str, int], ...] = ()  # known magnitudes of the device's tables
 
@@ -442,7 +427,7 @@ class DevicePlanTemplate:
     """The part of a `FlatPlan` that is the same for all contents of the device's tables: the `LoopPlan`, and the
     planner that makes the spans from the tables. `planner` is None where no table of the device decides the spans."""
 
-    parts: tuple[Expr | None, Expr | None]  # mask and score mod, simplified
+    simplified: ProgramExprs
     rules: Counter[str]
     plan: LoopPlan
     planner: Planner | None
@@ -450,15 +435,9 @@ class DevicePlanTemplate:
     host: Mask  # the mask with the host's values, for a layout of the host
     at: tuple[NDArray[Any], ...]  # b, h, q, k where each slice begins
     slice_of: NDArray[Any]  # the slice of each batch entry and head
-    full: Sizes  # of the whole problem
     copies: dict[Any, Any] = field(default_factory=dict, compare=False)  # the host's arrays, copied to devices
     # key of a call -> its `PreparedCall`, for any step
     calls: dict[Any, Any] = field(default_factory=dict, compare=False)
-
-
-def origin_of(key: DevicePlanSpec) -> Origin:
-    b, h, q, k = (np.asarray(x) if isinstance(x, tuple) else x for x in key.origin)
-    return b, h, q, k
 
 
 @memo(16)  # the keys hold tables of the host
@@ -468,31 +447,30 @@ def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
     # arrays without memory: their entries are unknown here, and only sizes are read
     shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.device_specs}
     known = {**program.tables, **shapes}
-    both = (None if p is None else written_out(p.expr, known) for p in (program.mask, program.score))
-    parts = [e if e is None else decided(e, program.scalars) for e in both]
+    written = program.exprs.changed(lambda e: decided(bind(e, known), program.scalars))
     sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
-    origin = origin_of(key)
-    _check_lengths_of_tables(key, parts, known, origin)
-    seen, mod = prepare(parts[0], program.scored(parts[1]), sane, rules)
-    full = key.sizes or whole(origin, (key.batch, key.heads, key.q_len, key.kv_len))
-    host = Mask(TRUE if seen is None else seen)
-    grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
-    limits = limits_of(full, program.scalars, program.tables) | dict(key.most)
-    q, k = (np.asarray(x) for x in origin[2:])
+    _check_lengths_of_tables(key, written, known)
+    exprs = prepare(program.scored(written), sane, rules)
+    problem, mod = key.problem, exprs.score
+    host = Mask(exprs.visible)
+    grid, slice_of = grid_of(host.expr, problem)
+    limits = limits_of(problem.full, program.scalars, program.tables) | dict(key.most)
+    q, k = (np.asarray(x) for x in problem.origin[2:])
     # every query is one of the keys of the call
-    on_diagonal = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
+    on_diagonal = bool(np.all(q >= k) and np.all(q + problem.q_len <= k + problem.kv_len))
     device_names = {n for n, *_ in key.device_specs}
     tables = {n: Table(t) for n, t in program.tables.items()}
-    facts = frozenset(
-        (fact, name) for fact, name in facts_of(host.expr)
-        if (fact == "segment" or name in key.facts if name in device_names else holds(tables, fact, name))
-    )  # fmt: skip
-    plan = make_plan(
-        seen, mod, program.expanded, limits=limits, score_finite=mod is None or finite(mod, sane),
-        rows_nonempty=seen is None or (on_diagonal and sees_itself(seen)), dropout=key.dropout, facts=facts,
-        **program.plan_arguments(known),
-    )  # fmt: skip
-    _check_segments((seen, mod), device_names)
+
+    def known_fact(fact: str, name: str) -> bool:
+        if name not in device_names:
+            return holds(tables, fact, name)
+        return fact == "segment" or name in key.facts
+
+    nonempty = exprs.mask is None or (on_diagonal and sees_itself(exprs.mask))
+    table_facts = frozenset(x for x in facts_of(host.expr) if known_fact(*x))
+    facts = ProgramFacts(None, nonempty, mod is None or finite(mod, sane), limits, table_facts)
+    plan = make_plan(exprs, program.expanded, facts, **program.plan_arguments(known, key.dropout))
+    _check_segments(exprs, device_names)
     read = names_of(host.expr).keys()
     free = device_names & read
     # the planner gets the others at each call
@@ -508,31 +486,28 @@ def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
     row_planner = planned(host.expr) if free else None
     columns = memo(1)(lambda: planned(simplify(swap(host.expr))))  # for a backward alone
     at, slices = (grid.b, grid.h, grid.q, grid.k), slice_of.astype(np.int32)
-    return DevicePlanTemplate((seen, mod), rules, plan, row_planner, columns, host.bind(**mine), at, slices, full)
+    return DevicePlanTemplate(exprs, rules, plan, row_planner, columns, host.bind(**mine), at, slices)
 
 
-def _check_lengths_of_tables(key: DevicePlanSpec, parts: list[Expr | None], known: Values, origin: Origin) -> None:
+def _check_lengths_of_tables(key: DevicePlanSpec, exprs: ProgramExprs, known: Values) -> None:
     """Check table lengths like `check_reach` on the host, where that can be known: a mask that reads a device's tables
     may show anything, but for the diagonal where it does whatever they hold."""
-    mask = TRUE if parts[0] is None else parts[0]
+    mask = exprs.visible
     if names_of(mask).keys() & {n for n, *_ in key.device_specs}:
         mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE
-    lengths = key.batch, key.heads, key.q_len, key.kv_len
-    real, shapes = key.program.tables, {n: known[n] for n, *_ in key.device_specs}
-    readers = [p for p in parts if p is not None]
-    check_reach(mask, readers, key.program.scalars, real, lengths, origin, key.sizes, shapes)
+    shapes = {n: known[n] for n, *_ in key.device_specs}
+    check_reach(mask, exprs.parts, key.program.scalars, key.program.tables, key.problem, shapes)
 
 
 @memo(16)
 def host_layout(key: DevicePlanSpec, block: tuple[int, int]) -> Layout:
     """The layout that no table of a device decides."""
-    host = device_plan_template(key).host
-    return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, origin_of(key), key.sizes)
+    return make_layout(device_plan_template(key).host, key.problem, block)
 
 
-def _check_segments(parts: tuple[Expr | None, ...], device_names: set[str]) -> None:
+def _check_segments(exprs: ProgramExprs, device_names: set[str]) -> None:
     """Segments become a table as long as the positions, so they are known of positions alone."""
-    for e in (p for p in parts if p is not None):
+    for e in exprs.parts:
         for n in walk(e):
             if n.op == "segment" and n.name in device_names and n.args[0].op != "var":
                 raise LoweringError(
@@ -557,13 +532,6 @@ class CheckedCall:
     sinks: Any
     top: bool  # whether the largest score of every row is asked for
     kv_inputs: Mapping[str, Any] = field(default_factory=dict)  # scales and pages, by the sources of their tables
-
-
-def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any]:
-    """The arguments of `lowering.dense` for dropout; the names of `keep_mask` are found in `params`."""
-    if not rate:
-        return {"params": {}}
-    return {"keep_mask": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
 
 
 def results(arrays: tuple[Any, ...], lse: bool, top: bool) -> Any:

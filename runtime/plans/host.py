@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from frisket.dsl.ir import Expr
 from frisket.lowering.aten.expr import distance_only
-from frisket.lowering.plan import Geometry, Origin, Sizes, Spans, Target
+from frisket.lowering.plan import Geometry, Problem, Spans, Target
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.engines.proof import engines_for
 from frisket.runtime.backends.registry import automatic
 from frisket.runtime.calls.arrays import Stored
@@ -43,13 +43,10 @@ class Plan:
     options = Options()  # of the attention that made it
     captured: Mapping[str, Any] = MappingProxyType({})  # arrays that its functions captured, as they were
 
-    def __init__(
-        self, program: CallProgram, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
-        sizes: Sizes | None, dropout: bool = False,
-    ) -> None:  # fmt: skip
-        self.program, self.q_len, self.kv_len = program, q_len, kv_len
-        self.batch, self.heads, self.origin, self.sizes = batch, heads, origin, sizes
-        self.dropout = dropout
+    def __init__(self, program: CallProgram, problem: Problem, dropout: bool = False) -> None:
+        self.program, self.problem, self.dropout = program, problem, dropout
+        self.batch, self.heads, self.q_len, self.kv_len = problem.lengths
+        self.origin, self.sizes = problem.origin, problem.sizes
         self.calls: dict[Any, Any] = {}  # key of a call -> its `PreparedCall`
         self.device_values: dict[str, Any] = {}  # values that are no part of it: none
         self._works: dict[tuple[Any, ...], TiledPlan] = {}
@@ -59,14 +56,13 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the program, its place and the options; a copy lays out tiles again."""
-        place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
-        return Plan, (self.program, *place), {"options": self.options}
+        return Plan, (self.program, self.problem, self.dropout), {"options": self.options}
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> TiledPlan:
         """The compilation for tiles of `block`."""
         if (block, proofs) not in self._works:
-            place = self.q_len, self.kv_len, self.batch, self.heads, block, self.origin, self.sizes
-            self._works[block, proofs] = work(self.program, *place, proofs=proofs, dropout=self.dropout)
+            tiled = work(self.program, self.problem, block, proofs=proofs, dropout=self.dropout)
+            self._works[block, proofs] = tiled
         return self._works[block, proofs]
 
     def rows(self, block: tuple[int, int]) -> Spans:
@@ -78,7 +74,7 @@ class Plan:
         return self.work(block, proofs=True).layout.transposed.spans
 
     @property
-    def simplified(self) -> tuple[Expr | None, Expr | None]:
+    def simplified(self) -> ProgramExprs:
         """Mask and score mod after the rules."""
         return simplified_program(self.program).simplified
 
@@ -93,7 +89,7 @@ class Plan:
             return self
         if how not in self._others:
             # a new one: prepared calls are for keys that are stored otherwise
-            self._others[how] = Plan(self.program.stored_as(how), *self.__reduce__()[1][1:])
+            self._others[how] = Plan(self.program.stored_as(how), self.problem, self.dropout)
             self._others[how].options = self.options
         return self._others[how]
 
@@ -107,9 +103,13 @@ class Plan:
         return self.program.scalars
 
     def engines(
-        self, head_dim: int = 64, kv_heads: int | None = None, dtype: str = "float32", framework: str = "torch",
+        self,
+        head_dim: int = 64,
+        kv_heads: int | None = None,
+        dtype: str = "float32",
+        framework: str = "torch",
         device: str = "cpu",
-    ) -> str:  # fmt: skip
+    ) -> str:
         """The engine that runs calls with this plan on such arrays, and why each other does not, a line each:
         `sdpa: causal, window 255 to the left: SDPA has no window`."""
         lengths = self.batch, self.heads, kv_heads or self.heads, self.q_len, self.kv_len

@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, ParameterError
-from frisket.dsl.ir import SIZES
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import KV_INPUTS, RUN_LIMIT, LoopPlan, Sizes, derived_table
+from frisket.lowering.plan import KV_INPUTS, RUN_LIMIT, LoopPlan, Problem, derived_table
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import cpp as planner_cpp
 from frisket.lowering.planner import triton as planner_triton
@@ -76,17 +75,17 @@ class PlannerStep:
         self, plan: Planner, place: SpanRequest, tables: Mapping[str, Tensor], values: Mapping[str, Any]
     ) -> None:
         emitted, module = planner_triton.emit(plan), _module(plan)
-        rows, slices, records = -(-place.q_len // place.block[0]), len(place.at[0]), place.most(plan)
+        rows, slices, records = -(-place.problem.q_len // place.block[0]), len(place.at[0]), place.most(plan)
         self.emitted, self.device = emitted, place.device
         self.shape = slices, rows, records
         self.starts = on_device("torch", np.stack(place.at, 1).astype(np.int64), place.device, "starts", {})
         kinds = {r: TableLines if len(r.axes) == 1 else Halves for r in emitted.ranges}
         self.ranges = {(r.source, r.axes): kind(module, r.axes, tables[r.source]) for r, kind in kinds.items()}
         self.order: list[Any] = [(r.source, r.axes) for r in emitted.ranges]
-        whole = dict(zip(SIZES, place.sizes, strict=True))
+        sizes, lengths = place.problem.named_sizes, (place.problem.q_len, place.problem.kv_len)
         arguments: list[Any] = [None] * 4  # bounds, count, overflow, work
-        arguments += [self.starts, slices * rows, rows, place.q_len, place.kv_len, *place.block, place.room, records]
-        arguments += [whole[n] for n in emitted.sizes] + [_number(values[n], kind) for n, kind in emitted.scalars]
+        arguments += [self.starts, slices * rows, rows, *lengths, *place.block, place.room, records]
+        arguments += [sizes[n] for n in emitted.sizes] + [_number(values[n], kind) for n, kind in emitted.scalars]
         for entry in emitted.entries:
             arguments += [None, *tables[entry.source].shape, *tables[entry.source].stride()]
         for r in emitted.ranges:
@@ -206,13 +205,11 @@ class TableLines(TableRanges):
         grid, arguments = (rows, -(-count // blocks)), [*[None] * 3, rows, size, *self.strides]
         self.lines = PlannerLaunch(module.lines, grid, arguments, 4, GRAIN_=grain, BLOCKS=blocks)
         block = _at_once(module, 64)
+        counts, programs = (rows, count, count * grain), (rows, 2, -(-count // block))
         self.windows = [
-            PlannerLaunch(
-                module.windows, (rows, 2, -(-count // block)), [None, None, rows, count, count * grain, level], 4,
-                BLOCK=block,
-            )
+            PlannerLaunch(module.windows, programs, [None, None, *counts, level], 4, BLOCK=block)
             for level in range(0, count.bit_length() - 1, 5)  # no launch reads what it writes
-        ]  # fmt: skip
+        ]
 
     def __call__(self, table: Tensor) -> Sequence[Tensor]:
         import torch
@@ -239,16 +236,12 @@ class Halves(TableRanges):
             outer, size, inner = int(np.prod(shape[:axis])), shape[axis], int(np.prod(shape[axis + 1 :]))
             room, of = 2 << (size - 1).bit_length(), of.reshape(outer, size, inner)
             arguments, programs = [None, None, outer, size, inner, *of.stride()], -(-outer * inner // block)
+            levels = range(0, max(1, (size - 1).bit_length()), 5)  # no launch reads what it writes
+            parts = [((programs, ((size - 1) >> level) // 32 + 1), [*arguments, level, room]) for level in levels]
             launches = [
-                [
-                    PlannerLaunch(
-                        module.halves, (programs, ((size - 1) >> level) // 32 + 1), [*arguments, level, room], 4,
-                        BLOCK=block, MOST=most,
-                    )
-                    for level in range(0, max(1, (size - 1).bit_length()), 5)  # no launch reads what it writes
-                ]
+                [PlannerLaunch(module.halves, grid, [*numbers], 4, BLOCK=block, MOST=most) for grid, numbers in parts]
                 for most in (False, True)
-            ]  # fmt: skip
+            ]
             self.steps.append(((outer, size, inner), room, launches))
             shape[axis], of = room, torch.empty((outer, room, inner), device="meta")
 
@@ -272,10 +265,8 @@ class SpanRequest:
     """The arguments of a planner beside the tables: lengths, tiles, and where each slice begins."""
 
     at: tuple[NDArray[Any], ...]  # b, h, q, k of [slices] where a slice begins
-    q_len: int
-    kv_len: int
+    problem: Problem
     block: tuple[int, int]  # tokens of a tile: queries, keys
-    sizes: Sizes  # of the whole problem
     device: Any = None
     copies: dict[Any, Any] = field(default_factory=dict)  # the host's arrays, copied to devices
     ranges: dict[Any, Any] = field(default_factory=dict)  # arrays that planners in Triton have made of the tables
@@ -284,12 +275,13 @@ class SpanRequest:
 
     @property
     def transposed(self) -> SpanRequest:
-        (b, h, q, k), (bq, bk) = self.at, self.block
-        return replace(self, at=(b, h, k, q), q_len=self.kv_len, kv_len=self.q_len, block=(bk, bq))
+        (b, h, q, k), (bq, bk), problem = self.at, self.block, self.problem
+        turned = replace(problem, q_len=problem.kv_len, kv_len=problem.q_len, sizes=problem.full)
+        return replace(self, at=(b, h, k, q), problem=turned, block=(bk, bq))
 
     def most(self, plan: Planner) -> int:
         """Records of a row."""
-        return self.records or plan.records(-(-self.kv_len // self.block[1]))
+        return self.records or plan.records(-(-self.problem.kv_len // self.block[1]))
 
 
 def on_device(framework: str, x: Any, device: Any, name: Any, copies: dict[Any, Any]) -> Any:
@@ -333,7 +325,7 @@ class Prepared:
     `bounds` int32 [slices, rows, R, 4] and `count` int32 [slices, rows] hold what it wrote last."""
 
     def __init__(self, run: Any, plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -> None:
-        q_len, (bq, bk), records = place.q_len, place.block, place.most(plan)
+        q_len, (bq, bk), records = place.problem.q_len, place.block, place.most(plan)
         at = [np.ascontiguousarray(x, np.int64).reshape(-1) for x in place.at]
         self.bounds = np.zeros((len(at[0]), -(-q_len // bq), records, 4), np.int32)
         self.count = np.zeros(self.bounds.shape[:2], np.int32)
@@ -341,9 +333,9 @@ class Prepared:
         word = self.word = np.zeros(self.where[""], np.int64)
         tables = {n: np.ascontiguousarray(entries_of(values[n]), DTYPES[self.types[n]]) for n in plan.tables}
         self.alive = at, tables  # the words have their addresses
-        numbers = (len(at[0]), q_len, place.kv_len, bq, bk, place.room, records)
+        numbers = (len(at[0]), q_len, place.problem.kv_len, bq, bk, place.room, records)
         word[: len(planner_cpp.HEAD)] = [*numbers, *(_address(x) for x in (*at, self.bounds, self.count))]
-        for name, size in zip(SIZES, place.sizes, strict=True):
+        for name, size in place.problem.named_sizes.items():
             word[self.where[name]] = size
         for name, type in plan.scalars.items():
             value = np.asarray(values[name], np.float64 if type is FLOAT else np.int64)
@@ -391,8 +383,9 @@ def spans(plan: Planner, framework: str, place: SpanRequest, values: Mapping[str
     scalars = {n: values[n] for n in plan.scalars}
     ints = np.int64 if framework == "torch" or plan.int64 else np.int32  # JAX has no int64 by default
     at = [on_device(framework, x.astype(ints).reshape(-1, 1, 1), place.device, id(x), place.copies) for x in place.at]
-    options = {n: getattr(place, n) for n in ("q_len", "kv_len", "block", "room")} | {"records": place.most(plan)}
-    bounds, count, overflow = _function(plan, framework)(*at, place.sizes, scalars, tables, **options)
+    options: dict[str, Any] = {"q_len": place.problem.q_len, "kv_len": place.problem.kv_len, "block": place.block}
+    options |= {"room": place.room, "records": place.most(plan)}
+    bounds, count, overflow = _function(plan, framework)(*at, place.problem.full, scalars, tables, **options)
     if framework == "jax":
         return bounds.astype(np.int32), count.astype(np.int32), overflow, None
     import torch

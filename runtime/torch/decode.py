@@ -48,7 +48,7 @@ class DecodeCall:
         plan = att.plan(q_len, kv_len, batch, heads, sizes=sizes, flat=True, **tables, **params)
         assert isinstance(plan, FlatPlan)
         stops = dict(zip("bhqk", sizes or (batch, heads, q_len, kv_len), strict=True))
-        readers = [e for e in att.program.exprs if e is not None]
+        readers = att.program.exprs.parts
         self.short = any(short_tables(e, plan.values, stops) for e in readers)
         fixed = {n: x for n, x in plan.device_values.items() if n in params}
         check_offsets(plan.host_program.offsets, fixed)
@@ -66,7 +66,7 @@ class DecodeCall:
         self.spans, self.planner, self.reads = inputs.spans, None, []
         static, target = plan.static, inputs.target
         if static.planner is not None:  # tables decide what is seen
-            place = SpanRequest(static.at, q_len, kv_len, (target.block_q, target.block_k), static.full)
+            place = SpanRequest(static.at, plan.problem, (target.block_q, target.block_k))
             self.planner = Prepared(function(static.planner), static.planner, place, plan.values)
             types = self.planner.types
             self.reads = [(n, READ.get(types[n], torch.int64)) for n in static.planner.tables if n in tables]

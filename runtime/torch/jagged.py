@@ -17,6 +17,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, lookup, segment, var
 from frisket.dsl.program import entries_of
+from frisket.lowering.plan import Problem
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.layouts.tiling import check_reach
@@ -244,14 +245,15 @@ def _check_tables(program: CallProgram, ragged: Ragged, heads: int, params: Mapp
     counts = [np.diff(entries_of(offsets)) if of is None else entries_of(of) for offsets, of in sides]
     lengths = dict(zip(("q lengths", "kv lengths"), counts, strict=True))
     # the longest: most tables pass without a look at each
-    ends = ragged.sequences, heads, int(counts[0].max(initial=0)), int(counts[1].max(initial=0))
-    if not any(short_tables(e, values, dict(zip("bhqk", ends, strict=True))) for e in readers):
+    q_len, kv_len = (int(x.max(initial=0)) for x in counts)
+    longest = Problem(q_len, kv_len, ragged.sequences, heads)
+    if not any(short_tables(e, values, dict(zip("bhqk", longest.ends, strict=True))) for e in readers):
         return
     inside = conj(*(var(x) < lookup(n, (var("b"),)) for x, n in zip("qk", lengths, strict=True)))
     mask = inside if program.mask is None else conj(inside, program.mask.expr)
     known = {n: as_value(n, x) for n, x in values.items()}
     tables = {n: x for n, x in known.items() if np.ndim(x)}
-    check_reach(mask, readers, {n: x for n, x in known.items() if n not in tables}, {**tables, **lengths}, ends)
+    check_reach(mask, readers, {n: x for n, x in known.items() if n not in tables}, {**tables, **lengths}, longest)
 
 
 def attend(att: Attention, request: CallArgs) -> tuple[Tensor, Tensor, Any]:

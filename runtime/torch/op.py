@@ -8,7 +8,7 @@ A second call compares its key (`key_of`) with those in `att.calls`, or in `plan
   of a table on a device are not: a copy of the `PreparedCall` gets the plan of this call's tables (`_earlier`)
 
 The `PreparedCall` under the key holds all but tensors. The call checks its sinks, seed and gradients, and launches:
-`PreparedCall.again`, or native kernels by the addresses of arrays (`PreparedCall.fast`). Without one, `_first_call`
+`PreparedCall.attend`, or native kernels by the addresses of arrays (`PreparedCall.fast`). Without one, `_first_call`
 checks all arguments, names a backend and plans (`Attention.call`: a `CheckedCall`). `prepare` then asks for an engine
 (`VendorCall`), uploads tables (`_prepared`) and builds the kernel (`_built`); the next call finds the `PreparedCall`.
 
@@ -119,7 +119,7 @@ def _first_call(
     """The results of a call that is checked, planned and prepared."""
     began, _ = perf_counter(), kernel_step.set("")  # of this call, for its record
     call = att.call(request)
-    if call.geometry.vacant:
+    if call.geometry.is_empty:
         # learned arrays get zeros for gradients, not None
         learned = [x for n, x in {**att.learned, **request.params}.items() if _learned(att, n, x)]
         return (*nothing(call, learned), None) if saving else nothing(call, learned)
@@ -417,7 +417,7 @@ def _refused(name: str) -> Callable[..., Any]:
 
 def refuse_ambiguous(program: CallProgram, tables: Mapping[str, Any]) -> None:
     """Raise where a learned tensor is read by the mask and the score mod: the gradient of one would be missing."""
-    mask, score = program.exprs
+    mask, score = program.exprs.mask, program.exprs.score
     if mask is None or score is None or not torch.is_grad_enabled():  # no gradient, nothing to miss
         return
     for name, x in tables.items():

@@ -226,7 +226,7 @@ class ChangingTables:
     def __init__(self, plan: CallPlan, params: Mapping[str, Any]) -> None:
         tables = {n: x for n, x in params.items() if hasattr(x, "dtype")}
         self.kinds = {n: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for n, x in tables.items()}
-        mask = plan.simplified[0]
+        mask = plan.simplified.mask
         reads = [n for n in walk(*() if mask is None else (mask,)) if n.op in READS and n.name in tables]
         # an order along batches or heads does not help a search
         self.along = frozenset(n.name for n in reads if n.op != "lookup" or n.args[-1] not in (var("b"), var("h")))
@@ -319,14 +319,14 @@ class TablePlanner:
 
     def __init__(self, run: Any, ready: PreparedCall, plan: FlatPlan, order: frozenset[str]) -> None:
         static, self.ready, self.order, self.thread, self.uses = plan.static, ready, order, local(), 0
-        self.values, self.longest, self.slices = plan.values, max(static.full[2:]), static.slice_of
+        self.values, self.longest, self.slices = plan.values, max(plan.problem.full[2:]), static.slice_of
         self.kernel = replace(ready.inputs.plan, run_tables=())  # native kernels read none
         self.width = np.int64 if self.kernel.int64 else np.int32
         assert static.planner is not None
         block = ready.inputs.target.block_q, ready.inputs.target.block_k
         # half of the tiles, at most, are runs with a gap between
         runs = 0 if static.planner.seen else min(RUNS, -(-plan.kv_len // block[1] // 2) or 1)
-        place = SpanRequest(static.at, plan.q_len, plan.kv_len, block, static.full, records=runs)
+        place = SpanRequest(static.at, plan.problem, block, records=runs)
         self.prepared = partial(Prepared, run, static.planner, place, self.values)
 
     def __call__(self, tables: Mapping[str, Array]) -> PreparedCall | None:

@@ -411,7 +411,7 @@ def _separate_calls(static: Any, dims: Any, values: Any) -> bool:
     if any(isinstance(d, int) for d in dims) or any(" " in name for _, name in names_of(names)[1]):
         return True
     att, _ = call_of(values, numbers, spec, names)
-    return any(uses(e) & {"b", "B"} for e in att.program.exprs if e is not None)
+    return any(uses(e) & {"b", "B"} for e in att.program.exprs.parts)
 
 
 def _joined(x: Any, dim: Any, n: int) -> Any:

@@ -38,6 +38,7 @@ from frisket.lowering.kernels.pallas_tpu import backward as pallas_tpu_backward
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.kernels.pallas_tpu.walk import TpuOptions
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.pallas_tpu import jax as runtime
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled"
@@ -112,9 +113,10 @@ def stored(
     places = (lookup("pages", (b, k // page)), k % page, h // group) if page else (b, k, h // group)
     key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
     plan = make_plan(
-        (k <= q + lookup("start", (b,))) & (k < lookup("end", (b,))), score * key if scales else None,
-        weight=value if scales else None, pages=Pages("pages", page) if page else None,
-    )  # fmt: skip
+        ProgramExprs((k <= q + lookup("start", (b,))) & (k < lookup("end", (b,))), score * key if scales else None),
+        weight=value if scales else None,
+        pages=Pages("pages", page) if page else None,
+    )
     geometry = Geometry(2, 4 * group, 4, queries, 4096, dim, dim, dim**-0.5)
     target = runtime.target(plan, geometry, dtype)
     block = target.block_q, target.block_k

@@ -31,8 +31,9 @@ from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import k, q
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, KernelInputs, LoopPlan, make_plan
+from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, KernelInputs, LoopPlan, ProgramFacts, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton import tiles as triton_tiles
 
@@ -95,7 +96,9 @@ def plan(case: Case) -> LoopPlan:
     if case.mask is not causal:
         return cases.plan(case)
     q0, q1, k0 = (ir.var(n) for n in ("q0", "q1", "k0"))
-    return make_plan(causal, case.score, bounds=Bounds(k0, k0, q0, q1), rows_nonempty=True)
+    return make_plan(
+        ProgramExprs(causal, case.score), facts=ProgramFacts(bounds=Bounds(k0, k0, q0, q1), rows_nonempty=True)
+    )
 
 
 def forward(case: Case, platform: str = "cuda", **changes: Any) -> str:
@@ -236,7 +239,7 @@ def check_kinds_of_tables() -> None:
 def check_64_bits() -> None:
     """Without 64-bit integers in JAX."""
     case = WINDOW.but(mask=(q << 40) - k * 2**33 >= ir.param("w"), slots={"w": 5 * 2**35})
-    made = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12, "w": 2**40})
+    made = make_plan(ProgramExprs(case.mask), facts=ProgramFacts(limits={"q": 2**12, "k": 2**12, "w": 2**40}))
     assert made.int64
     with gpu("sm_90"), compiler.watched() as (kernels, _):
         target = triton_tiles.jax_target(made, cases.geometry(case), case.dtype)

@@ -14,6 +14,7 @@ import frisket as fk  # noqa: E402
 from frisket.dsl.evaluate import evaluate  # noqa: E402
 from frisket.dsl.from_python.trace import trace  # noqa: E402
 from frisket.lowering.dense import coordinates  # noqa: E402
+from frisket.lowering.plan import Problem  # noqa: E402
 from frisket.lowering.simplify import canonical  # noqa: E402
 
 
@@ -26,7 +27,7 @@ def double():
 
 
 def values(bound, case, score=None):
-    env = {**coordinates(*case.shape), **bound.scalars}
+    env = {**coordinates(Problem(*case.shape[2:], *case.shape[:2])), **bound.scalars}
     if score is not None:
         env["score"] = score.numpy()
     return np.broadcast_to(evaluate(bound.expr, env, bound.tables), case.shape)

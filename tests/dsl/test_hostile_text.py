@@ -17,7 +17,7 @@ from support.tiers import default_only
 import frisket as fk
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.program import read
-from frisket.lowering.simplify import canonical, prepare
+from frisket.lowering.simplify import ProgramExprs, canonical, prepare
 from frisket.runtime.cli.main import main
 
 FEW = 10_000_000  # calls of functions, a second or two
@@ -96,8 +96,8 @@ def everything(text: str) -> None:
         found = read(text)
         e = found.expr if found.expr is not None else found.mask if found.mask is not None else found.score
         boolean = str(e.type) == "Bool"
-        mask, score = prepare(e, None) if boolean else prepare(None, e)
-        str((mask, score))
+        exprs = prepare(ProgramExprs(e)) if boolean else prepare(ProgramExprs(score=e))
+        str((exprs.mask, exprs.score))
     except FrisketError as error:
         str(error)
 

@@ -12,6 +12,7 @@ from support.words import call
 import frisket as fk
 from frisket.dsl.evaluate import evaluate
 from frisket.lowering.dense import coordinates
+from frisket.lowering.plan import Problem
 
 MODS = cases.mods(24)
 SIZE, HEADS = 24, 4
@@ -22,7 +23,7 @@ SCORE = RNG.standard_normal((1, HEADS, SIZE, SIZE)) * 20
 
 def applied(mod: fk.ScoreMod, s=SCORE):
     """The mod at every position, float64."""
-    env = {**coordinates(1, HEADS, SIZE, SIZE), **mod.scalars, "score": s}
+    env = {**coordinates(Problem(SIZE, SIZE, 1, HEADS)), **mod.scalars, "score": s}
     return np.broadcast_to(evaluate(mod.expr, env, mod.tables), s.shape)
 
 
@@ -97,7 +98,7 @@ def test_t5_buckets_at_every_distance(buckets, far):
         mod = fk.score(f"{name}(table, {buckets}, {far})", table=table)
         q, k = np.ogrid[0:1, 0:3000]
         for place, where in ((q, k), (k, q)):
-            env = {**coordinates(1, 1, 1, 1), "q": place, "k": where, "score": 0.0}
+            env = {**coordinates(Problem(1, 1)), "q": place, "k": where, "score": 0.0}
             have = evaluate(mod.expr, env, mod.tables)
             distances = (where - place).reshape(-1)
             want = [t5_bucket(int(d), buckets, far, both) for d in distances]

@@ -10,6 +10,7 @@ from support.lowering import brute
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.library import library
 from frisket.lowering.dense import coordinates
+from frisket.lowering.plan import Problem
 
 SIZE, HEADS = 40, 4
 MASKS, MODS = peer_cases.masks(SIZE), peer_cases.mods(SIZE)
@@ -127,6 +128,6 @@ def test_peer_masks_equal_their_numpy_formula(signature):
 @pytest.mark.parametrize("signature", MOD_FORMULAS)
 def test_peer_score_mods_equal_their_numpy_formula(signature):
     one = MODS[signature]
-    env = {**coordinates(2, HEADS, SIZE, SIZE), **one.score.scalars, "score": S}
+    env = {**coordinates(Problem(SIZE, SIZE, 2, HEADS)), **one.score.scalars, "score": S}
     have = np.broadcast_to(evaluate(one.score.expr, env, one.score.tables), S.shape)
     np.testing.assert_allclose(have, MOD_FORMULAS[signature](*arguments(one)), rtol=1e-9, atol=1e-12)

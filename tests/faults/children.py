@@ -151,12 +151,13 @@ elif sys.argv[1] == "jax":
     run = lambda: [np.array(f(x))]
 else:  # a planner and the analysis: no framework
     doc = np.sort(np.random.default_rng(0).integers(0, 99, 30_000))
+    from frisket.lowering.plan import Problem
     from frisket.lowering.planner import planner
     from frisket.runtime.plans import run as run_cpp
     plan = planner.planner(fk.mask("causal & doc[q] == doc[k]").bind(doc=doc).expr, frozenset())
     planned, at, n = run_cpp.function(plan), (np.zeros(1, np.int64),) * 4, len(doc)
     def run():
-        place = run_cpp.SpanRequest(at, n, n, (64, 64), (1, 1, n, n))
+        place = run_cpp.SpanRequest(at, Problem(n, n), (64, 64))
         found = run_cpp.called(planned, plan, place, {"doc": doc})
         return found[:2]
 want = run()

@@ -10,6 +10,8 @@ from frisket.dsl.ir import build, lookup, param, random
 from frisket.dsl.sugar import b, eq, function, h, k, maximum, q, score, where
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering import dense
+from frisket.lowering.plan import Problem
+from frisket.lowering.simplify import ProgramExprs
 
 B, H, KV, M, N, D, E = 2, 4, 2, 7, 9, 3, 5
 ORIGIN, SIZES = (0, 0, 2, 0), (B, H, 9, 9)
@@ -39,7 +41,7 @@ def case(seed: int = 0) -> dict:
 
 def options(c: dict) -> dict:
     return {
-        "scale": 0.6, "params": c["params"], "tables": c["tables"], "origin": ORIGIN, "sizes": SIZES,
+        "scale": 0.6, "params": c["params"], "tables": c["tables"], "problem": Problem(M, N, B, H, ORIGIN, SIZES),
         "sinks": c["sinks"], "keep_mask": KEPT, "rate": RATE,
     }  # fmt: skip
 
@@ -49,13 +51,15 @@ def mask():
 
 
 def loss(c: dict) -> float:
-    out, lse = dense.attention(c["q"], c["k"], c["v"], mask(), MOD, **options(c))
+    out, lse = dense.attention(c["q"], c["k"], c["v"], dense.DenseCall(ProgramExprs(mask(), MOD), **options(c)))
     seen = np.isfinite(lse)
     return float((out * c["dout"]).sum() + np.where(seen, lse * c["dlse"], 0).sum())
 
 
 def found(c: dict) -> dict:
-    return dense.gradients(c["q"], c["k"], c["v"], mask(), MOD, c["dout"], c["dlse"], **options(c))
+    return dense.gradients(
+        c["q"], c["k"], c["v"], dense.DenseCall(ProgramExprs(mask(), MOD), **options(c)), c["dout"], c["dlse"]
+    )
 
 
 def test_dense_gradients_equal_central_differences():
@@ -89,11 +93,9 @@ def test_dense_gradients_equal_torch_autograd(dropped):
         c["q"],
         c["k"],
         c["v"],
-        mask(),
-        MOD,
+        dense.DenseCall(ProgramExprs(mask(), MOD), **options(c) | ({} if dropped else {"keep_mask": None})),
         c["dout"],
         c["dlse"],
-        **options(c) | ({} if dropped else {"keep_mask": None}),
     )
     t = {n: torch.tensor(c[n], requires_grad=True) for n in ("q", "k", "v", "sinks")}
     t |= {n: torch.tensor(x, requires_grad=True) for n, x in c["tables"].items()}
@@ -107,7 +109,7 @@ def test_dense_gradients_equal_torch_autograd(dropped):
     s = torch.cat([s, t["sinks"][None, :, None, None].expand(B, H, M, 1)], -1)
     p, lse = s.softmax(-1)[..., :-1], s.logsumexp(-1)
     if dropped:
-        env = {**dense.coordinates(B, H, M, N, ORIGIN, SIZES), **c["params"]}
+        env = {**dense.coordinates(Problem(M, N, B, H, ORIGIN, SIZES)), **c["params"]}
         p = p * torch.tensor(dense.evaluate(KEPT, env)) / (1 - float(np.float32(RATE)))
     out = p @ t["v"].repeat_interleave(H // KV, 1)
     ((out * torch.tensor(c["dout"])).sum() + (lse * torch.tensor(c["dlse"])).sum()).backward()
@@ -119,15 +121,19 @@ def test_dense_gradients_equal_torch_autograd(dropped):
 def test_rows_without_a_key_give_no_gradient_and_no_nan():
     c = case(2)
     bare = options(c) | {"sinks": None, "keep_mask": None}
-    out, lse = dense.attention(c["q"], c["k"], c["v"], mask(), MOD, **bare)
+    out, lse = dense.attention(c["q"], c["k"], c["v"], dense.DenseCall(ProgramExprs(mask(), MOD), **bare))
     assert np.isneginf(lse[:, :, 2]).all()
     assert not out[:, :, 2].any()
-    grads = dense.gradients(c["q"], c["k"], c["v"], mask(), MOD, c["dout"], c["dlse"], **bare)
+    grads = dense.gradients(
+        c["q"], c["k"], c["v"], dense.DenseCall(ProgramExprs(mask(), MOD), **bare), c["dout"], c["dlse"]
+    )
     assert not grads["dq"][:, :, 2].any()
     assert all(np.isfinite(grads[n]).all() for n in ("dq", "dk", "dv"))
     assert grads["dsinks"] is None
     top = dense.top(
-        c["q"], c["k"], mask(), MOD, **{n: bare[n] for n in ("scale", "params", "tables", "origin", "sizes")}
+        c["q"],
+        c["k"],
+        dense.DenseCall(ProgramExprs(mask(), MOD), **{n: bare[n] for n in ("scale", "params", "tables", "problem")}),
     )
     assert np.isneginf(top[:, :, 2]).all()
     assert (top[:, :, 3:] <= lse[:, :, 3:]).all()
@@ -138,7 +144,11 @@ def test_an_infinite_slope_where_nothing_is_visible_does_no_harm():
     c = case(3)
     c["k"][:, :, 1] = 0.0
     grads = dense.gradients(
-        np.abs(c["q"]), np.abs(c["k"]), c["v"], None, function("log", score), c["dout"], scale=1.0, params={}, tables={}
+        np.abs(c["q"]),
+        np.abs(c["k"]),
+        c["v"],
+        dense.DenseCall(ProgramExprs(score=function("log", score)), scale=1.0, params={}, tables={}),
+        c["dout"],
     )
     assert all(np.isfinite(grads[n]).all() for n in ("dq", "dk", "dv"))
     assert not grads["dk"][:, :, 1].any()
@@ -151,8 +161,12 @@ def test_reductions_are_written_out_with_the_values_of_the_call():
     mod = fk.score("score + sum(j in 0..extent(x, 1): x[q, j] * y[k, j])", x=np.ones((M, 4)), y=np.ones((N, 4)))
     c = case(4)
     grads = dense.gradients(
-        c["q"], c["k"], c["v"], None, mod.expr, c["dout"], scale=1.0, params={}, tables=mod.tables
-    )  # fmt: skip
+        c["q"],
+        c["k"],
+        c["v"],
+        dense.DenseCall(ProgramExprs(score=mod.expr), scale=1.0, params={}, tables=mod.tables),
+        c["dout"],
+    )
     assert grads["dtables"]["x"].shape == (M, 4)
     np.testing.assert_allclose(grads["dtables"]["x"], grads["dtables"]["x"][:, :1].repeat(4, 1))
     assert abs(grads["dtables"]["y"]).max() > 0.1
@@ -162,6 +176,6 @@ def test_where_is_not_followed_into_the_branch_not_taken():
     c = case(5)
     safe = where(score > 0.0, function("sqrt", score), score)
     grads = dense.gradients(
-        c["q"], c["k"], c["v"], None, safe, c["dout"], scale=1.0, params={}, tables={}
-    )  # fmt: skip
+        c["q"], c["k"], c["v"], dense.DenseCall(ProgramExprs(score=safe), scale=1.0, params={}, tables={}), c["dout"]
+    )
     assert all(np.isfinite(grads[n]).all() for n in ("dq", "dk", "dv"))

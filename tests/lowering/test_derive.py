@@ -20,6 +20,7 @@ from frisket.dsl.sugar import b, eq, function, h, k, maximum, minimum, q, score,
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.dense import coordinates
 from frisket.lowering.derive import DERIVATIVES, FLAT, backward_of, derivatives, over
+from frisket.lowering.plan import Problem
 from frisket.lowering.simplify import simplify
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.plans.compiled import work
@@ -162,7 +163,14 @@ TABLES = {
     "doc": np.array([0, 3, 4, 9, 9, 12]), "pair": RNG.integers(-9, 9, (5, 4)), "slope": RNG.standard_normal(5),
     "bias": RNG.standard_normal((2, 2, 3, 3)), "seen": np.arange(7) % 3 == 0, "near": RNG.random((4, 5)) < 0.5,
 }  # fmt: skip
-ENV = coordinates(*SHAPE) | {"w": 3, "n": -2, "p": 0.75, "x": -1.5, "flag": True, "deep": False}
+ENV = coordinates(Problem(*SHAPE[2:], *SHAPE[:2])) | {
+    "w": 3,
+    "n": -2,
+    "p": 0.75,
+    "x": -1.5,
+    "flag": True,
+    "deep": False,
+}
 SCORES = RNG.standard_normal(SHAPE)
 
 
@@ -241,13 +249,17 @@ MODS = cases.mods(S)
 @pytest.mark.parametrize("name", sorted(MODS))
 def test_derivatives_of_library_score_mods(name):
     case = MODS[name]
-    made = work(program_of(None, case.text, case.make()), S, S, case.batch, case.heads, (16, 16))
+    made = work(program_of(None, case.text, case.make()), Problem(S, S, case.batch, case.heads), (16, 16))
     plan = made.plan
     found = backward_of(plan)
     assert backward_of(plan) is found
     shape = (case.batch, case.heads, S, S)
     tables = {n: t.astype(np.float64) if t.dtype.kind == "f" else t for n, t in made.tables.items()}
-    env = {**coordinates(*shape), **made.slots, "score": np.random.default_rng(1).standard_normal(shape) * 3}
+    env = {
+        **coordinates(Problem(*shape[2:], *shape[:2])),
+        **made.slots,
+        "score": np.random.default_rng(1).standard_normal(shape) * 3,
+    }
 
     def at(move: str, by: float) -> np.ndarray:
         new, moved = dict(env), dict(tables)
@@ -268,7 +280,7 @@ def test_derivatives_of_library_score_mods(name):
 def test_where_the_library_sums():
     buffers = {}
     for name, case in MODS.items():
-        made = work(program_of(None, case.text, case.make()), S, S, case.batch, case.heads, (16, 16))
+        made = work(program_of(None, case.text, case.make()), Problem(S, S, case.batch, case.heads), (16, 16))
         source = {t.name: t.source for t in made.plan.tables}
         for g in backward_of(made.plan).gradients:
             buffers[name.split("(")[0], source[g.source]] = g.over
@@ -281,7 +293,7 @@ def test_where_the_library_sums():
 
 
 def test_a_learned_cap_is_a_slot():
-    made = work(program_of(None, "c * tanh(score / c)", {"c": 2.5}), S, S, 1, 1, (16, 16))
+    made = work(program_of(None, "c * tanh(score / c)", {"c": 2.5}), Problem(S, S), (16, 16))
     (found,) = backward_of(made.plan).gradients
     assert (found.source, found.index, found.over) == (made.plan.slots[0].name, (), "head")
 
@@ -335,7 +347,7 @@ def test_gradient_buffer_omits_only_axes_of_no_influence(part):
         kind = over((e,))
         try:
             value = np.broadcast_to(
-                evaluate(e, {**coordinates(2, 2, 9, 11), **case.params}, case.tables), (2, 2, 9, 11)
+                evaluate(e, {**coordinates(Problem(9, 11, 2, 2)), **case.params}, case.tables), (2, 2, 9, 11)
             )
         except EvaluationError:
             continue

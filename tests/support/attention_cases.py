@@ -17,7 +17,8 @@ from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.plan import Bounds, Geometry, KernelInputs, Spans, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, KernelInputs, Problem, ProgramFacts, Spans, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.simplify.curves import Fact, facts_of
 from frisket.runtime.plans.compiled import holds
 from support.lowering import brute
@@ -48,6 +49,10 @@ class Case:
     origin: tuple = (0, 0, 0, 0)
     sizes: tuple | None = None
     block: tuple = (64, 64)
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes)
 
     def but(self, **changes) -> Case:
         return replace(self, **changes)
@@ -165,7 +170,11 @@ def geometry(case: Case) -> Geometry:
 
 def plan(case: Case):
     limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *case.slots, *case.tables), 2.0**14)
-    return make_plan(case.mask, case.score, "the text of the mask", limits=limits, facts=facts(case))
+    return make_plan(
+        ProgramExprs(case.mask, case.score),
+        "the text of the mask",
+        ProgramFacts(limits=limits, table_facts=facts(case)),
+    )
 
 
 def facts(case: Case) -> frozenset[Fact]:
@@ -226,9 +235,17 @@ def reference(case: Case):
     """(out [batch, length, heads, dim], lse), float64."""
     q, k, v = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in arrays(case))
     out, lse = dense.attention(
-        q, k, v, case.mask, case.score, scale=case.dim**-0.5, params=case.slots, tables=case.tables,
-        origin=case.origin, sizes=case.sizes,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        dense.DenseCall(
+            ProgramExprs(case.mask, case.score),
+            scale=case.dim**-0.5,
+            params=case.slots,
+            tables=case.tables,
+            problem=case.problem,
+        ),
+    )
     return out.transpose(0, 2, 1, 3), lse
 
 
@@ -240,9 +257,9 @@ def allowed(case: Case) -> float:
 
     q, k, v = (np.asarray(x, np.float32).transpose(0, 2, 1, 3) for x in arrays(case))
     k, v = (np.repeat(x, case.heads // case.kv_heads, 1) for x in (k, v))
-    shape = (case.batch, case.heads, case.q_len, case.kv_len)
-    env = dense.coordinates(*shape, origin=case.origin, sizes=case.sizes) | case.slots
-    seen = dense.visible(ir.TRUE if case.mask is None else case.mask, env, case.tables, shape)
+    problem = case.problem
+    env = dense.coordinates(problem) | case.slots
+    seen = dense.visible(ir.TRUE if case.mask is None else case.mask, env, case.tables, problem.lengths)
     with np.errstate(all="ignore"):
         s = rounded(rounded(q @ k.swapaxes(2, 3)) * np.float32(case.dim**-0.5))
         if case.score is not None:

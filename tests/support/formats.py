@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from frisket.dsl.ir import TRUE
-from frisket.lowering.analysis.layout import bind
+from frisket.lowering.analysis.layout import AnalysedMask, bind
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.simplify import prepare
+from frisket.lowering.simplify import ProgramExprs, prepare
 from frisket.runtime.masks.layout import Layout
 from support.lowering import brute
 
 
 def laid_out(case) -> tuple[Layout, np.ndarray]:
     """The layout of a case, and the dense mask, bool [batch, heads, q_len, kv_len]."""
-    mask, _ = prepare(bind(case.mask, case.tables), None)
-    layout = Layout(
-        TRUE if mask is None else mask, case.params, {n: Table(t) for n, t in case.tables.items()}, case.q_len,
-        case.kv_len, case.batch, case.heads, case.block, case.origin, case.sizes, True, case.mask,
-    )  # fmt: skip
+    mask = prepare(ProgramExprs(bind(case.mask, case.tables))).visible
+    tables = {n: Table(t) for n, t in case.tables.items()}
+    layout = Layout(AnalysedMask(mask, case.mask, case.params, tables), case.problem, case.block)
     return layout, brute.dense(case.mask, case.q_len, case.kv_len, **case.options)
 
 

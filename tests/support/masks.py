@@ -12,6 +12,10 @@ from frisket.dsl.ir import FALSE, KV_LEN, Q_LEN, TRUE, Expr, build, lit, lookup,
 from frisket.dsl.ir import random as uniform
 from frisket.dsl.sugar import b, eq, function, h, k, maximum, minimum, ne, q, where
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.analysis.layout import Analysis, analyse
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.tiles import WORK, Scope
+from frisket.lowering.plan import Problem
 
 w = param("w")
 
@@ -107,6 +111,19 @@ class Case:
     def options(self) -> dict:
         names = ("batch", "heads", "block", "origin", "sizes", "params", "tables")
         return {n: getattr(self, n) for n in names}
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes)
+
+    def analysed(self, mask: Expr, work: int = WORK, *, transposed: bool = False) -> Analysis:
+        """The analysis of `mask` where the case is."""
+        return analyse(mask, self.problem, self.block, self.scope(work), transposed=transposed)
+
+    def scope(self, work: int = WORK) -> Scope:
+        """The values of the case, for an analysis."""
+        env = {**self.problem.named_sizes, **self.params}
+        return Scope(env, {n: Table(t) for n, t in self.tables.items()}, work)
 
 
 def case(mask: Expr, rng: pyrandom.Random) -> Case:

@@ -13,7 +13,8 @@ from frisket.dsl.sugar import eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_tpu.walk import TpuSearch, TpuWalk, walk
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, make_plan
+from frisket.lowering.plan import Geometry, LoopPlan, ProgramFacts, Spans, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 from support.attention_cases import Case, causal
 
 LENGTH = 32768
@@ -38,7 +39,12 @@ LONG = {
 
 def long_plan(case: Case, dropout: bool = False) -> LoopPlan:
     limits = dict.fromkeys([*ir.COORDINATES, *ir.SIZES, *case.tables], 2.0**15)
-    return make_plan(case.mask, case.score, "the text", limits=limits, dropout=dropout)
+    return make_plan(
+        ProgramExprs(case.mask, case.score),
+        "the text",
+        ProgramFacts(limits=limits),
+        keep_mask=survives() if dropout else None,
+    )
 
 
 def causal_walk(geometry: Geometry, block: tuple[int, int], group: int = 1, parts: int = 1) -> TpuWalk | TpuSearch:

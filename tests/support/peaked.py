@@ -11,6 +11,7 @@ import numpy as np
 
 from frisket.dsl.sugar import k, q
 from frisket.lowering import dense
+from frisket.lowering.simplify import ProgramExprs
 
 B, H, D = 1, 2, 16
 LENGTH = 33
@@ -44,7 +45,9 @@ def right(*what) -> dict:
 
 
 def gradients(x, **rounded) -> dict:
-    return dense.gradients(*x, q >= k, None, np.ones_like(x[2]), scale=D**-0.5, params={}, tables={}, **rounded)
+    return dense.gradients(
+        *x, dense.DenseCall(ProgramExprs(q >= k), scale=D**-0.5, params={}, tables={}, **rounded), np.ones_like(x[2])
+    )
 
 
 @cache

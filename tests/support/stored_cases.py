@@ -14,7 +14,8 @@ from frisket.dsl.ir import Expr, lookup
 from frisket.dsl.sugar import b, function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
-from frisket.lowering.plan import LoopPlan, Pages, make_plan
+from frisket.lowering.plan import LoopPlan, Pages, ProgramFacts, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from support import attention_cases as cases
 from support.attention_cases import Case
 
@@ -95,9 +96,16 @@ def problem(stored: Stored, layout: str = "bhsd") -> Problem:
              for codes, scale in kept.values()]  # fmt: skip
     rows = query.astype(np.float64).transpose(0, 2, 1, 3)
     want, want_lse = dense.attention(
-        rows, *means, case.mask, case.score, scale=case.dim**-0.5, params={}, tables=case.tables, origin=case.origin,
-        sizes=case.sizes,
-    )  # fmt: skip
+        rows,
+        *means,
+        dense.DenseCall(
+            ProgramExprs(case.mask, case.score),
+            scale=case.dim**-0.5,
+            params={},
+            tables=case.tables,
+            problem=case.problem,
+        ),
+    )
     tables = dict(case.tables)
     arrays = {n: codes for n, (codes, _) in kept.items()}
     scales = {n: scale for n, (_, scale) in kept.items()}
@@ -116,9 +124,13 @@ def problem(stored: Stored, layout: str = "bhsd") -> Problem:
         weight = lookup("v_scale", places, FLOAT)
     limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *tables), 2.0**14)
     made = make_plan(
-        case.mask, scaled, "stored", limits=limits, weight=weight,
-        pages=Pages("pages", stored.page) if stored.page else None, unwritten=True,
-    )  # fmt: skip
+        ProgramExprs(case.mask, scaled),
+        "stored",
+        ProgramFacts(limits=limits),
+        weight=weight,
+        pages=Pages("pages", stored.page) if stored.page else None,
+        unwritten=True,
+    )
     return Problem(made, query, *(_laid(x, layout) for x in arrays.values()), tables, want, want_lse)
 
 
@@ -126,9 +138,9 @@ def _seen(case: Case) -> np.ndarray:
     """[batch, kv_len]: whether some query sees a key."""
     if case.mask is None:
         return np.ones((case.batch, case.kv_len), bool)
-    env = dense.coordinates(case.batch, case.heads, case.q_len, case.kv_len, case.origin, case.sizes)
-    shape = case.batch, case.heads, case.q_len, case.kv_len
-    return dense.visible(case.mask, env, case.tables, shape).any((1, 2))
+    problem = case.problem
+    env = dense.coordinates(problem)
+    return dense.visible(case.mask, env, case.tables, problem.lengths).any((1, 2))
 
 
 def _kept(meant: np.ndarray, stored: Stored, dtype: np.dtype, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

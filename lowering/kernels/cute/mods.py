@@ -2,7 +2,8 @@
 
 >>> from frisket.dsl.sugar import k, q
 >>> from frisket.lowering.plan import make_plan
->>> print(emit(make_plan((q >= k) & (q - k <= 255), None, "causal & window(256)")).body, end="")
+>>> from frisket.lowering.simplify import ProgramExprs
+>>> print(emit(make_plan(ProgramExprs((q >= k) & (q - k <= 255)), "causal & window(256)")).body, end="")
 def mask_mod(b, h, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=()):
     s0 = cute.full(q_idx.shape, aux_scalars[0], Int32)
     return (q_idx >= kv_idx) & (q_idx - kv_idx <= s0)

@@ -139,7 +139,7 @@ def target(plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: b
 
 def _in_long_runs(plan: Any) -> bool:
     """Whether rows see long runs of keys; of masks of q - k alone, a plan's `narrow` has told the others."""
-    mask = None if plan is None else plan.mask if isinstance(plan, LoopPlan) else plan.simplified[0]
+    mask = None if plan is None else plan.mask if isinstance(plan, LoopPlan) else plan.simplified.mask
     return mask is None or distance_only(mask) or long_runs(mask)
 
 

@@ -125,7 +125,7 @@ def prove(engine: Backend, call: EngineCall) -> Proof | str:
         return facts if isinstance(facts, str) else Proof(engine.name, *facts)
     assert engine.engine is not None
     program = call.program
-    form = form_of(*simplified_program(program).simplified)
+    form = form_of(simplified_program(program).simplified)
     if isinstance(form, NoForm):
         return str(form)
     flags = flags_of(form, call.geometry, program.scalars, program.tables)
@@ -167,19 +167,23 @@ def allowed(options: Options) -> bool | tuple[str, ...]:
 
 
 def engines_for(
-    plan: Any, geometry: Geometry, dtype: str, framework: str, device: str, generated: str, options: Options,
+    plan: Any,
+    geometry: Geometry,
+    dtype: str,
+    framework: str,
+    device: str,
+    generated: str,
+    options: Options,
     named: bool,
-) -> EngineChoice | None:  # fmt: skip
+) -> EngineChoice | None:
     """The engines for a plan of the host, beside the usual backend; None where generated kernels are asked for."""
     record = RECORDS[generated]
     if not record.is_engine and (named or asked_for(options)):
         return None
     platform = device or (record.platforms or ("cpu",))[0]
-    call = EngineCall(
-        plan.host_program, geometry, dtype, framework, platform, dropout=bool(options.dropout),
-        sinks=options.sinks is not None, deterministic=options.deterministic, generated=generated,
-        engines=allowed(options), plan=plan,
-    )  # fmt: skip
+    asks: dict[str, Any] = {"dropout": bool(options.dropout), "sinks": options.sinks is not None}
+    asks |= {"deterministic": options.deterministic, "engines": allowed(options), "generated": generated, "plan": plan}
+    call = EngineCall(plan.host_program, geometry, dtype, framework, platform, **asks)
     if not record.is_engine:
         return choose_engine(call)
     proof = prove(record, call)
@@ -257,26 +261,31 @@ FLEX = (
 )
 CUDNN = "with fewer than 1,024 queries, head dims other than 64 and 128, and on GPUs before Hopper"
 FLASH = "with fewer than 2,048 queries, and head dims other than 64 and 128"
+_CUDA: dict[str, Any] = {"platform": "cuda", "dtypes": HALVES, "head_dims": HEAD_DIMS}
+_LONG: dict[str, Any] = {**_CUDA, "queries": (2048, math.inf), "where": FLASH}
 COSTS = (
     CostRow(
-        engine="flash", platform="cuda", dtypes=HALVES, capability=(10, 0), head_dims=HEAD_DIMS,
-        queries=(2048, math.inf), where=FLASH,
+        **_LONG,
+        engine="flash",
+        capability=(10, 0),
         source=f"FlashAttention 4's paper: up to 1.3 times cuDNN 9.13 and 2.7 times Triton on a B200; {FLEX}",
     ),
     CostRow(
-        engine="cudnn", platform="cuda", dtypes=HALVES, capability=(9, 0), head_dims=HEAD_DIMS,
-        queries=(1024, math.inf), where=CUDNN,
+        **{**_CUDA, "queries": (1024, math.inf), "where": CUDNN},
+        engine="cudnn",
+        capability=(9, 0),
         source="benchmarks/results/gpu.json, an H100, 2,048 to 32,768 tokens: causal forward 0.92 to 1.04 of the time "
         "of generated kernels, backward 0.84 to 0.99, whose sums have no order",
     ),
+    CostRow(**_LONG, engine="flash", capability=(9, 0), source=FLEX),
     CostRow(
-        engine="flash", platform="cuda", dtypes=HALVES, capability=(9, 0), head_dims=HEAD_DIMS,
-        queries=(2048, math.inf), where=FLASH, source=FLEX,
-    ),
-    CostRow(
-        engine="sdpa", platform="cpu", dtypes=("float32", *HALVES), queries=(0, 256), generated="aten",
+        platform="cpu",
+        dtypes=("float32", *HALVES),
+        queries=(0, 256),
+        generated="aten",
+        engine="sdpa",
         where="with a C++ compiler, and past 256 queries without one",
         source="benchmarks/results/engines.json, Intel Xeon with AMX, one thread, head dim 64: library calls take 3.8 "
         "to 11 times as long up to 256 tokens, 0.95 to 1.4 times at 1,024; C++ kernels 0.2 to 0.55 times",
     ),
-)  # fmt: skip
+)

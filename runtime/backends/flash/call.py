@@ -32,6 +32,7 @@ from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.kernels.cute.mods import Mods, emit
 from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.base import Block
 from frisket.runtime.backends.engines.proof import EngineCall
 from frisket.runtime.backends.triton.tiles import architecture
@@ -143,7 +144,7 @@ def text(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = 
 
 def flags_for(plan: LoopPlan, spans: Any, g: Geometry, slots: Values) -> Flags | str:
     """The mask as the engine's flags, or the reason why it is code and tiles."""
-    form = form_of(plan.mask)
+    form = form_of(ProgramExprs(plan.mask))
     if not isinstance(form, EngineForm):
         return str(form)
     known = host_tables(plan, spans)
@@ -334,7 +335,7 @@ def engine_of_plans(call: EngineCall) -> tuple[Flags | str, FlashArguments, tupl
         return str(error).partition("\n")[0]
     arguments = FlashArguments(not no_gradients(g, chosen, call.deterministic, by_flags))
     if isinstance(flags, Flags):
-        form = form_of(work.plan.mask)
+        form = form_of(ProgramExprs(work.plan.mask))
         return flags, arguments, form.proofs if isinstance(form, EngineForm) else ()
     return f"code and tiles of {chosen.block_q} x {chosen.block_k}", arguments, ("code",)
 

@@ -190,7 +190,7 @@ def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
     program = plan.host_program
     if g.kv_dtype or program.stored is not None or program.unwritten:
         return False
-    mask, score = plan.simplified
+    mask, score = plan.simplified.mask, plan.simplified.score
     if reads_by_key(score) or keys_of(plan, g, "sm_90") < 64:
         return False
     if mask is None:
@@ -206,7 +206,7 @@ def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
 
 def keys_of(plan: CallPlan | None, g: Geometry, arch: str) -> int:
     """The keys of a tile."""
-    mask, score = (None, None) if plan is None else plan.simplified
+    mask, score = (None, None) if plan is None else (plan.simplified.mask, plan.simplified.score)
     more = reads_by_key(mask, score) or (plan is not None and plan.dropout)
     if max(padded(g.head_dim), padded(g.v_dim)) > 128:
         return 32 if more or (arch == "sm_90" and by_pair(mask, score)) else 64

@@ -30,6 +30,7 @@ from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.rows import axes_of
 from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.calls.arrays import uploaded
 from frisket.runtime.plans.device import FlatPlan, Values
 
@@ -292,7 +293,7 @@ FLOP = 180  # operations in 16 bits that an H100 does while it reads one byte, a
 START, COMBINE = 16_384, 32_768
 NEAR = 1.03  # times the least cost: up to here fewer parts are as good
 INTERPRETED = 4  # processors of Triton's interpreter, which runs one program after another
-NOTHING = make_plan(None, None)  # the plan of the kernel that combines
+NOTHING = make_plan(ProgramExprs())  # the plan of the kernel that combines
 NO_VALUES = KernelArgs(({}, {}), (), (), (), ())
 
 

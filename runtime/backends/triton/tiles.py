@@ -41,7 +41,7 @@ from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.cotangents import NAMES, square
 from frisket.lowering.kernels.triton.units import ALONG, GATHERED, by_distance
 from frisket.lowering.kernels.triton.writer import padded
-from frisket.lowering.plan import Geometry, LoopPlan, Target, score_class
+from frisket.lowering.plan import Geometry, LoopPlan, Problem, Target, score_class
 from frisket.runtime.backends.base import RECORDS, Block
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.machine.parameters import names_of
@@ -335,7 +335,7 @@ def target(
     if tile is not None:
         user_target = replace(of_tile(tile, g, dtype, arch), limit=limit, fixed=True)
         return tuning.applied(with_precision(user_target, dtype, arch))
-    mask, score = (None, None) if plan is None else plan.simplified
+    mask, score = (None, None) if plan is None else (plan.simplified.mask, plan.simplified.score)
     keys, closed = math.inf, True
     if plan is not None and mask is not None:
         keys, closed = keys_seen(mask, tuple(sorted(plan.scalars.items())))
@@ -403,8 +403,8 @@ def keys_seen(mask: Expr, scalars: tuple[tuple[str, Any], ...]) -> tuple[float, 
     known = {n: x for n, x in scalars if n in names_of(seen.expr)}
     half = LENGTH // 2
     try:
-        middle: dict[str, Any] = {"origin": (0, 0, half, 0), "sizes": (1, 1, LENGTH, LENGTH)}
-        layout = make_layout(seen.bind(**known), half, LENGTH, block=(ROW, ROW), exact=False, **middle)
+        middle = Problem(half, LENGTH, origin=(0, 0, half, 0), sizes=(1, 1, LENGTH, LENGTH))
+        layout = make_layout(seen.bind(**known), middle, (ROW, ROW), exact=False)
     except FrisketError:  # a mask that is not defined there, or has no bound values
         return math.inf, False
     bounds = layout.spans.bounds

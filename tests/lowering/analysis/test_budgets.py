@@ -21,7 +21,6 @@ from frisket.dsl.sugar import k, q
 from frisket.dsl.types import INT
 from frisket.dsl.work import steps
 from frisket.grammar.memo import clear as forget
-from frisket.lowering.analysis.layout import analyse
 from frisket.lowering.analysis.tiles import WORK
 from frisket.lowering.simplify import simplify
 
@@ -286,9 +285,11 @@ def test_many_irregular_masks(seed):
 def test_random_masks_end(seed):
     rng = random.Random(seed)
     case = masks.case(masks.random_mask(rng, 5), rng)
+    case.q_len = case.kv_len = 1 << 18
+    case.batch = case.heads = 1
     with watched(30):
         try:
-            analyse(simplify(case.mask), q_len=1 << 18, kv_len=1 << 18, **{**case.options, "batch": 1, "heads": 1})
+            case.analysed(simplify(case.mask))
         except EvaluationError as error:
             if "leaves 64 bits" not in str(error):
                 raise

@@ -14,14 +14,12 @@ from support.lowering import brute
 from support.tiers import thinned
 
 from frisket.dsl.errors import EvaluationError
-from frisket.dsl.ir import SIZES, build
+from frisket.dsl.ir import build
 from frisket.dsl.sugar import eq, h, k, maximum, ne, q
 from frisket.lowering.analysis.clauses import clause_disjuncts
 from frisket.lowering.analysis.count import Rowwise
 from frisket.lowering.analysis.groups import Beyond, Groups, KeyFunction
 from frisket.lowering.analysis.layout import grid_of
-from frisket.lowering.analysis.table import Table
-from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.simplify import simplify
 
 BEYOND = {"tile-map", "nan-bias", "random", "bits", "tree"}  # read q and k together, in no shape that is counted
@@ -29,9 +27,8 @@ BEYOND = {"tile-map", "nan-bias", "random", "bits", "tree"}  # read q and k toge
 
 def rows_of(case: masks.Case) -> list[Rowwise]:
     mask = simplify(case.mask)
-    grid, slice_of = grid_of(mask, case.q_len, case.kv_len, case.batch, case.heads, case.block, case.origin)
-    env = {**dict(zip(SIZES, case.sizes, strict=True)), **case.params}
-    scope = Scope(env, {n: Table(t) for n, t in case.tables.items()})
+    grid, slice_of = grid_of(mask, case.problem, case.block)
+    scope = case.scope()
     made = [Rowwise(mask, grid, scope, s) for s in range(len(grid.b))]
     return [made[s] for s in slice_of.reshape(-1)]
 

@@ -7,8 +7,9 @@ from support.tiers import thinned
 import frisket as fk
 from frisket.lowering.analysis.layout import SLICES, analyse, bind, decode_spans
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.plan import whole
-from frisket.lowering.simplify import prepare, simplify
+from frisket.lowering.analysis.tiles import Scope
+from frisket.lowering.plan import Problem
+from frisket.lowering.simplify import ProgramExprs, prepare, simplify
 
 rng = np.random.default_rng(5)
 DOC = np.repeat([4, 1, 7, 2, 9], [30, 1, 50, 70, 49])
@@ -54,7 +55,7 @@ PLACES = [(q_len, at) for q_len in (1, 2, 5, 16) for at in (0, 1, 7, 29, 31, 32,
 
 def ready(text):
     mask = fk.mask(text, **{n: t for n, t in (TABLES | {"n": 90}).items() if n in fk.mask(text).unbound})
-    expr = simplify(bind(prepare(mask.expr, None)[0], mask.tables))
+    expr = simplify(bind(prepare(ProgramExprs(mask.expr)).visible, mask.tables))
     return mask, expr, decode_spans(expr, mask.scalars, {n: Table(t) for n, t in mask.tables.items()})
 
 
@@ -72,22 +73,10 @@ def test_spans_of_few_queries(text):
             (3, 1, 100, (24, 8), (0, 0, np.array([at, 3, 90]), np.array([0, 5, 100]))),
             (2, 1, 100, (24, 8), (1, 1, np.array([at, at]), 0)),
         ):
-            lengths = batch, heads, q_len, kv_len
-            full = (3, 2, 200, 200)
-            want = analyse(
-                expr,
-                q_len=q_len,
-                kv_len=kv_len,
-                batch=batch,
-                heads=heads,
-                block=block,
-                origin=origin,
-                sizes=full,
-                params=mask.scalars,
-                tables=mask.tables,
-            )
-            have = made.spans(q_len, kv_len, batch, heads, block, origin, full)
-            assert all(stop <= size for stop, size in zip(whole(origin, lengths), full, strict=True))
+            problem = Problem(q_len, kv_len, batch, heads, origin, (3, 2, 200, 200))
+            scope = Scope({**problem.named_sizes, **mask.scalars}, {n: Table(t) for n, t in mask.tables.items()})
+            want, have = analyse(expr, problem, block, scope), made.spans(problem, block)
+            assert all(stop <= size for stop, size in zip(problem.ends, problem.full, strict=True))
             if want.method not in ("closed form", "bounds"):
                 assert have is None
                 continue
@@ -104,12 +93,12 @@ def test_spans_of_few_queries(text):
 @pytest.mark.parametrize("text", ["(q ^ k) % 3 == 0", "causal & doc[q] >= 3", "doc[q] < doc[k]", "weight[q] > 0.5"])
 def test_masks_without_closed_spans_leave_the_few_query_path(text):
     _, _, made = ready(text)
-    assert made is None or made.spans(4, 200, 1, 1, (96, 64), (0, 0, 28, 0), (1, 1, 200, 200)) is None
+    assert made is None or made.spans(Problem(4, 200, origin=(0, 0, 28, 0), sizes=(1, 1, 200, 200)), (96, 64)) is None
 
 
 def test_rows_and_slices_have_a_limit():
     _, _, made = ready("causal & k < pad[b]")
-    places = {"kv_len": 200, "heads": 1, "origin": (0, 0, 20, 0), "full": (99, 1, 200, 200)}
-    assert made.spans(q_len=9, batch=3, block=(8, 64), **places) is None
-    assert made.spans(q_len=8, batch=SLICES + 1, block=(8, 64), **places) is None
-    assert made.spans(q_len=8, batch=3, block=(8, 64), **places) is not None
+    where = {"origin": (0, 0, 20, 0), "sizes": (99, 1, 200, 200)}
+    assert made.spans(Problem(9, 200, 3, **where), (8, 64)) is None
+    assert made.spans(Problem(8, 200, SLICES + 1, **where), (8, 64)) is None
+    assert made.spans(Problem(8, 200, 3, **where), (8, 64)) is not None

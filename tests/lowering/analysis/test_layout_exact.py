@@ -17,7 +17,6 @@ from frisket.dsl.sugar import k, q
 from frisket.lowering import plan
 from frisket.lowering.analysis import rows as closed_form
 from frisket.lowering.analysis import tiles
-from frisket.lowering.analysis.layout import analyse
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.plan import from_records
 from frisket.lowering.simplify import simplify
@@ -35,13 +34,13 @@ def check(case: masks.Case):
     want = brute.kinds(case.mask, case.q_len, case.kv_len, **case.options)
     mask = simplify(case.mask)
     for transposed in (False, True):
-        found = analyse(mask, q_len=case.q_len, kv_len=case.kv_len, transposed=transposed, **case.options)
+        found = case.analysed(mask, transposed=transposed)
         rows = want.swapaxes(2, 3) if transposed else want
         np.testing.assert_array_equal(kinds(found, rows.shape[3]), rows)
         assert found.exact
         records(found)
         # without looking at elements, what is certain is still true
-        blind = analyse(mask, q_len=case.q_len, kv_len=case.kv_len, transposed=transposed, work=0, **case.options)
+        blind = case.analysed(mask, 0, transposed=transposed)
         got = kinds(blind, rows.shape[3])
         assert ((got == rows) | (got == 1)).all()
     return found
@@ -126,7 +125,7 @@ def test_past_the_budget_tiles_are_partial(work, transposed, monkeypatch):
     monkeypatch.setattr(tiles, "_CHUNK", 16)
     case = masks.case(masks.written()["neighbourhood"], random.Random(1))
     case.block, case.q_len, case.kv_len = (4, 8), 150, 170
-    found = analyse(case.mask, q_len=case.q_len, kv_len=case.kv_len, work=work, transposed=transposed, **case.options)
+    found = case.analysed(case.mask, work, transposed=transposed)
     want = brute.kinds(case.mask, case.q_len, case.kv_len, **case.options)
     want = want.swapaxes(2, 3) if transposed else want
     got = kinds(found, want.shape[3])
@@ -139,7 +138,7 @@ def test_very_many_runs_of_a_row_end_in_one_that_is_partial(monkeypatch):
     monkeypatch.setattr(plan, "_LEAST", 4)
     monkeypatch.setattr(plan, "_ROOM", 4)
     mask = parse_expression("(k // 8) % 2 == 0 & (q >= k | q < 30)", {})
-    found = analyse(simplify(mask), q_len=100, kv_len=200, block=(16, 8))
+    found = masks.Case(mask, 100, 200, 1, 1, (16, 8), sizes=None).analysed(simplify(mask))
     want = brute.kinds(mask, 100, 200, block=(16, 8))
     got = kinds(found, want.shape[3])
     assert not found.exact
@@ -152,7 +151,7 @@ def test_an_end_beyond_64_bits_leaves_the_mask_alone():
     table = np.arange(100) // 90
     far = lookup("doc", (q,)) >= lookup("doc", (k // 10_000_000,))  # a run without end, times ten million
     options = {"block": (16, 16), "tables": {"doc": table}}
-    found = analyse(simplify(far), q_len=100, kv_len=90, **options)
+    found = masks.Case(far, 100, 90, 1, 1, sizes=None, **options).analysed(simplify(far))
     want = brute.kinds(far, 100, 90, **options)
     np.testing.assert_array_equal(kinds(found, want.shape[3]), want)
 

@@ -13,26 +13,22 @@ from support import masks
 import frisket as fk
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import SIZES, TRUE, Expr, build, lookup, substitute, walk
+from frisket.dsl.ir import TRUE, Expr, build, lookup, substitute, walk
 from frisket.dsl.sugar import k, q, where
 from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.decide import lookups
 from frisket.lowering.analysis.layout import grid_of
-from frisket.lowering.analysis.table import Table
-from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.dense import coordinates
 
 
 def found_in(case: masks.Case):
-    grid, _ = grid_of(case.mask, case.q_len, case.kv_len, case.batch, case.heads, case.block, case.origin)
-    env = {**dict(zip(SIZES, case.sizes, strict=True)), **case.params}
-    return lookups(case.mask, TRUE, grid, Scope(env, {n: Table(t) for n, t in case.tables.items()}))
+    grid, _ = grid_of(case.mask, case.problem, case.block)
+    return lookups(case.mask, TRUE, grid, case.scope())
 
 
 def values(e: Expr, case: masks.Case) -> np.ndarray:
-    shape = (case.batch, case.heads, case.q_len, case.kv_len)
-    env = {**coordinates(*shape, origin=case.origin, sizes=case.sizes), **case.params}
-    return np.broadcast_to(evaluate(e, env, case.tables), shape)
+    env = {**coordinates(case.problem), **case.params}
+    return np.broadcast_to(evaluate(e, env, case.tables), case.problem.lengths)
 
 
 def check(case: masks.Case) -> int:

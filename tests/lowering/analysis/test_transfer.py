@@ -193,7 +193,6 @@ def test_bounds_on_q_k_and_their_difference_are_exact(scope):
 
 def test_written_masks_are_settled_without_single_elements():
     """How many tiles are settled element by element, per mask; 0 unless a reason is given."""
-    from frisket.lowering.analysis.layout import analyse
 
     reasons = {
         "random": "no structure at all", "bits": "no transfer function for xor of bits",
@@ -209,5 +208,6 @@ def test_written_masks_are_settled_without_single_elements():
     for name, mask in masks.written().items():
         case = masks.case(mask, random.Random(f"settled {name}"))
         case.block, case.origin, case.sizes = (16, 16), (0, 0, 0, 0), (2, 3, 300, 300)
-        found = analyse(simplify(mask), q_len=300, kv_len=300, **case.options)
+        case.q_len = case.kv_len = 300
+        found = case.analysed(simplify(mask))
         assert found.settled == 0 or name in reasons, (name, found.settled)

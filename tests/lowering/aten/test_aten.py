@@ -22,6 +22,7 @@ from frisket.lowering.aten import tiles as aten_tiles
 from frisket.lowering.aten.expr import OPERATORS, TileProgram, distance_only
 from frisket.lowering.aten.steps import steps
 from frisket.lowering.plan import Geometry, KernelInputs, Spans, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 
 INTS = np.array([-(2**40), -129, -64, -7, -3, -1, 0, 1, 2, 3, 5, 63, 64, 100, 2**31, 2**40])
 FLOATS = np.array([-np.inf, -1e30, -3.5, -1.0, -0.25, -0.0, 0.0, 1e-3, 0.5, 1.0, 2.75, 40.0, 1e30, np.inf, np.nan])
@@ -162,7 +163,7 @@ SHAPES = {
 
 def run(mask, mod, g, *, block=(32, 32), dtype="float32", tables=TABLES, change=None, shared=False):
     """((out, lse), the reference's)."""
-    plan = make_plan(mask, mod)
+    plan = make_plan(ProgramExprs(mask, mod))
     spans = brute.spans(
         ir.TRUE if mask is None else mask, g.q_len, g.kv_len, batch=g.batch, heads=g.heads, block=block,
         origin=g.origin, sizes=g.sizes, tables=tables,
@@ -181,9 +182,9 @@ def run(mask, mod, g, *, block=(32, 32), dtype="float32", tables=TABLES, change=
     inputs = KernelInputs(plan, spans, g, Target("aten", *block), plan.slot_values({}), given)
     got = aten.forward(inputs, *qkv)[:2]
     want = dense.attention(
-        *(x.double().numpy() for x in qkv), mask, mod, scale=g.scale, params={}, tables=tables, origin=g.origin,
-        sizes=g.full,
-    )  # fmt: skip
+        *(x.double().numpy() for x in qkv),
+        dense.DenseCall(ProgramExprs(mask, mod), scale=g.scale, params={}, tables=tables, problem=g.problem),
+    )
     return [x.double().numpy() for x in got], want
 
 

@@ -13,7 +13,7 @@ from frisket.lowering.aten import captured as aten_sum
 from frisket.lowering.aten.captured import fold, folded
 from frisket.lowering.dense import coordinates
 from frisket.lowering.derive import Gradient
-from frisket.lowering.plan import Geometry
+from frisket.lowering.plan import Geometry, Problem
 
 ONE = lit(1.0)
 PLAIN = Geometry(2, 4, 2, 9, 13, 8, 8, 1.0)
@@ -48,7 +48,7 @@ def summed(cells, over, g):
 def test_folded_gradients_equal_numpy_add_at(case, g):
     over, index, shape = CASES[case]
     cells = np.random.default_rng(0).standard_normal((g.batch, g.heads, g.q_len, g.kv_len))
-    env = {**coordinates(*cells.shape, g.origin, g.full), "s0": 2}
+    env = {**coordinates(Problem(*cells.shape[2:], *cells.shape[:2], g.origin, g.full)), "s0": 2}
     tables = {"bucket": BUCKET["bucket"].numpy()}
     places = [np.clip(evaluate(i, env, tables), 0, n - 1) for i, n in zip(index, shape)]
     want = np.zeros(shape)

@@ -14,6 +14,7 @@ from frisket.lowering.aten import backward as aten_backward
 from frisket.lowering.aten import forward as aten
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, Target
+from frisket.lowering.simplify import ProgramExprs
 
 LENGTH, DIM, BLOCK = 160, 16, (32, 16)
 
@@ -46,10 +47,14 @@ def check(kind, name):
     mask, score = (None if p is None else p.expr for p in (program.mask, program.score))
     same = {"scale": g.scale, "params": program.scalars, "tables": program.tables}
     arrays = [x.numpy() for x in (q, k, v)]
-    want = dense.attention(*arrays, mask, score, **same)
-    for mine, right in zip((out, lse, top), (*want, dense.top(*arrays[:2], mask, score, **same)), strict=True):
+    want = dense.attention(*arrays, dense.DenseCall(ProgramExprs(mask, score), **same))
+    for mine, right in zip(
+        (out, lse, top),
+        (*want, dense.top(*arrays[:2], dense.DenseCall(ProgramExprs(mask, score), **same))),
+        strict=True,
+    ):
         np.testing.assert_allclose(mine.numpy(), right, rtol=1e-9, atol=1e-9)
-    found = dense.gradients(*arrays, mask, score, dout.numpy(), **same)
+    found = dense.gradients(*arrays, dense.DenseCall(ProgramExprs(mask, score), **same), dout.numpy())
     named = {"q": found["dq"], "k": found["dk"], "v": found["dv"]}
     named |= {t.name: found["dtables"].get(t.source) for t in made.plan.tables}
     named |= {s.name: found["dscalars"].get(s.source) for s in made.plan.slots}

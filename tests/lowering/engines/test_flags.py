@@ -12,7 +12,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.lowering.dense import coordinates
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
-from frisket.lowering.plan import Geometry
+from frisket.lowering.plan import Geometry, Problem
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.plans.compiled import simplified_program
 
@@ -27,7 +27,7 @@ def place(q_len: int, kv_len: int, batch: int = 1, heads: int = 1, **more: objec
 def flags(mask: fk.Mask | None, geometry: Geometry, score: fk.ScoreMod | None = None) -> Flags | str:
     program = program_of(mask, score, {})
     fixed = simplified_program(program)
-    form = form_of(*fixed.simplified)
+    form = form_of(fixed.simplified)
     return flags_of(form, geometry, program.scalars, program.tables) if isinstance(form, EngineForm) else str(form)
 
 
@@ -40,7 +40,7 @@ def shown(found: Flags, g: Geometry) -> np.ndarray:
 
 def dense_at(mask: fk.Mask, g: Geometry) -> np.ndarray:
     """The mask by the interpreter, at positions from the origin on."""
-    axes = coordinates(g.batch, g.heads, g.q_len, g.kv_len)
+    axes = coordinates(Problem(g.q_len, g.kv_len, g.batch, g.heads))
     env = {n: axes[n] + at for n, at in zip("bhqk", g.origin, strict=True)}
     env |= dict(zip(("B", "H", "Q_LEN", "KV_LEN"), g.full, strict=True)) | mask.scalars
     return np.broadcast_to(evaluate(mask.expr, env, mask.tables), (g.batch, g.heads, g.q_len, g.kv_len))

@@ -13,7 +13,8 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr
 from frisket.lowering.dense import coordinates
 from frisket.lowering.engines.forms import CLAUSES, Clause, EngineForm, NoForm, SolvedTerm, form_of
-from frisket.lowering.simplify import simplify
+from frisket.lowering.plan import Problem
+from frisket.lowering.simplify import ProgramExprs, simplify
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.plans.compiled import simplified_program
 
@@ -24,7 +25,7 @@ RECOGNISED = 36  # of 85 masks; a clause more may raise it
 def values(e: Expr, q_len: int, kv_len: int, seed: int) -> np.ndarray:
     """The mask at every position of two batch entries and two heads, with random numbers for what it reads."""
     draw = random.Random(seed)
-    env = coordinates(2, 2, q_len, kv_len) | {"B": 2, "H": 2, "Q_LEN": q_len, "KV_LEN": kv_len}
+    env = coordinates(Problem(q_len, kv_len, 2, 2)) | {"B": 2, "H": 2, "Q_LEN": q_len, "KV_LEN": kv_len}
     env |= {n: draw.randint(-3, 8) for n in "rwn"}
     tables = {
         "doc": np.random.default_rng(seed).integers(0, 3, 7),
@@ -53,20 +54,20 @@ def test_a_clause_says_what_its_term_says(clause: Clause) -> None:
 def test_a_form_of_the_library_is_the_mask(name: str) -> None:
     case = cases.masks(64)[name]
     mask = case.mask
-    simplified, _ = simplified_program(program_of(mask, None, {})).simplified
-    found = form_of(simplified)
+    simplified = simplified_program(program_of(mask, None, {})).simplified.mask
+    found = form_of(ProgramExprs(simplified))
     if isinstance(found, NoForm):
         return
     again = fk.mask(found.mask, **case.params) if simplified is not None else fk.mask("full")
     assert again.equivalent(mask, case.q_len, case.kv_len, batch=case.batch, heads=case.heads)
     dense = mask.dense(case.q_len, case.kv_len, case.batch, case.heads)
     np.testing.assert_array_equal(again.dense(case.q_len, case.kv_len, case.batch, case.heads), dense)
-    assert form_of(simplify(found.mask)) == found
+    assert form_of(ProgramExprs(simplify(found.mask))) == found
 
 
 def test_how_many_entries_are_forms() -> None:
-    simplified = (simplified_program(program_of(c.mask, None, {})).simplified[0] for c in cases.masks(64).values())
-    assert sum(isinstance(form_of(e), EngineForm) for e in simplified) == RECOGNISED
+    simplified = (simplified_program(program_of(c.mask, None, {})).simplified.mask for c in cases.masks(64).values())
+    assert sum(isinstance(form_of(ProgramExprs(e)), EngineForm) for e in simplified) == RECOGNISED
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_how_many_entries_are_forms() -> None:
     ],
 )
 def test_masks_that_are_nearly_a_form(text: str, said: str | None) -> None:
-    found = form_of(simplify(fk.mask(text).expr))
+    found = form_of(ProgramExprs(simplify(fk.mask(text).expr)))
     if said is None:  # a bound by row: true of every query, and no window
         assert isinstance(found, EngineForm)
         assert found.by_rows
@@ -107,10 +108,10 @@ def test_masks_that_are_nearly_a_form(text: str, said: str | None) -> None:
 )  # fmt: skip
 def test_score_mods_in_parts(text: str, proofs: tuple[str, ...]) -> None:
     expr = simplify(fk.score(text).expr)
-    found = form_of(None, expr)
+    found = form_of(ProgramExprs(score=expr))
     assert isinstance(found, EngineForm), found
     assert found.proofs == ("full", *proofs)
-    env = coordinates(2, 2, 4, 5) | {"B": 2, "H": 2, "Q_LEN": 4, "KV_LEN": 5, "c": 0.7}
+    env = coordinates(Problem(4, 5, 2, 2)) | {"B": 2, "H": 2, "Q_LEN": 4, "KV_LEN": 5, "c": 0.7}
     env["score"] = np.random.default_rng(0).standard_normal((2, 2, 4, 5))
     tables = {"slopes": np.array([0.5, 0.25])}
     want = evaluate(expr, env, tables)
@@ -124,4 +125,4 @@ def test_score_mods_in_parts(text: str, proofs: tuple[str, ...]) -> None:
      "softcap(20) * t[h]", "score + t[k] * (q - k)", "softcap(c) if q > k else score", "50 * tanh(score / 40)"],
 )  # fmt: skip
 def test_score_mods_that_are_no_form(text: str) -> None:
-    assert isinstance(form_of(None, simplify(fk.score(text).expr)), NoForm)
+    assert isinstance(form_of(ProgramExprs(score=simplify(fk.score(text).expr))), NoForm)

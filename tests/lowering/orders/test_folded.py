@@ -7,6 +7,7 @@ import pytest
 from frisket.dsl.evaluate import evaluate
 from frisket.lowering.dense import coordinates
 from frisket.lowering.orders.candidates import folded
+from frisket.lowering.plan import Problem
 
 LENGTH = 48
 ENTRIES = cases.masks(LENGTH)
@@ -22,7 +23,7 @@ def test_folded_library_masks_keep_their_values(name, sides):
     places = {n: rng.permutation(lengths[n]) for n in sides}
     sizes = {"Q_LEN": case.q_len, "KV_LEN": case.kv_len}
     e, made = folded(case.mask.expr, places, {**case.mask.scalars, **sizes}, case.mask.tables)
-    env = {**coordinates(*shape), **case.mask.scalars}
+    env = {**coordinates(Problem(*shape[2:], *shape[:2])), **case.mask.scalars}
     whole = evaluate(case.mask.expr, env, case.mask.tables)
     whole = np.broadcast_to(whole, shape)
     for axis, n in ((2, "q"), (3, "k")):

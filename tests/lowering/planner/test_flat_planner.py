@@ -43,7 +43,7 @@ class Found:
         limits = {m: float(np.abs(t).max()) for m, t in case.tables.items() if t.dtype.kind == "i"}
         limits |= {m: abs(x) for m, x in case.params.items()} | dict.fromkeys("qk", 400)
         self.plan = flat.planner(mask, sorted_, limits, wide)
-        self.grid, slice_of = grid_of(mask, case.q_len, case.kv_len, case.batch, case.heads, case.block, case.origin)
+        self.grid, slice_of = grid_of(mask, case.problem, case.block)
         ints = np.int64 if wide else np.int32
         at = [
             convert(np.asarray(x, ints).reshape(-1, 1, 1)) for x in (self.grid.b, self.grid.h, self.grid.q, self.grid.k)

@@ -28,7 +28,7 @@ from frisket.dsl.ir import random as random_
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.layout import bind, grid_of
-from frisket.lowering.plan import from_records
+from frisket.lowering.plan import Problem, from_records
 from frisket.lowering.planner import arrays
 from frisket.lowering.planner import cpp as text
 from frisket.lowering.planner import planner as flat
@@ -78,7 +78,7 @@ def compiled(plans):
 
 def agree(run, plan, mask, case, room=64, records=None):
     """Whether C++ gave numpy's spans; False: the interpreter refuses the mask there."""
-    grid, _ = grid_of(mask, case.q_len, case.kv_len, case.batch, case.heads, case.block, case.origin)
+    grid, _ = grid_of(mask, case.problem, case.block)
     at = grid.b, grid.h, grid.q, grid.k
     n = records or plan.records(-(-case.kv_len // case.block[1]))
     try:
@@ -88,7 +88,7 @@ def agree(run, plan, mask, case, room=64, records=None):
         )  # fmt: skip
     except EvaluationError:
         return False
-    place = flat_native.SpanRequest(at, case.q_len, case.kv_len, case.block, case.sizes, room=room, records=n)
+    place = flat_native.SpanRequest(at, case.problem, case.block, room=room, records=n)
     found = flat_native.called(run, plan, place, {**case.params, **case.tables})
     for got, right in zip(found, want, strict=True):
         np.testing.assert_array_equal(got, right, err_msg=str(mask))
@@ -322,12 +322,13 @@ def test_ids_in_any_order(name, ids):
     }
     case = case_of_ids(name, n, tables)
     mask, _ = planner(case, frozenset())
-    grid, slice_of = grid_of(mask, n, n, 1, 2, case.block, case.origin)
+    problem = Problem(n, n, 1, 2, case.origin, case.sizes)
+    grid, slice_of = grid_of(mask, problem, case.block)
     truth = brute.kinds(case.mask, n, n, **case.options)
     read = []
     for made, run in planners_of_ids()[name]:
         at = grid.b, grid.h, grid.q, grid.k
-        place = flat_native.SpanRequest(at, n, n, case.block, case.sizes, room=64, records=22)
+        place = flat_native.SpanRequest(at, problem, case.block, room=64, records=22)
         bounds, count, _ = flat_native.called(run, made, place, case.tables)
         runs, kinds = from_records(bounds, count), np.zeros((*count.shape, grid.columns), np.uint8)
         for s, row, start, stop, kind in zip(runs.slice, runs.row, runs.start, runs.stop, runs.kind, strict=True):

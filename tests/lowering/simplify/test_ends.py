@@ -8,8 +8,8 @@ from support.attention_cases import same_doc as same
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import TRUE, lookup, param
 from frisket.dsl.sugar import eq, h, k, q
-from frisket.lowering.plan import make_plan
-from frisket.lowering.simplify import simplify
+from frisket.lowering.plan import ProgramFacts, make_plan
+from frisket.lowering.simplify import ProgramExprs, simplify
 from frisket.lowering.simplify.curves import ends_of
 
 N = 40
@@ -67,7 +67,7 @@ def test_ends_are_the_mask(name, axis):
 def test_ends_of_runs_are_the_mask(name, axis):
     case, proven = DOCUMENTS[name]
     mask = simplify(case.mask)
-    made = make_plan(mask, None, facts=facts(case.but(mask=mask)))
+    made = make_plan(ProgramExprs(mask), facts=ProgramFacts(table_facts=facts(case.but(mask=mask))))
     ends = made.by_query if axis == "k" else made.by_key
     if not proven:
         assert not made.run_tables
@@ -93,9 +93,11 @@ def test_ends_of_runs_stay_within_the_integers():
     halves = eq(lookup("doc", (q // 16,)), lookup("doc", (k // 16,)))
     near, far = ({"q": reach, "k": reach, "doc": 9} for reach in (2**20, 2**29))
     held = frozenset({("has_runs", "doc")})
-    assert make_plan(same, None, limits=near, facts=held).run_tables
-    assert not make_plan(same, None, limits=far, facts=held).run_tables
-    assert make_plan(halves, None, limits=near, facts=held).by_query is None  # 16 * 2**28
+    assert make_plan(ProgramExprs(same), facts=ProgramFacts(limits=near, table_facts=held)).run_tables
+    assert not make_plan(ProgramExprs(same), facts=ProgramFacts(limits=far, table_facts=held)).run_tables
+    assert (
+        make_plan(ProgramExprs(halves), facts=ProgramFacts(limits=near, table_facts=held)).by_query is None
+    )  # 16 * 2**28
 
 
 def test_masks_without_bounds_have_no_ends():
@@ -105,7 +107,7 @@ def test_masks_without_bounds_have_no_ends():
 
 def test_ends_that_leave_the_integers_of_the_mask_are_none():
     """`k <= q + s0` may pass 2**31 where `q - k >= -s0` does not."""
-    made = make_plan(k - q <= param("w"), None, limits={"w": 2**31 - 1})
+    made = make_plan(ProgramExprs(k - q <= param("w")), facts=ProgramFacts(limits={"w": 2**31 - 1}))
     assert not made.int64
     assert made.by_query is None
-    assert make_plan(k - q <= param("w"), None, limits={"w": 2**20}).by_query is not None
+    assert make_plan(ProgramExprs(k - q <= param("w")), facts=ProgramFacts(limits={"w": 2**20})).by_query is not None

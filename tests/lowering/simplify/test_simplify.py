@@ -17,7 +17,7 @@ from frisket.dsl.program import read
 from frisket.dsl.show import show
 from frisket.dsl.sugar import b, eq, function, h, k, ne, q, score, where
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.simplify import RULES, Simplifier, hoist, prepare, simplify
+from frisket.lowering.simplify import RULES, ProgramExprs, Simplifier, hoist, prepare, simplify
 from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.simplify.rules_order import LONGEST, chain
 
@@ -205,20 +205,20 @@ KEPT = {
 @pytest.mark.parametrize("name", HIDDEN)
 def test_hidden_masks_are_hoisted(name):
     mod, mask, rest = HIDDEN[name]
-    found, left = prepare(None, mod)
-    assert found is simplify(read(mask, kind="mask").mask)
-    assert left is (None if rest in (None, "score") else simplify(read(rest, kind="score").score))
+    found = prepare(ProgramExprs(score=mod))
+    assert found.mask is simplify(read(mask, kind="mask").mask)
+    assert found.score is (None if rest in (None, "score") else simplify(read(rest, kind="score").score))
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_score_mods_that_lose_minus_infinity_are_not_hoisted(name):
     assert hoist(simplify(KEPT[name]), {})[0] is TRUE
-    assert prepare(None, KEPT[name])[0] is None
+    assert prepare(ProgramExprs(score=KEPT[name])).mask is None
 
 
 def test_a_finite_table_may_stand_beside_a_hidden_mask():
     mod = where(q >= k, score, NEG_INF) + BIAS
-    assert prepare(None, mod, {"bias": True})[0] is (q >= k)
+    assert prepare(ProgramExprs(score=mod), {"bias": True}).mask is (q >= k)
     assert finite(BIAS, {"bias": True})
     assert not finite(BIAS, {})
 
@@ -227,11 +227,11 @@ def test_a_finite_table_may_stand_beside_a_hidden_mask():
 def test_hoisting_keeps_scores(name):
     """where(mask, rest, -inf) is the score mod, wherever scores are finite."""
     mod = HIDDEN[name][0] if name in HIDDEN else KEPT[name]
-    mask, rest = prepare(None, mod)
+    exprs = prepare(ProgramExprs(score=mod))
     env = grid() | {"score": np.linspace(-3, 3, 24)}
     bound = {"bias": np.random.default_rng(0).standard_normal((3, 24))}
-    left = evaluate(SCORE if rest is None else rest, env, bound)
-    seen = evaluate(TRUE if mask is None else mask, env, bound)
+    left = evaluate(SCORE if exprs.score is None else exprs.score, env, bound)
+    seen = evaluate(exprs.visible, env, bound)
     want = evaluate(mod, env, bound)
     np.testing.assert_array_equal(*np.broadcast_arrays(np.where(seen, left, -np.inf), want))
 

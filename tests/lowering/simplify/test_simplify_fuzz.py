@@ -118,11 +118,12 @@ def test_simplification_works_without_any_single_rule():
 
 def test_rules_are_counted_where_people_look():
     import frisket as fk
-    from frisket.lowering.pipeline import Pair, Stages
+    from frisket.lowering.pipeline import Stages
+    from frisket.lowering.simplify import ProgramExprs
 
     written = fk.mask("~(q < k) & q - k < 256 & q - k < 512").expr
     run = Simplifier()
-    pair = Pair(run(written), None)
+    pair = ProgramExprs(run(written))
     assert "rules: " in Stages(pair, pair, "", None, None, None, "", run.counts).text("simplified")
     assert run.counts["merge-bounds"] >= 1
     assert run.counts["push-not"] >= 1

@@ -12,7 +12,8 @@ from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.sugar import k, q
 from frisket.lowering import dense
-from frisket.lowering.plan import RATE, SEED, Spans, Target, make_plan
+from frisket.lowering.plan import RATE, SEED, ProgramFacts, Spans, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.xla import forward as xla
 from frisket.lowering.xla import tiles as xla_tiles
 
@@ -87,17 +88,21 @@ def test_xla_sinks_dropout_and_largest_scores(name):
     case, rate = CASES[name], 0.25
     sinks = np.array([0.5, -np.inf, 3.0, -1.0, 0.0, 80.0], np.float32)[: case.heads]
     limits = dict.fromkeys(ir.COORDINATES, 2.0**14)
-    made = make_plan(case.mask, case.score, limits=limits, dropout=True)
+    made = make_plan(ProgramExprs(case.mask, case.score), facts=ProgramFacts(limits=limits), keep_mask=survives())
     drop = {SEED: 7, RATE: rate}
     inputs = inputs_of(case, made, slots=made.slot_values(drop), tables={}, sinks=jax.device_put(sinks))
     out, lse, top = xla.forward(inputs, *cases.arrays(case))
     arrays = [np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
     kept = ir.renamed(made.keep_mask, {s.name: s.source for s in made.slots if s.source})
     given = {"scale": case.dim**-0.5, "params": drop, "tables": {}}
-    want = dense.attention(*arrays, case.mask, case.score, sinks=sinks, keep_mask=kept, rate=rate, **given)
+    want = dense.attention(
+        *arrays, dense.DenseCall(ProgramExprs(case.mask, case.score), sinks=sinks, keep_mask=kept, rate=rate, **given)
+    )
     np.testing.assert_allclose(np.asarray(out).transpose(0, 2, 1, 3), want[0], atol=2e-6)
     np.testing.assert_allclose(lse, want[1], atol=2e-6, rtol=2e-6)
-    np.testing.assert_allclose(top, dense.top(*arrays[:2], case.mask, case.score, **given), atol=2e-6, rtol=2e-6)
+    np.testing.assert_allclose(
+        top, dense.top(*arrays[:2], dense.DenseCall(ProgramExprs(case.mask, case.score), **given)), atol=2e-6, rtol=2e-6
+    )
 
 
 @pytest.mark.sampled(2)
@@ -129,7 +134,7 @@ def test_float64_under_x64():
 
 def test_wide_indices_need_x64():
     case = Case(causal & ((q * 2**20) * 2**20 >= k))
-    made = make_plan(case.mask, None, limits={"q": 2.0**16})
+    made = make_plan(ProgramExprs(case.mask), facts=ProgramFacts(limits={"q": 2.0**16}))
     assert made.int64
     with pytest.raises(LoweringError) as caught:
         run(case, made)
@@ -248,7 +253,7 @@ def test_memory_does_not_grow_with_the_length():
 
 
 def test_a_constant_mask_is_no_special_case():
-    made = make_plan(ir.FALSE, None)
+    made = make_plan(ProgramExprs(ir.FALSE))
     out, lse = run(CASES["nothing"], made)
     assert not np.asarray(out).any()
     assert np.isneginf(np.asarray(lse)).all()

@@ -13,8 +13,9 @@ import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.sugar import k, q
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import Cotangents, ForwardResults, Spans, Target, make_plan
+from frisket.lowering.plan import Cotangents, ForwardResults, ProgramFacts, Spans, Target, make_plan, survives
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.xla import backward as xla_backward
 from frisket.lowering.xla import tiles as xla_tiles
 from frisket.lowering.xla.captured import plane_of
@@ -47,7 +48,9 @@ def test_sinks_dropout_and_short_chunks(name, monkeypatch):
     monkeypatch.setattr(xla_tiles, "CELLS", 64 * 64)
     case = ALL[name].but(block=(32, 32))
     made = make_plan(
-        case.mask, case.score, limits=dict.fromkeys((*ir.COORDINATES, *case.tables), 2.0**14), dropout=True
+        ProgramExprs(case.mask, case.score),
+        facts=ProgramFacts(limits=dict.fromkeys((*ir.COORDINATES, *case.tables), 2.0**14)),
+        keep_mask=survives(),
     )
     compare(*run(case, made, sinks=np.array([0.5, -np.inf], np.float32), rate=0.3, with_lse=name == "window"))
 

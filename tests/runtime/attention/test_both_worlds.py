@@ -14,6 +14,7 @@ from support.tiers import thinned
 
 import frisket as fk
 from frisket.lowering import dense
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
 
@@ -61,8 +62,10 @@ class Pair:
         mask, score = program.mask.expr, program.score.expr
         q, k, v, dout = (x.swapaxes(1, 2) for x in (*self.qkv, self.dout))
         given = {"scale": DIM**-0.5, "params": program.scalars, "tables": program.tables}
-        out, lse = dense.attention(q, k, v, mask, score, **given)
-        found = dense.gradients(q, k, v, mask, score, dout, np.where(lse > -np.inf, self.dlse, 0), **given)
+        out, lse = dense.attention(q, k, v, dense.DenseCall(ProgramExprs(mask, score), **given))
+        found = dense.gradients(
+            q, k, v, dense.DenseCall(ProgramExprs(mask, score), **given), dout, np.where(lse > -np.inf, self.dlse, 0)
+        )
         by_name = found["dtables"] | found["dscalars"]
         grads = {x: found[f"d{x}"].swapaxes(1, 2) for x in "qkv"}
         grads |= {n: by_name.get(n, np.zeros(x.shape)) for n, x in self.learned.items()}

@@ -11,6 +11,8 @@ import frisket as fk
 from frisket.dsl.sugar import k as key
 from frisket.dsl.sugar import q as query
 from frisket.lowering import dense
+from frisket.lowering.plan import Problem
+from frisket.lowering.simplify import ProgramExprs
 
 B, H, M, N, D = 2, 3, 5, 12, 4
 CUTS = (0, 3, 4, 12)
@@ -24,10 +26,13 @@ def arrays(seed=0):
 
 def attended(q, k, v, lo, hi, q0=0):
     """Attention over keys lo..hi of queries from q0 on: early queries see none of the later keys."""
+    problem = Problem(q.shape[2], hi - lo, B, H, (0, 0, q0, lo), (B, H, N, N))
     return dense.attention(
-        q, k[:, :, lo:hi], v[:, :, lo:hi], MASK, None, scale=0.5, params={}, tables={}, origin=(0, 0, q0, lo),
-        sizes=(B, H, N, N),
-    )  # fmt: skip
+        q,
+        k[:, :, lo:hi],
+        v[:, :, lo:hi],
+        dense.DenseCall(ProgramExprs(MASK), scale=0.5, params={}, tables={}, problem=problem),
+    )
 
 
 def parts(seed=0, q0=0):

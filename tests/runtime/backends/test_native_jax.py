@@ -23,8 +23,9 @@ from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.grammar import memo
 from frisket.lowering import dense
-from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, Target, make_plan
+from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, ProgramFacts, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.cpp import jax as native_jax
 from frisket.runtime.machine import cpp_build as native_build
 from runtime.backends import scalar_kernel
@@ -78,10 +79,10 @@ def run(case=CASE, made=PLAN, **changes):
 
 def check(case, found, sinks=None, exact=2e-6):
     q_, k_, v_ = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case))
-    known = {"params": case.slots, "tables": case.tables, "origin": case.origin, "sizes": case.sizes}
+    known = {"params": case.slots, "tables": case.tables, "problem": case.problem}
     known["scale"] = case.dim**-0.5
-    out, lse = dense.attention(q_, k_, v_, case.mask, case.score, sinks=sinks, **known)
-    top = dense.top(q_, k_, case.mask, case.score, **known)
+    out, lse = dense.attention(q_, k_, v_, dense.DenseCall(ProgramExprs(case.mask, case.score), sinks=sinks, **known))
+    top = dense.top(q_, k_, dense.DenseCall(ProgramExprs(case.mask, case.score), **known))
     np.testing.assert_allclose(found[0], out.transpose(0, 2, 1, 3), atol=exact)
     np.testing.assert_allclose(found[1], lse, atol=exact, rtol=exact)
     np.testing.assert_allclose(found[2], top, atol=exact, rtol=exact)
@@ -150,7 +151,7 @@ def test_numbers_beyond_32_bits(x64, traced):
     """The kernel has 64 bits though JAX may not: 2^32 apart are two documents."""
     doc = (np.arange(90) // 20 % 2) << 32
     case = CASE.but(slots={"w": 1 << 40, "c": 0.7}, tables={**CASE.tables, "doc": doc})
-    made = make_plan(case.mask, case.score, limits={"doc": 2.0**33, "w": 2.0**41})
+    made = make_plan(ProgramExprs(case.mask, case.score), facts=ProgramFacts(limits={"doc": 2.0**33, "w": 2.0**41}))
     assert made.int64
     with jax.enable_x64(x64):
         given = parts(case, made)
@@ -218,9 +219,20 @@ def test_copies_of_read_only_tables_are_cached():
 def wanted_gradients(case, sinks, dout, dlse):
     q_, k_, v_ = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case))
     found = dense.gradients(
-        q_, k_, v_, case.mask, case.score, np.asarray(dout).transpose(0, 2, 1, 3), dlse, scale=case.dim**-0.5,
-        params=case.slots, tables=case.tables, origin=case.origin, sizes=case.sizes, sinks=sinks,
-    )  # fmt: skip
+        q_,
+        k_,
+        v_,
+        dense.DenseCall(
+            ProgramExprs(case.mask, case.score),
+            scale=case.dim**-0.5,
+            params=case.slots,
+            tables=case.tables,
+            problem=case.problem,
+            sinks=sinks,
+        ),
+        np.asarray(dout).transpose(0, 2, 1, 3),
+        dlse,
+    )
     turned = {n: found["d" + n].transpose(0, 2, 1, 3) for n in "qkv"}
     return turned | {"t1": found["dtables"]["bias"], "s1": found["dscalars"]["c"]}
 

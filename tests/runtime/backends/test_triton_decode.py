@@ -14,8 +14,9 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Geometry, Pages, Spans, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, Pages, ProgramFacts, Spans, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.grids import INTERPRETED, Shares, most_tiles, parts, processors, shares
 from frisket.runtime.backends.triton.launch import near
@@ -23,8 +24,8 @@ from frisket.runtime.backends.triton.tiles import ProgramTraits, default_target,
 from frisket.runtime.calls.options import LaunchOptions, Tuning
 
 H200 = 132
-CAUSAL = make_plan(q >= k, None)
-BY_HEAD = make_plan(q - k < 20 * h, None)
+CAUSAL = make_plan(ProgramExprs(q >= k))
+BY_HEAD = make_plan(ProgramExprs(q - k < 20 * h))
 TILE = Target("triton", 128, 64, 8, 2)
 
 
@@ -152,7 +153,9 @@ def test_decode_parts_are_balanced_for_uneven_sequences():
     assert not found(None, batch=1).balanced  # nothing to weigh it against
     assert not found(None, batch=300).balanced
     q0, q1, k0 = (ir.var(n) for n in ("q0", "q1", "k0"))
-    assert found(None, make_plan(q >= k, None, bounds=Bounds(k0, k0, q0, q1))).alone  # all see alike
+    assert found(
+        None, make_plan(ProgramExprs(q >= k), facts=ProgramFacts(bounds=Bounds(k0, k0, q0, q1)))
+    ).alone  # all see alike
     g = Geometry(32, 64, 8, 1, 1024, 128, 128, 0.1)  # too short to be worth another kernel
     assert shares(CAUSAL, None, g, TILE, Dims(128, 128, "bfloat16", 8), H200).alone
 
@@ -181,7 +184,9 @@ def test_products_of_float32_are_as_torch_has_them():
 
 def test_a_window_that_is_a_formula_asks_no_device():
     w, q0, q1 = ir.param("w"), ir.var("q0"), ir.var("q1")
-    plan = make_plan((q >= k) & (q - k < w), None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
+    plan = make_plan(
+        ProgramExprs((q >= k) & (q - k < w)), facts=ProgramFacts(bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
+    )
     assert chosen(plan, heads=64).target.splits == 32
 
 
@@ -224,7 +229,7 @@ def test_three_stages_only_where_they_fit():
 def test_pages_take_two_more_stages():
     """Their numbers are loaded first: with three stages one tile of keys is on its way, with five two."""
     at = lookup("pages", (b, k // 16)), h // 8, k % 16
-    paged = make_plan(q >= k, score * lookup("k_scale", at, FLOAT), pages=Pages("pages", 16))
+    paged = make_plan(ProgramExprs(q >= k, score * lookup("k_scale", at, FLOAT)), pages=Pages("pages", 16))
     assert chosen(paged, heads=64).target.num_stages == 5
     assert chosen(paged, heads=64, tile=replace(TILE, num_stages=1)).target.num_stages == 1  # as AMD's GPUs have it
 

@@ -22,7 +22,8 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton import writer as triton_writer
 from frisket.lowering.kernels.triton.writer import Dims, Form
-from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, Geometry, Target, make_plan
+from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, Geometry, ProgramFacts, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.tiles import TABLE, shared
@@ -44,7 +45,7 @@ def test_triton_jax_kernels_pass_in_the_interpreter(part):
 
 def test_jax_entry_of_a_triton_kernel_passes_known_sizes():
     mask = causal & (q - k < ir.param("w")) & (lookup("keep", (h, q, k), BOOL) | ir.param("on", BOOL))
-    made = make_plan(mask, score * ir.param("c", FLOAT))
+    made = make_plan(ProgramExprs(mask, score * ir.param("c", FLOAT)))
     dims = Dims(64, 48, "float16", 2)
     source = triton_forward.emit(made, Target("triton", 64, 64), dims)
     named = triton_writer.parameters(source)["attention_forward"]
@@ -113,7 +114,9 @@ def attention_forward_from_jax(
 
 
 def closed(mask):
-    return make_plan(mask, None, bounds=Bounds(*(ir.var(n) for n in ("k0", "k0", "q0", "q1"))))
+    return make_plan(
+        ProgramExprs(mask), facts=ProgramFacts(bounds=Bounds(*(ir.var(n) for n in ("k0", "k0", "q0", "q1"))))
+    )
 
 
 def block(made, **options):
@@ -127,7 +130,7 @@ def test_tiles_are_those_of_the_mask():
         tuple(TABLE["sm_90 by pointers"]["forward"][w][str(G.head_dim)][:2]) for w in ("long", "medium", "short")
     )
     assert block(closed(causal)) == long
-    assert block(make_plan(causal, None)) == medium  # reads a table of spans
+    assert block(make_plan(ProgramExprs(causal))) == medium  # reads a table of spans
     assert block(closed(causal & (q - k < 128))) == short
     assert block(closed(window)) == long
     assert block(closed(window), narrow=True) == medium
@@ -172,13 +175,13 @@ def test_a_gpu_that_is_not_here_is_named_by_the_mesh():
     ],
 )
 def test_triton_jax_refuses_unsupported_calls(changes, dtype, expected):
-    found = triton_jax.refuses(make_plan(causal, None), Geometry(**{**vars(G), **changes}), dtype, {})
+    found = triton_jax.refuses(make_plan(ProgramExprs(causal)), Geometry(**{**vars(G), **changes}), dtype, {})
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 
 
 def test_a_table_of_another_rank_is_a_reason():
-    made = make_plan(lookup("doc", (q,)) >= k, None)
+    made = make_plan(ProgramExprs(lookup("doc", (q,)) >= k))
     assert triton_jax.refuses(made, G, "float16", {"t0": (4096,)}) == ""
     assert triton_jax.refuses(made, G, "float16", {"t0": (2, 9)}) == (
         "table `doc` has 1 axes of at least one entry, not shape [2, 9]"

@@ -16,10 +16,11 @@ from frisket.dsl import ir
 from frisket.dsl.sugar import k, q
 from frisket.lowering.kernels.triton import backward, forward
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, Spans, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.grids import FINER, LATER, LEAST, LONG, of_call, row_parts
 
-GLOBAL = make_plan((abs(q - k) <= 256) | (k < 64) | (q < 64), None)
+GLOBAL = make_plan(ProgramExprs((abs(q - k) <= 256) | (k < 64) | (q < 64)))
 
 
 def spans(*slices, slice_of=None):
@@ -95,10 +96,10 @@ def test_calls_that_have_no_table():
     g, tile = Geometry(1, 1, 1, 5184, 5184, 64, 64, 0.1), Target("triton", 64, 64)
     assert of_call(GLOBAL, Source(), g, tile, 8) is not None
     q0, q1, k0 = (ir.var(n) for n in ("q0", "q1", "k0"))
-    causal = make_plan(q >= k, None, bounds=Bounds(k0, k0, q0, q1))
+    causal = make_plan(ProgramExprs(q >= k), facts=ProgramFacts(bounds=Bounds(k0, k0, q0, q1)))
     whole, forward = replace(tile, splits=1), replace(tile, order="forward")
     for plan, source, target in (
-        (causal, Source(), tile), (make_plan(None, None), Source(), tile), (GLOBAL, None, tile),
+        (causal, Source(), tile), (make_plan(ProgramExprs()), Source(), tile), (GLOBAL, None, tile),
         (GLOBAL, Source(), whole), (GLOBAL, Source(), forward),
     ):  # fmt: skip
         assert of_call(plan, source, g, target, 8) is None

@@ -50,7 +50,7 @@ SEEN = {
 def test_keys_that_a_query_sees(mask):
     doc = {"doc": np.arange(4096) // 100} if "doc" in mask else {}
     plan = fk.compile(mask, **doc).plan(4096, 4096, heads=2)
-    assert tiles.keys_seen(plan.simplified[0], tuple(sorted(plan.scalars.items()))) == SEEN[mask]
+    assert tiles.keys_seen(plan.simplified.mask, tuple(sorted(plan.scalars.items()))) == SEEN[mask]
 
 
 def test_classes_and_their_borders():

@@ -9,6 +9,8 @@ from frisket.dsl.errors import BackendError, ShapeError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, function, k, q, score
 from frisket.lowering import dense
+from frisket.lowering.plan import Problem
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.bench import race
 from frisket.runtime.cli import run as packed
 from frisket.runtime.machine.modules import pip_install
@@ -62,13 +64,15 @@ def test_reference_in_slabs_equals_the_whole_reference(monkeypatch):
     monkeypatch.setattr(packed, "SLAB", 16)
     arrays = packed.projections(np.arange(50, dtype=np.uint8), 3, 8)
     tables = {"doc": np.repeat([0, 1], 25).astype(np.int32)}
-    whole, _ = dense.attention(*arrays, MASK, SCORE, scale=8**-0.5, params={}, tables=tables)
+    whole, _ = dense.attention(
+        *arrays, dense.DenseCall(ProgramExprs(MASK, SCORE), scale=8**-0.5, params={}, tables=tables)
+    )
     built = np.empty_like(whole)
-    for at, out in packed.oracle(arrays, MASK, SCORE, {}, tables):
+    for at, out in packed.oracle(packed.Job(arrays, ProgramExprs(MASK, SCORE), {}, tables)):
         built[:, *at] = out
     np.testing.assert_allclose(built, whole, rtol=1e-12, atol=1e-12)
     seen = packed.visible(MASK, {}, tables, 3, 50, by_head=False)
-    np.testing.assert_array_equal(seen, dense.visible(MASK, dense.coordinates(1, 1, 50, 50), tables, (1, 1, 50, 50)))
+    np.testing.assert_array_equal(seen, dense.visible(MASK, dense.coordinates(Problem(50, 50)), tables, (1, 1, 50, 50)))
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -77,12 +81,18 @@ def test_dense_peers_of_the_packed_job_agree(framework):
     tables = {"doc": np.repeat([0, 1], 20).astype(np.int32)}
     seen = packed.visible(MASK, {}, tables, 2, 40, by_head=False)
     for mod in (SCORE, None):
-        bench = packed.prepare_bench(framework, packed.Job(arrays, MASK, mod, {}, tables), seen, lambda *a: None)
-        want, _ = dense.attention(*arrays, MASK, mod, scale=8**-0.5, params={}, tables=tables)
+        bench = packed.prepare_bench(
+            framework, packed.Job(arrays, ProgramExprs(MASK, mod), {}, tables), seen, lambda *a: None
+        )
+        want, _ = dense.attention(
+            *arrays, dense.DenseCall(ProgramExprs(MASK, mod), scale=8**-0.5, params={}, tables=tables)
+        )
         np.testing.assert_allclose(bench.numpy(bench.dense.run()), want, atol=2e-6)
         assert (bench.builtin is None) == (mod is None)
-    bench = packed.prepare_bench(framework, packed.Job(arrays, MASK, SCORE, {}, tables), seen, lambda *a: None)
-    plain, _ = dense.attention(*arrays, MASK, None, scale=8**-0.5, params={}, tables=tables)
+    bench = packed.prepare_bench(
+        framework, packed.Job(arrays, ProgramExprs(MASK, SCORE), {}, tables), seen, lambda *a: None
+    )
+    plain, _ = dense.attention(*arrays, dense.DenseCall(ProgramExprs(MASK), scale=8**-0.5, params={}, tables=tables))
     np.testing.assert_allclose(bench.numpy(bench.builtin.run()), plain, atol=2e-6)
 
 

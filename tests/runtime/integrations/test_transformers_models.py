@@ -12,13 +12,7 @@ pytest.importorskip("transformers")
 
 from support import hf_models, hf_tiny
 from support.tiers import default_only
-from transformers import (
-    AlignTextModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    ClapTextModel,
-    masking_utils,
-)
+from transformers import AlignTextModel, AutoModelForCausalLM, AutoModelForImageTextToText, ClapTextModel, masking_utils
 
 import frisket as fk
 from frisket import ParameterError

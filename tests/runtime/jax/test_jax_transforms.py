@@ -17,7 +17,10 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import analyse
-from frisket.lowering.plan import Geometry, make_plan
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.tiles import Scope
+from frisket.lowering.plan import Geometry, Problem, ProgramFacts, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.calls.options import Options
 from frisket.runtime.jax import op as jax_op
@@ -39,7 +42,7 @@ def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0), spans_of_al
     """A function of (q, k, v, values) for the executor, `values` the parameters by their names. `spans_of_all`: every
     tile is looked at, wherever the call begins."""
     tables = {} if tables is None else tables
-    made = make_plan(mask, mod, limits=dict.fromkeys("qkhb", 2.0**10))
+    made = make_plan(ProgramExprs(mask, mod), facts=ProgramFacts(limits=dict.fromkeys("qkhb", 2.0**10)))
 
     def call(q, k, v, values=None, sinks=None, origin=origin):
         (batch, q_len, heads, dim), kv_len = q.shape, k.shape[1]
@@ -47,8 +50,9 @@ def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0), spans_of_al
             batch, heads, k.shape[2], q_len, kv_len, dim, v.shape[3], dim**-0.5, origin, (8, 8, 512, 512)
         )  # fmt: skip
         looked_at = ir.lit(True) & (h >= 0) if spans_of_all else mask
-        lengths = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads}
-        found = analyse(looked_at, **lengths, tables=tables, block=TILE)
+        problem = Problem(q_len, kv_len, batch, heads)
+        scope = Scope(problem.named_sizes, {n: Table(t) for n, t in tables.items()})
+        found = analyse(looked_at, problem, TILE, scope)
         given = {**tables, **(values or {})}
         slots = {s.name: given[s.source] if s.source else s.value for s in made.slots}
         used = {t.name: given[t.source] for t in made.tables}

@@ -17,7 +17,7 @@ from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import INT, walk
 from frisket.lowering.plan import LoopPlan, derived_table, from_records, make_plan
-from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify import ProgramExprs, simplify
 from frisket.runtime.attention import report as module
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.plans import run as flat_run
@@ -450,7 +450,7 @@ def test_far_numbers_leave_no_integer_of_a_kernel(text):
     """The same without a kernel: mask and ends of rows show the same, and no Int of a kernel of 32 bits leaves them."""
     at = np.arange(64)
     x = np.array([-(2**31), 2**31 - 1, 2**29, 5])[at % 4]
-    plan = make_plan(simplify(fk.mask(text).expr), None)
+    plan = make_plan(ProgramExprs(simplify(fk.mask(text).expr)))
     plan = plan.holding({n.name: 2.0**31 - (n in plan.slots) for n in (*plan.slots, *plan.tables) if n.source})
     ends = [(row, axis) for row, axis in ((plan.by_query, "k"), (plan.by_key, "q")) if row]
     for w in FAR:

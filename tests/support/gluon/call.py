@@ -9,7 +9,8 @@ from support.gluon import language
 
 from frisket.dsl.ir import COORDINATES, SIZES
 from frisket.lowering import dense
-from frisket.lowering.plan import RATE, SEED, KernelInputs, Target, make_plan, survives
+from frisket.lowering.plan import RATE, SEED, KernelInputs, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.gluon import torch as gluon_launch
 from frisket.runtime.backends.triton import launch as triton_launch
 
@@ -64,19 +65,25 @@ def with_everything(case, **more):
     sinks = np.linspace(-1, 2, case.heads).astype(np.float32)
     sinks[-1] = -np.inf
     limits = dict.fromkeys((*COORDINATES, *SIZES, *case.slots, *case.tables), 2.0**14)
-    made = make_plan(case.mask, case.score, limits=limits, dropout=True)
+    made = make_plan(ProgramExprs(case.mask, case.score), facts=ProgramFacts(limits=limits), keep_mask=survives())
     out, lse, top, lse_residual = run(case, made, sinks=sinks, top=True, softmax_stats=True, **more)
     q, k, v = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case))
     options = {
-        "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
-        "sizes": case.sizes, "sinks": sinks,
-    }  # fmt: skip
+        "scale": case.dim**-0.5,
+        "params": {**case.slots, **DROPPED},
+        "tables": case.tables,
+        "problem": case.problem,
+        "sinks": sinks,
+    }
     want, want_lse = dense.attention(
-        q, k, v, case.mask, case.score, keep_mask=survives(), rate=DROPPED[RATE], **options
+        q,
+        k,
+        v,
+        dense.DenseCall(ProgramExprs(case.mask, case.score), keep_mask=survives(), rate=DROPPED[RATE], **options),
     )
     assert np.abs(out.double().numpy() - want).max() <= 2 * cases.allowed(case)  # weights are 1 / 0.7 of these
     np.testing.assert_allclose(lse.numpy(), want_lse, rtol=2e-6, atol=3e-6)
-    want_top = dense.top(q, k, case.mask, case.score, **options)
+    want_top = dense.top(q, k, dense.DenseCall(ProgramExprs(case.mask, case.score), **options))
     np.testing.assert_allclose(top.numpy(), want_top, rtol=2e-6, atol=3e-6)
     exact = np.where(np.isfinite(want_lse), want_lse, 0.0)
     rounded = np.where(np.isfinite(lse.numpy()), lse.double().numpy(), 0.0)

@@ -14,6 +14,7 @@ from frisket.dsl.types import FLOAT, INT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import RATE, SEED, Cotangents, ForwardResults
+from frisket.lowering.simplify import ProgramExprs
 
 draw = np.random.default_rng(11)
 
@@ -64,7 +65,7 @@ def run(backward, case, target, made=None, spans=None, sinks=None, with_lse=True
     fields["sinks"] = None if sinks is None else jax.device_put(sinks)
     inputs, arrays = cases.kernel_inputs(case, target, made, **fields), cases.arrays(case)
     given = options(case, made, sinks, drop)
-    out, lse = dense.attention(*map(turned, arrays), case.mask, case.score, **given)
+    out, lse = dense.attention(*map(turned, arrays), dense.DenseCall(ProgramExprs(case.mask, case.score), **given))
     random, real = np.random.default_rng(2), np.float64 if case.dtype == "float64" else np.float32
     dout = jax.device_put(random.standard_normal(out.shape).transpose(0, 2, 1, 3).astype(case.dtype))
     dlse = jax.device_put(random.standard_normal(lse.shape).astype(real)) if with_lse else None
@@ -101,13 +102,23 @@ def options(case, made, sinks, drop):
     if kept is not None:  # in the user's names
         kept = ir.renamed(kept, {s.name: s.source for s in made.slots if s.source in (SEED, RATE)})
     return {
-        "scale": case.dim**-0.5, "params": {**case.slots, **drop}, "tables": case.tables, "origin": case.origin,
-        "sizes": case.sizes, "sinks": sinks, "keep_mask": kept, "rate": drop.get(RATE, 0.0),
-    }  # fmt: skip
+        "scale": case.dim**-0.5,
+        "params": {**case.slots, **drop},
+        "tables": case.tables,
+        "problem": case.problem,
+        "sinks": sinks,
+        "keep_mask": kept,
+        "rate": drop.get(RATE, 0.0),
+    }
 
 
 def reference(case, made, dout, dlse, given):
-    found = dense.gradients(*map(turned, cases.arrays(case)), case.mask, case.score, turned(dout), dlse, **given)
+    found = dense.gradients(
+        *map(turned, cases.arrays(case)),
+        dense.DenseCall(ProgramExprs(case.mask, case.score), **given),
+        turned(dout),
+        dlse,
+    )
     wanted = {n: found["d" + n].transpose(0, 2, 1, 3) for n in "qkv"}
     wanted |= {t.name: found["dtables"][t.source] for t in made.tables if t.source in found["dtables"]}
     return wanted | {s.name: found["dscalars"][s.source] for s in made.slots if s.source in found["dscalars"]}

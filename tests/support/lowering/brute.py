@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from frisket.lowering.dense import coordinates, visible
-from frisket.lowering.plan import Spans
+from frisket.lowering.plan import Problem, Spans
 
 
 def dense(
@@ -13,7 +13,7 @@ def dense(
 ):
     """The mask at every position, bool [batch, heads, q_len, kv_len]."""
     shape = (batch, heads, q_len, kv_len)
-    env = {**coordinates(*shape, origin=origin, sizes=sizes), **(params or {})}
+    env = {**coordinates(Problem(*shape[2:], *shape[:2], origin, sizes)), **(params or {})}
     return visible(mask, env, tables or {}, shape)
 
 

@@ -23,7 +23,8 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.cpp import backward as cpp_backward
 from frisket.lowering.kernels.cpp import call as cpp_call
 from frisket.lowering.kernels.cpp import forward as cpp
-from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
+from frisket.lowering.plan import RATE, SEED, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_build as native_pool
 from frisket.runtime.machine import cpp_cpu as native_cpu
@@ -61,7 +62,12 @@ class Problem:
         self.dtype = np.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
         self.real = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
         limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *case.slots, *case.tables), 2.0**14)
-        self.plan = make_plan(case.mask, case.score, "the text of the mask", limits=limits, dropout=dropout > 0)
+        self.plan = make_plan(
+            ProgramExprs(case.mask, case.score),
+            "the text of the mask",
+            ProgramFacts(limits=limits),
+            keep_mask=survives() if dropout > 0 else None,
+        )
         heads, kv = (case.batch, case.heads), (case.batch, case.kv_heads)
 
         def one(*shape: int) -> np.ndarray:
@@ -85,14 +91,14 @@ class Problem:
     def reference(self) -> dict[str, np.ndarray]:
         """Everything in float64: out, lse, top, dq, dk, dv."""
         q, k, v, dout = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.dout))
-        same = {"scale": self.g.scale, "params": self.params, "tables": self.case.tables, "origin": self.g.origin,
-                "sizes": self.g.sizes}  # fmt: skip
+        same = {"scale": self.g.scale, "params": self.params, "tables": self.case.tables, "problem": self.case.problem}
         more = {"keep_mask": survives(), "rate": self.dropout} if self.dropout else {}
-        args = self.case.mask, self.case.score
-        out, lse = dense.attention(q, k, v, *args, **same, **more, sinks=self.sinks)
+        exprs = ProgramExprs(self.case.mask, self.case.score)
+        call = dense.DenseCall(exprs, sinks=self.sinks, **same, **more)
+        out, lse = dense.attention(q, k, v, call)
         dlse = np.where(np.isfinite(lse), self.dlse, 0).astype(np.float64)
-        found = dense.gradients(q, k, v, *args, dout, dlse, **same, **more, sinks=self.sinks)
-        top = dense.top(q, k, *args, **same)
+        found = dense.gradients(q, k, v, call, dout, dlse)
+        top = dense.top(q, k, call)
         return {"out": out, "lse": lse, "top": top, "dq": found["dq"], "dk": found["dk"], "dv": found["dv"]}
 
     # -- calls ------------------------------------------------------------------------------------

@@ -10,7 +10,18 @@ from frisket.dsl.sugar import eq, function, h, k, q, score, where
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import RATE, SEED, Cotangents, ForwardResults, Geometry, KernelInputs, make_plan
+from frisket.lowering.plan import (
+    RATE,
+    SEED,
+    Cotangents,
+    ForwardResults,
+    Geometry,
+    KernelInputs,
+    ProgramFacts,
+    make_plan,
+    survives,
+)
+from frisket.lowering.simplify import ProgramExprs
 
 causal = q >= k
 
@@ -91,7 +102,11 @@ class Both:
             case.origin, case.sizes,
         )  # fmt: skip
         limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *case.slots, *case.tables), 2.0**14)
-        self.plan = make_plan(case.mask, case.score, limits=limits, dropout=dropout > 0, facts=facts(case))
+        self.plan = make_plan(
+            ProgramExprs(case.mask, case.score),
+            facts=ProgramFacts(limits=limits, table_facts=facts(case)),
+            keep_mask=survives() if dropout > 0 else None,
+        )
         heads, kv = (case.batch, case.heads), (case.batch, case.kv_heads)
 
         def one(*shape):
@@ -143,17 +158,25 @@ class Both:
             more |= {"keep_mask": ir.build("ge", chance, param(RATE, FLOAT))}
             more |= {"rate": self.params[RATE]}
         same = {
-            "scale": self.g.scale, "params": self.params, "tables": self.case.tables, "origin": self.g.origin,
-            "sizes": self.g.sizes,
+            "scale": self.g.scale, "params": self.params, "tables": self.case.tables, "problem": self.case.problem,
         }  # fmt: skip
         more["rounded"] = rounded
-        forward = dense.attention(*arrays, self.case.mask, self.case.score, **same, **more)
-        top = dense.top(*arrays[:2], self.case.mask, self.case.score, **same)
+        forward = dense.attention(
+            *arrays, dense.DenseCall(ProgramExprs(self.case.mask, self.case.score), **same, **more)
+        )
+        top = dense.top(*arrays[:2], dense.DenseCall(ProgramExprs(self.case.mask, self.case.score), **same))
         dlse = None if self.dlse is None else self.dlse.double().numpy()
         found = dense.gradients(
-            *arrays, self.case.mask, self.case.score, self.dout.double().numpy(), dlse, **same, **more,
-            stored=self.stored if rounded == self.half else (),
-        )  # fmt: skip
+            *arrays,
+            dense.DenseCall(
+                ProgramExprs(self.case.mask, self.case.score),
+                **same,
+                **more,
+                stored=self.stored if rounded == self.half else (),
+            ),
+            self.dout.double().numpy(),
+            dlse,
+        )
         named = {t.name: found["dtables"][t.source] for t in self.plan.tables if t.source in found["dtables"]}
         named |= {s.name: found["dscalars"][s.source] for s in self.plan.slots if s.source in found["dscalars"]}
         return (*forward, top), {"q": found["dq"], "k": found["dk"], "v": found["dv"], **named}

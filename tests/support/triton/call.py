@@ -6,7 +6,8 @@ from support import attention_cases as cases
 from support.triton import bf16 as triton_bf16
 
 from frisket.lowering import dense
-from frisket.lowering.plan import RATE, SEED, KernelInputs, Target, make_plan, survives
+from frisket.lowering.plan import RATE, SEED, KernelInputs, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import torch as triton_torch
 
 triton_bf16.install()
@@ -61,18 +62,24 @@ def with_everything(case, **target):
     sinks = np.linspace(-1, 2, case.heads).astype(np.float32)
     sinks[-1] = -np.inf
     limits = dict.fromkeys((*case.slots, *case.tables), 2.0**14)
-    made = make_plan(case.mask, case.score, limits=limits, dropout=True)
+    made = make_plan(ProgramExprs(case.mask, case.score), facts=ProgramFacts(limits=limits), keep_mask=survives())
     out, lse, top = run(case, made, sinks=sinks, top=True, **target)
     q, k, v = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case))
     options = {
-        "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
-        "sizes": case.sizes, "sinks": sinks,
-    }  # fmt: skip
+        "scale": case.dim**-0.5,
+        "params": {**case.slots, **DROPPED},
+        "tables": case.tables,
+        "problem": case.problem,
+        "sinks": sinks,
+    }
     want, want_lse = dense.attention(
-        q, k, v, case.mask, case.score, keep_mask=survives(), rate=DROPPED[RATE], **options
+        q,
+        k,
+        v,
+        dense.DenseCall(ProgramExprs(case.mask, case.score), keep_mask=survives(), rate=DROPPED[RATE], **options),
     )
     near, loose = (5e-6, 2e-6) if case.dtype == "float32" else (cases.allowed(case), 2e-2)
     np.testing.assert_allclose(out.numpy(), want, rtol=0, atol=near)
     np.testing.assert_allclose(lse.numpy(), want_lse, rtol=loose, atol=loose)
-    want_top = dense.top(q, k, case.mask, case.score, **options)
+    want_top = dense.top(q, k, dense.DenseCall(ProgramExprs(case.mask, case.score), **options))
     np.testing.assert_allclose(top.numpy(), want_top, rtol=loose, atol=loose)

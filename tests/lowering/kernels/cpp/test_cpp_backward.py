@@ -14,6 +14,7 @@ from frisket.lowering import dense, derive
 from frisket.lowering.kernels.cpp import backward as cpp_backward
 from frisket.lowering.kernels.cpp.forward import CppArrays
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
+from frisket.lowering.plan import Problem as Place
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
@@ -119,8 +120,6 @@ def exact(x, dtype):
 def problem(case: Case) -> Problem:
     draw = np.random.default_rng(1)
     program = program_of(case.mask, case.score, case.params)
-    sizes = (case.q_len, case.kv_len, case.batch, case.heads)
-    work = bind.work(program, *sizes, case.tile, origin=case.origin, proofs=True, dropout=case.rate is not None)
     g = Geometry(
         case.batch,
         case.heads,
@@ -132,6 +131,7 @@ def problem(case: Case) -> Problem:
         case.dim**-0.5,
         case.origin,
     )
+    work = bind.work(program, g.problem, case.tile, proofs=True, dropout=case.rate is not None)
 
     def array(heads, length, dim):
         return TO[case.dtype](draw.standard_normal((case.batch, heads, length, dim)))
@@ -141,17 +141,17 @@ def problem(case: Case) -> Problem:
     dlse = draw.standard_normal((case.batch, case.heads, case.q_len)) if case.with_dlse else None
     drop = {} if case.rate is None else {SEED: 5, RATE: float(np.float32(case.rate))}
     slots = {s.name: drop.get(s.source, work.slots[s.name]) for s in work.plan.slots}
-    options = {"scale": g.scale, "params": {**program.scalars, **drop}, "tables": program.tables, "origin": case.origin}
+    options = {"scale": g.scale, "params": {**program.scalars, **drop}, "tables": program.tables, "problem": g.problem}
     if case.rate is not None:
         seed = {s.name: drop[s.source] for s in work.plan.slots if s.source in drop}
         options |= {"keep_mask": work.plan.keep_mask, "rate": case.rate, "params": {**options["params"], **seed}}
     if case.sinks is not None:
         options["sinks"] = np.array(case.sinks)
     wide = [np.asarray(exact(x, case.dtype), np.float64) for x in (q, k, v)]
-    m, s = program.exprs
-    out, lse = dense.attention(*wide, m, s, **options)
+    call = dense.DenseCall(program.exprs, **options)
+    out, lse = dense.attention(*wide, call)
     cotangents = np.asarray(exact(dout, case.dtype), np.float64), dlse
-    want = named(dense.gradients(*wide, m, s, *cotangents, **options))
+    want = named(dense.gradients(*wide, call, *cotangents))
     unit = 1e-13 if case.dtype == "float64" else 3e-6
     allowed = {n: unit * max(1.0, np.abs(x).max(), ROUNDING * rows(case) / np.size(x)) for n, x in want.items()}
     if case.dtype in ("bfloat16", "float16"):
@@ -160,7 +160,7 @@ def problem(case: Case) -> Problem:
             return exact(TO[case.dtype](np.asarray(x, np.float32)), case.dtype).astype(np.float32)
 
         # these kernels get no residual of out: delta is that of the rounded one
-        near = named(dense.gradients(*wide, m, s, *cotangents, **options, rounded=rounded, stored=("out",)))
+        near = named(dense.gradients(*wide, replace(call, rounded=rounded, stored=("out",)), *cotangents))
         wrong = {n: 2 * np.abs(near[n] - x).max() / max(1.0, np.abs(x).max()) for n, x in want.items()}
         usual = max(wrong[n] for n in "qkv")  # a sum with few entries may be right by luck
         allowed = {n: (max(wrong[n], usual) if n not in "qkv" else wrong[n]) for n in want}
@@ -211,7 +211,7 @@ def spread(case: Case, g, buffer, made):
     from frisket.dsl.evaluate import evaluate
 
     table = np.zeros(np.shape(made.work.tables[g.source]))
-    env = dense.coordinates(case.batch, case.heads, case.q_len, case.kv_len, case.origin)
+    env = dense.coordinates(made.args[2].problem)
     env |= {n: made.args[10][n] for n in made.args[10]}
     if g.over == "diagonal":
         q0, k0 = (np.asarray(x).reshape(-1, 1, 1) for x in case.origin[2:])
@@ -373,7 +373,9 @@ def test_golden_native_backward_expressions(golden):
     """What the plan says of itself in the source."""
     work = bind.work(
         program_of("causal", "c * tanh(score / c) + bias[h, q - k]", {"c": 20.0, "bias": normal(2, 64)}),
-        64, 64, 1, 2, (64, 64), proofs=True,
-    )  # fmt: skip
+        Place(64, 64, 1, 2),
+        (64, 64),
+        proofs=True,
+    )
     kernel = cpp_backward.BackwardKernel(work.plan, Target("cpp", 64, 64), CppArrays(64, 64, "float32"))
     golden("relative_bias.cpp", kernel.expressions())

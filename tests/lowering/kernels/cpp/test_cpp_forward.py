@@ -182,26 +182,28 @@ def problem(case: Case, change=None) -> Problem:
     """`change(q, k, v)` alters the arrays before they are rounded, and gives those to use."""
     draw = np.random.default_rng(1)
     program = program_of(case.mask, case.score, case.params)
-    sizes = (case.q_len, case.kv_len, case.batch, case.heads)
-    work = bind.work(program, *sizes, case.tile, origin=case.origin, proofs=True, dropout=case.rate is not None)
     scale = case.dim**-0.5 if case.scale is None else case.scale
     g = Geometry(
         case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.dim, case.v_dim, scale, case.origin
     )
+    work = bind.work(program, g.problem, case.tile, proofs=True, dropout=case.rate is not None)
     shapes = [(case.heads, case.q_len, case.dim), (case.kv_heads, case.kv_len, case.dim),
               (case.kv_heads, case.kv_len, case.v_dim)]  # fmt: skip
     arrays = [draw.standard_normal((case.batch, *s)).astype(np.float32) for s in shapes]
     arrays = [TO[case.dtype](x) for x in (change(*arrays) if change else arrays)]
     drop = {} if case.rate is None else {SEED: 5, RATE: float(np.float32(case.rate))}
     slots = {s.name: drop.get(s.source, work.slots[s.name]) for s in work.plan.slots}
-    options = {"scale": g.scale, "params": {**program.scalars, **drop}, "tables": program.tables, "origin": case.origin}
+    options = {"scale": g.scale, "params": {**program.scalars, **drop}, "tables": program.tables, "problem": g.problem}
     if case.rate is not None:
         seed = {s.name: drop[s.source] for s in work.plan.slots if s.source in drop}
         options |= {"keep_mask": work.plan.keep_mask, "rate": case.rate, "params": {**options["params"], **seed}}
     sinks = None if case.sinks is None else np.array(case.sinks, float)
     wide = [np.asarray(exact(x, case.dtype), np.float64) for x in arrays]
-    out, lse = dense.attention(*wide, *program.exprs, sinks=sinks, **options)
-    top = dense.top(*wide[:2], *program.exprs, **{n: x for n, x in options.items() if n not in ("keep_mask", "rate")})
+    out, lse = dense.attention(*wide, dense.DenseCall(program.exprs, sinks=sinks, **options))
+    top = dense.top(
+        *wide[:2],
+        dense.DenseCall(program.exprs, **{n: x for n, x in options.items() if n not in ("keep_mask", "rate")}),
+    )
     return Problem(case, work.plan, work.spans, g, tuple(arrays), slots, work.tables, (out, lse, top), sinks)
 
 

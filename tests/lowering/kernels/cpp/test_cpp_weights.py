@@ -81,10 +81,10 @@ class Weights:
     def __init__(self, case):
         self.case = c = case
         program = program_of(c.mask, c.score, c.params)
-        self.work = bind.work(program, c.q_len, c.kv_len, 1, c.heads, c.tile, proofs=True, dropout=c.rate is not None)
         self.group = c.heads // c.kv_heads
         self.v_dim = max(c.kv_len, self.group * c.q_len)
         self.g = Geometry(1, c.heads, c.kv_heads, c.q_len, c.kv_len, c.dim, self.v_dim, c.dim**-0.5, (0, 0, 0, 0))
+        self.work = bind.work(program, self.g.problem, c.tile, proofs=True, dropout=c.rate is not None)
         drop = {} if c.rate is None else {SEED: 5, RATE: float(np.float32(c.rate))}
         self.slots = {s.name: drop.get(s.source, self.work.slots[s.name]) for s in self.work.plan.slots}
         self.sinks = np.linspace(-2, 3, c.heads) if c.sinks else None

@@ -15,7 +15,8 @@ from frisket.lowering.kernels.cpp import backward as cpp_backward
 from frisket.lowering.kernels.cpp import call
 from frisket.lowering.kernels.cpp import expr as expr_cpp
 from frisket.lowering.kernels.cpp import forward as cpp
-from frisket.lowering.plan import K_SCALE, PAGES, Pages, Target, make_plan
+from frisket.lowering.plan import K_SCALE, PAGES, Pages, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 
 TARGET = Target("cpp", 96, 64)
 ARRAYS = cpp.CppArrays(64, 64, "float32")
@@ -24,22 +25,35 @@ documents = eq(lookup("doc", (b, q)), lookup("doc", (b, k)))
 softcap = 50.0 * function("tanh", score / 50.0)
 alibi = lookup("slope", (h,), FLOAT) * (k - q)
 GOLDEN = {
-    "full.cpp": (make_plan(None, None, rows_nonempty=True, score_finite=True), 64, 64, "float64"),
-    "documents.cpp": (make_plan(causal & documents, None, "causal & same(doc)"), 80, 64, "bfloat16"),
+    "full.cpp": (
+        make_plan(ProgramExprs(), facts=ProgramFacts(rows_nonempty=True, score_finite=True)),
+        64,
+        64,
+        "float64",
+    ),
+    "documents.cpp": (make_plan(ProgramExprs(causal & documents), "causal & same(doc)"), 80, 64, "bfloat16"),
     "softcap_alibi.cpp": (
-        make_plan(causal, softcap + alibi, "causal\nsoftcap(50) + slope[h] * (k - q)", dropout=True),
-        128, 128, "float32",
+        make_plan(
+            ProgramExprs(causal, softcap + alibi), "causal\nsoftcap(50) + slope[h] * (k - q)", keep_mask=survives()
+        ),
+        128,
+        128,
+        "float32",
     ),
     "relative_bias.cpp": (
         make_plan(
-            causal & eq(q // 3 % param("n"), k // 3 % param("n")) & lookup("seen", (k + 2,), BOOL),
-            score + lookup("bias", (h, q - k + 512), FLOAT) + lookup("grid", (q // 8, k // 8), FLOAT),
+            ProgramExprs(
+                causal & eq(q // 3 % param("n"), k // 3 % param("n")) & lookup("seen", (k + 2,), BOOL),
+                score + lookup("bias", (h, q - k + 512), FLOAT) + lookup("grid", (q // 8, k // 8), FLOAT),
+            ),
             "causal & q // 3 % n == k // 3 % n & seen[k + 2]\nscore + bias[h, q - k + 512] + grid[q // 8, k // 8]",
-            limits={"q": 2**33, "k": 2**33},
+            ProgramFacts(limits={"q": 2**33, "k": 2**33}),
         ),
-        64, 64, "float16",
+        64,
+        64,
+        "float16",
     ),
-}  # fmt: skip
+}
 
 
 def without_parts(source):
@@ -55,7 +69,9 @@ def test_golden_record_of_a_native_call(golden):
 
 def test_golden_native_source_of_a_window(golden):
     """The whole source, with the order of its parts."""
-    made = make_plan(causal & (q - k < param("w")), None, "causal & window(w)", rows_nonempty=True)
+    made = make_plan(
+        ProgramExprs(causal & (q - k < param("w"))), "causal & window(w)", facts=ProgramFacts(rows_nonempty=True)
+    )
     golden("window.cpp", without_parts(cpp.CppKernel(made, TARGET, ARRAYS).source()))
 
 
@@ -78,7 +94,12 @@ def test_native_source_contains_the_handwritten_headers():
 
 
 def plain(mask, mod, tile=(96, 64), kernel=cpp.CppKernel, **limits):
-    made = kernel(make_plan(mask, mod, str(mod), limits=limits), Target("cpp", *tile), ARRAYS, named=False)
+    made = kernel(
+        make_plan(ProgramExprs(mask, mod), str(mod), facts=ProgramFacts(limits=limits)),
+        Target("cpp", *tile),
+        ARRAYS,
+        named=False,
+    )
     return made.source(), made.literals
 
 
@@ -105,7 +126,7 @@ def test_native_operator_table_is_complete():
 
 
 def test_names_of_users_do_not_meet_those_of_the_language():
-    made = make_plan(causal & (k < param("int")) & (k < param("h_")) & (q < param("row")), None, "x")
+    made = make_plan(ProgramExprs(causal & (k < param("int")) & (k < param("h_")) & (q < param("row"))), "x")
     text = cpp.CppKernel(made, TARGET, ARRAYS).expressions()
     assert "Int int_;" in text
     assert "Int row_;" in text
@@ -113,7 +134,7 @@ def test_names_of_users_do_not_meet_those_of_the_language():
 
 @pytest.mark.parametrize("kernel", [cpp.CppKernel, cpp_backward.BackwardKernel])
 def test_names_of_users_do_not_meet_macros(kernel):
-    source = kernel(make_plan(causal & (k < param("HALF")), None, "x"), TARGET, ARRAYS).source()
+    source = kernel(make_plan(ProgramExprs(causal & (k < param("HALF"))), "x"), TARGET, ARRAYS).source()
     assert "Int HALF_;" in source
     assert set(re.findall(r"#define (\w+)", source)) <= set(cpp.MACROS)
 
@@ -121,8 +142,8 @@ def test_names_of_users_do_not_meet_macros(kernel):
 def test_intervals_of_keys():
     """Where nothing else is asked of a key than that it lies between two ends, the forward has them."""
 
-    def ends(mask, **options):
-        return cpp.CppKernel(make_plan(mask, None, "x", **options), TARGET, ARRAYS).storage()
+    def ends(mask):
+        return cpp.CppKernel(make_plan(ProgramExprs(mask), "x"), TARGET, ARRAYS).storage()
 
     window = causal & (q - k < param("w")) & (q < 40)
     assert "if (!row.x0) return;\n    end = between(0, (int64_t)row.q + 1 - tile, keys);" in ends(window)
@@ -132,15 +153,15 @@ def test_intervals_of_keys():
     assert "end = keys;" in ends(k >= q)
     assert "const bool INTERVAL = false;" in ends(causal & documents)
     assert "const bool INTERVAL = false;" in ends(None)
-    scaled = make_plan(causal, None, "x", weight=lookup(K_SCALE, (k,), FLOAT))
+    scaled = make_plan(ProgramExprs(causal), "x", weight=lookup(K_SCALE, (k,), FLOAT))
     assert "const bool INTERVAL = false;" in cpp.CppKernel(scaled, TARGET, ARRAYS).storage()
-    backward = cpp_backward.BackwardKernel(make_plan(window, None, "x"), TARGET, ARRAYS)
+    backward = cpp_backward.BackwardKernel(make_plan(ProgramExprs(window), "x"), TARGET, ARRAYS)
     assert not backward.interval_roots()
 
 
 def test_lookups_along_the_keys_are_loads():
     def text(index):
-        made = make_plan(None, score + lookup("t", (h, index), FLOAT), "x")
+        made = make_plan(ProgramExprs(score=score + lookup("t", (h, index), FLOAT)), "x")
         return cpp.CppKernel(made, TARGET, ARRAYS).expressions()
 
     assert "ahead<1>(fixed.t, fixed.h, column.first - row.q)" in text(k - q)
@@ -150,18 +171,18 @@ def test_lookups_along_the_keys_are_loads():
     assert "gather(fixed.t, ints(fixed.h), column.k + column.k)" in text(k + k)
     assert "gather(fixed.t, ints(fixed.h), " in text(2 * k)
     assert "row.t_h_q = at(fixed.t, fixed.h, row.q)" in text(q)
-    made = make_plan(None, score + lookup("t", (k - q, h), FLOAT), "x")  # along another axis
+    made = make_plan(ProgramExprs(score=score + lookup("t", (k - q, h), FLOAT)), "x")  # along another axis
     assert "ahead<0>(fixed.t, column.first - row.q, fixed.h)" in cpp.CppKernel(made, TARGET, ARRAYS).expressions()
 
 
 def test_scales_in_pages_are_loads():
     """Vectors of keys end where pages do: the page and the head are looked up once for each."""
     scale = lookup(K_SCALE, (lookup(PAGES, (b, (k - 5) // 48), INT), (k - 5) % 48, h // 4), FLOAT)
-    made = make_plan(None, score * scale, "x", pages=Pages(PAGES, 48))
+    made = make_plan(ProgramExprs(score=score * scale), "x", pages=Pages(PAGES, 48))
     text = cpp.CppKernel(made, TARGET, cpp.CppArrays(64, 64, "float32", "int8")).expressions()
     assert "ahead<1>(fixed.k_scale, at(fixed.pages, fixed.b, floordiv(" in text
     assert "gather" not in text
-    again = make_plan(None, score * lookup("t", (k // 48, k % 48), FLOAT), "x", pages=Pages(PAGES, 48))
+    again = make_plan(ProgramExprs(score=score * lookup("t", (k // 48, k % 48), FLOAT)), "x", pages=Pages(PAGES, 48))
     assert (
         "gather" in cpp.CppKernel(again, TARGET, cpp.CppArrays(64, 64, "float32", "int8")).expressions()
     )  # anyone's k begins anywhere
@@ -169,7 +190,7 @@ def test_scales_in_pages_are_loads():
 
 def test_heads_that_share_a_key_head_are_alike():
     def shared(scale):
-        return cpp.CppKernel(make_plan(None, score * scale, "x"), TARGET, ARRAYS).storage()
+        return cpp.CppKernel(make_plan(ProgramExprs(score=score * scale), "x"), TARGET, ARRAYS).storage()
 
     assert "return 4 % group == 0" in shared(lookup("t", (b, h // 4, k), FLOAT))
     assert "return false;" in shared(lookup("t", (b, h // 4 + h, k), FLOAT))
@@ -177,13 +198,13 @@ def test_heads_that_share_a_key_head_are_alike():
 
 
 def test_native_backward_refuses_stored_keys():
-    made = make_plan(None, None, "x", pages=Pages(PAGES, 16))
+    made = make_plan(ProgramExprs(), "x", pages=Pages(PAGES, 16))
     with pytest.raises(LoweringError, match="no gradients"):
         cpp_backward.BackwardKernel(made, TARGET, ARRAYS).source()
 
 
 def test_a_draw_is_worked_out_in_stages():
-    text = cpp.CppKernel(make_plan(causal, None, "x", dropout=True), TARGET, ARRAYS).expressions()
+    text = cpp.CppKernel(make_plan(ProgramExprs(causal), "x", keep_mask=survives()), TARGET, ARRAYS).expressions()
     stages = [line.strip() for line in text.split("\n") if "stirred" in line or "seeded" in line]
     assert stages == [
         "fixed.x0 = stirred(stirred(seeded(fixed.seed), fixed.b), fixed.h);",
@@ -196,24 +217,27 @@ def test_a_draw_is_worked_out_in_stages():
     ("target", "dtype", "message"),
     [
         (TARGET, "int8", "the C++ kernels take float32, float64, bfloat16, float16, not int8; convert q, k and v"),
-        (Target("cpp", 64, 40), "float32", "C++ tiles have a multiple of 16 keys, this one is 64 queries by 40 keys; "
-                                           "take 64 by 64"),
+        (
+            Target("cpp", 64, 40),
+            "float32",
+            "C++ tiles have a multiple of 16 keys, this one is 64 queries by 40 keys; take 64 by 64",
+        ),
     ],
-)  # fmt: skip
+)
 def test_native_source_refuses_bad_dtypes_and_tiles(target, dtype, message):
     with pytest.raises(LoweringError) as refused:
-        cpp.CppKernel(make_plan(causal, None), target, cpp.CppArrays(64, 64, dtype)).source()
+        cpp.CppKernel(make_plan(ProgramExprs(causal)), target, cpp.CppArrays(64, 64, dtype)).source()
     assert str(refused.value) == message
 
 
 def test_an_operator_without_a_form():
-    made = make_plan(causal, None)
+    made = make_plan(ProgramExprs(causal))
     odd = replace(made, score=ir.make("sinh", (score,), None, FLOAT))
     with pytest.raises(LoweringError, match=r"`sinh` has no C\+\+ form; rewrite the expression without it"):
         cpp.CppKernel(odd, TARGET, ARRAYS).source()
 
 
 def test_a_name_that_the_plan_lacks():
-    odd = replace(make_plan(causal, None), mask=q - k < param("lost"))
+    odd = replace(make_plan(ProgramExprs(causal)), mask=q - k < param("lost"))
     with pytest.raises(LoweringError, match="`lost` is neither a slot nor a table of the plan"):
         cpp.CppKernel(odd, TARGET, ARRAYS).source()

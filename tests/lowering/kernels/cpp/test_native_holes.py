@@ -8,6 +8,7 @@ from support.torch.dense import dense
 import frisket as fk
 from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.masks.mask import mask as as_mask
 
@@ -74,6 +75,6 @@ def test_hidden_keys_and_values_may_be_anything(name, dtype, q_len):
      ("causal & doc[q] == doc[k]", False), ("q % 16 == k // 16", False), ("blocks[q // 16, k // 16] & k <= q", False)],
 )  # fmt: skip
 def test_rows_are_compared_where_neighbours_may_see_the_same(mask, repeated):
-    plan = make_plan(as_mask(mask).expr, None)
+    plan = make_plan(ProgramExprs(as_mask(mask).expr))
     text = cpp.CppKernel(plan, Target("cpp", 96, 64), cpp.CppArrays(64, 64, "float32")).expressions()
     assert f"const bool REPEATED = {'true' if repeated else 'false'};" in text

@@ -18,7 +18,20 @@ from frisket.dsl.sugar import b, function, h, k, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering import dense
 from frisket.lowering.kernels.cpp import forward as cpp
-from frisket.lowering.plan import K_SCALE, PAGES, RATE, SEED, V_SCALE, Geometry, Pages, Target, make_plan, survives
+from frisket.lowering.plan import (
+    K_SCALE,
+    PAGES,
+    RATE,
+    SEED,
+    V_SCALE,
+    Geometry,
+    Pages,
+    ProgramFacts,
+    Target,
+    make_plan,
+    survives,
+)
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 
@@ -96,7 +109,7 @@ class Problem:
         origin = (0, 0, c.q0, 0)
         sizes = (c.batch, c.heads, int(q0.max()) + c.q_len, c.kv_len)
         self.g = Geometry(c.batch, c.heads, c.kv_heads, c.q_len, c.kv_len, c.dim, c.v_dim, c.dim**-0.5, origin, sizes)
-        env = dense.coordinates(c.batch, c.heads, c.q_len, c.kv_len, origin, sizes)
+        env = dense.coordinates(self.g.problem)
         seen = dense.visible(c.mask, env, {}, (c.batch, c.heads, c.q_len, c.kv_len))
         seen = seen.any(2).reshape(c.batch, c.kv_heads, -1, c.kv_len).any(2)
 
@@ -143,16 +156,29 @@ class Problem:
         weight = lookup(V_SCALE, index, FLOAT) if c.scales else None
         pages = Pages(PAGES, c.page) if c.page else None
         limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, PAGES), 2.0**14)
-        return make_plan(c.mask, mod, "a mask", limits=limits, dropout=c.rate > 0, weight=weight, pages=pages)
+        return make_plan(
+            ProgramExprs(c.mask, mod),
+            "a mask",
+            ProgramFacts(limits=limits),
+            keep_mask=survives() if c.rate > 0 else None,
+            weight=weight,
+            pages=pages,
+        )
 
     def reference(self):
         c = self.case
-        same = {"scale": self.g.scale, "tables": {}, "origin": self.g.origin, "sizes": self.g.sizes}
+        same = {"scale": self.g.scale, "tables": {}, "problem": self.g.problem}
         kept = {"keep_mask": survives(), "rate": c.rate} if c.rate else {}
         params = {SEED: 5, RATE: float(np.float32(c.rate))}
         q = exact_of(self.q, c.dtype)
-        out, lse = dense.attention(q, *self.known, c.mask, c.mod, params=params, **kept, **same)
-        return out, lse, dense.top(q, self.known[0], c.mask, c.mod, params=params, **same)
+        out, lse = dense.attention(
+            q, *self.known, dense.DenseCall(ProgramExprs(c.mask, c.mod), params=params, **kept, **same)
+        )
+        return (
+            out,
+            lse,
+            dense.top(q, self.known[0], dense.DenseCall(ProgramExprs(c.mask, c.mod), params=params, **same)),
+        )
 
     def spans(self):
         c, g = self.case, self.g

@@ -157,6 +157,7 @@ import resource
 import numpy as np
 import frisket as fk
 from frisket.dsl.errors import BackendError
+from frisket.lowering.plan import Problem
 from frisket.lowering.planner import planner as flat
 from frisket.runtime.plans import run as flat_native
 
@@ -166,7 +167,7 @@ run = flat_native.function(plan)
 at = (np.zeros(1, np.int64),) * 4
 
 def planned(n):
-    place = flat_native.SpanRequest(at, n, n, (256, 256), (1, 1, n, n))
+    place = flat_native.SpanRequest(at, Problem(n, n), (256, 256))
     return flat_native.called(run, plan, place, {"t": np.ones((n, n), np.int64)})
 
 planned(2)

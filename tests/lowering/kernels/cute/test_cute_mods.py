@@ -21,7 +21,8 @@ from frisket.dsl.sugar import eq, function, h, k, maximum, minimum, q, score, wh
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.cute.mods import emit
-from frisket.lowering.plan import Pages, make_plan
+from frisket.lowering.plan import Pages, ProgramFacts, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 
 LENGTH, PAST = 130, 37  # lanes past the last query and key, as tiles have them
 MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)
@@ -29,13 +30,15 @@ COMPILED = Path(__file__).parents[4] / "benchmarks" / "results" / "compiled"
 causal = q >= k
 GOLDEN = {
     "documents": make_plan(
-        causal & (q - k < param("w")) & eq(lookup("doc", (q,)), lookup("doc", (k,))), None,
+        ProgramExprs(causal & (q - k < param("w")) & eq(lookup("doc", (q,)), lookup("doc", (k,)))),
         "causal & window(w) & same(doc)",
     ),
-    "softcap": make_plan(causal, 50.0 * function("tanh", score / 50.0), "causal\nsoftcap(50)"),
-    "alibi": make_plan(causal, score + lookup("slope", (h,), FLOAT) * (k - q), "causal\nalibi(slope)"),
-    "relative_bias": make_plan(None, score + lookup("bias", (h, k - q + 512), FLOAT), "relative_bias(bias)"),
-}  # fmt: skip
+    "softcap": make_plan(ProgramExprs(causal, 50.0 * function("tanh", score / 50.0)), "causal\nsoftcap(50)"),
+    "alibi": make_plan(ProgramExprs(causal, score + lookup("slope", (h,), FLOAT) * (k - q)), "causal\nalibi(slope)"),
+    "relative_bias": make_plan(
+        ProgramExprs(score=score + lookup("bias", (h, k - q + 512), FLOAT)), "relative_bias(bias)"
+    ),
+}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -137,14 +140,23 @@ HIDDEN = {"hidden": np.arange(80) % 3 == 0}
 hidden = lookup("hidden", (k,), BOOL)
 
 
-@pytest.mark.parametrize("mask", [
-    causal & ~hidden, ~hidden & causal, ~(hidden & causal), ~(hidden | causal) & (k > 3), ~hidden ^ causal,
-    ~hidden | causal, causal & ~(hidden ^ causal), where(~hidden, causal, hidden),
-    causal & ~(ir.to_float(q) / 3 > ir.to_float(k)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mask",
+    [
+        causal & ~hidden,
+        ~hidden & causal,
+        ~(hidden & causal),
+        ~(hidden | causal) & (k > 3),
+        ~hidden ^ causal,
+        ~hidden | causal,
+        causal & ~(hidden ^ causal),
+        where(~hidden, causal, hidden),
+        causal & ~(ir.to_float(q) / 3 > ir.to_float(k)),
+    ],
+)
 def test_a_negation_inside_other_operators(mask):
     """Python reads `a & b ^ True` as `(a & b) ^ True`."""
-    made = make_plan(mask, where(mask, score, 0.5 * score))
+    made = make_plan(ProgramExprs(mask, where(mask, score, 0.5 * score)))
     compare(made, made.slot_values({}), made.table_values(HIDDEN), 1, 2, 40, 40)
 
 
@@ -161,13 +173,17 @@ NUMBERS = [
 def test_numbers_in_the_place_of_vectors(number):
     node = NUMBERS[number]
     scored = "score" in ir.uses(node)
-    made = make_plan(None, score + build("float", build("int", node))) if scored else make_plan(node, None)
+    made = (
+        make_plan(ProgramExprs(score=score + build("float", build("int", node))))
+        if scored
+        else make_plan(ProgramExprs(node))
+    )
     compare(made, made.slot_values({}), {}, 1, 1, 60, 60)
 
 
 def test_hidden_score_with_infinite_slope_has_no_gradient():
     """The weight of a hidden position is 0, and 0 times infinity is NaN."""
-    made = emit(make_plan(q >= k, function("log", score)))
+    made = emit(make_plan(ProgramExprs(q >= k, function("log", score))))
     zero, grad = (
         functions(made.text)["score_mod_bwd"](vector(g, np.float32), vector(0.0, np.float32), *[None] * 6)
         for g in (0.0, 2.0)
@@ -179,11 +195,11 @@ def test_hidden_score_with_infinite_slope_has_no_gradient():
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (make_plan(q >= k, None, dropout=True), "no dropout"),
-        (make_plan(q >= k, None, unwritten=True), "hidden value, which may be NaN"),
-        (make_plan(q >= k, None, pages=Pages("table", 16)), "hidden value|recycled page"),
-        (make_plan(q * q * q >= k, None, limits={"q": 2.0**20}), "integers of 32 bits"),
-        (make_plan(q >= k, None, weight=lookup("scale", (k,), FLOAT)), "scale no stored"),
+        (make_plan(ProgramExprs(q >= k), keep_mask=survives()), "no dropout"),
+        (make_plan(ProgramExprs(q >= k), unwritten=True), "hidden value, which may be NaN"),
+        (make_plan(ProgramExprs(q >= k), pages=Pages("table", 16)), "hidden value|recycled page"),
+        (make_plan(ProgramExprs(q * q * q >= k), facts=ProgramFacts(limits={"q": 2.0**20})), "integers of 32 bits"),
+        (make_plan(ProgramExprs(q >= k), weight=lookup("scale", (k,), FLOAT)), "scale no stored"),
     ],
 )
 def test_cute_functions_refuse_plans_beyond_one_position(made, words):
@@ -193,7 +209,7 @@ def test_cute_functions_refuse_plans_beyond_one_position(made, words):
 
 
 def test_a_window_of_another_width_is_the_same_text():
-    one, two = (make_plan((q >= k) & (q - k <= n), None) for n in (255, 511))
+    one, two = (make_plan(ProgramExprs((q >= k) & (q - k <= n))) for n in (255, 511))
     assert emit(one).body == emit(two).body
     assert emit(one).scalars == ("s0",)
 

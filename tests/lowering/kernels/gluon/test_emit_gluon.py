@@ -15,7 +15,8 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.gluon.forward import emit
 from frisket.lowering.kernels.triton.forward import NO_ARRAYS, OptionalArrays
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Pages, Target, make_plan
+from frisket.lowering.plan import Bounds, Pages, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 
 TARGET = Target("gluon", 128, 128, 4, 3)
 BLACKWELL = Target("gluon", 256, 128, 4, 2, arch="sm_100")
@@ -24,17 +25,26 @@ documents = eq(ir.lookup("doc", (b, q)), ir.lookup("doc", (b, k)))
 closed = Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1"))
 GOLDEN = {
     "window.py": (
-        make_plan(causal & (q - k < param("w")), None, "causal & window(w)", bounds=closed, rows_nonempty=True),
-        Dims(128, 128, "bfloat16", 8), NO_ARRAYS,
+        make_plan(
+            ProgramExprs(causal & (q - k < param("w"))),
+            "causal & window(w)",
+            facts=ProgramFacts(bounds=closed, rows_nonempty=True),
+        ),
+        Dims(128, 128, "bfloat16", 8),
+        NO_ARRAYS,
     ),
     "everything.py": (
         make_plan(
-            causal & documents, 50 * function("tanh", score / 50) + ir.lookup("slope", (h,), FLOAT) * (k - q),
-            "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)", dropout=True,
+            ProgramExprs(
+                causal & documents, 50 * function("tanh", score / 50) + ir.lookup("slope", (h,), FLOAT) * (k - q)
+            ),
+            "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)",
+            keep_mask=survives(),
         ),
-        Dims(80, 64, "float16"), OptionalArrays(sinks=True, row_max=True, lse_residual=True),
+        Dims(80, 64, "float16"),
+        OptionalArrays(sinks=True, row_max=True, lse_residual=True),
     ),
-}  # fmt: skip
+}
 
 
 GOLDEN |= {f"blackwell_{name}": of for name, of in GOLDEN.items()}
@@ -65,7 +75,7 @@ def test_gluon_text_of_each_case_parses_and_fits_lines(name, target):
 
 def test_names_of_the_kernel_are_not_the_users():
     mask = eq(ir.lookup("keys", (q,)), ir.lookup("turns", (k,))) & (q < param("slot") + ir.lookup("half", (h,)))
-    text = emit(make_plan(mask, None), TARGET, Dims(64, 64, "bfloat16"))
+    text = emit(make_plan(ProgramExprs(mask)), TARGET, Dims(64, 64, "bfloat16"))
     assert "gl.load(keys_ + " in text
     assert "gl.load(turns_ + " in text
     assert "gl.load(half_ + " in text
@@ -73,15 +83,15 @@ def test_names_of_the_kernel_are_not_the_users():
 
 def refused(words, made=None, dims=None, target=TARGET):
     with pytest.raises(LoweringError, match=words):
-        emit(make_plan(causal, None) if made is None else made, target, dims or Dims(64, 64, "bfloat16"))
+        emit(make_plan(ProgramExprs(causal)) if made is None else made, target, dims or Dims(64, 64, "bfloat16"))
 
 
 def test_gluon_kernel_refuses_unsupported_calls():
     refused("^the Gluon kernel takes float16 and bfloat16: .*\n  take backend='triton'$", dims=Dims(64, 64, "float32"))
     refused("takes keys and values in the dtype of the queries", dims=Dims(64, 64, "bfloat16", 1, "int8"))
-    refused("takes keys and values in the dtype", make_plan(causal, None, weight=ir.lookup("w", (k,), FLOAT)))
-    refused("takes keys and values in arrays, not in pages", make_plan(causal, None, pages=Pages("pages", 16)))
-    refused("takes keys that are all written", make_plan(causal, None, unwritten=True))
+    refused("takes keys and values in the dtype", make_plan(ProgramExprs(causal), weight=ir.lookup("w", (k,), FLOAT)))
+    refused("takes keys and values in arrays, not in pages", make_plan(ProgramExprs(causal), pages=Pages("pages", 16)))
+    refused("takes keys that are all written", make_plan(ProgramExprs(causal), unwritten=True))
     refused("takes head dims up to 256, whose sums fit", dims=Dims(320, 64, "bfloat16"))
     refused("takes head dims that are multiples of 8", dims=Dims(64, 20, "bfloat16"))
     refused("tiles 128 queries and 32, 64 or 128 keys, not 64 x 64", target=Target("gluon", 64, 64))

@@ -17,6 +17,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.gluon.forward import EXP2, by_polynomial, emit
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 
 BOUND = 2.5e-7  # relative; rounding to bfloat16 is up to 2**-9, or 2e-3, and to float16 5e-4
 ON = Target("gluon", 256, 64, 4, 2, arch="sm_100")
@@ -25,7 +26,7 @@ ON = Target("gluon", 256, 64, 4, 2, arch="sm_100")
 @pytest.fixture(scope="module")
 def exp2():
     """The function of a kernel's text, on float32."""
-    made = language.kernels(emit(make_plan(causal, None), ON, Dims(64, 64, "bfloat16")))["exp2_polynomial"]
+    made = language.kernels(emit(make_plan(ProgramExprs(causal)), ON, Dims(64, 64, "bfloat16")))["exp2_polynomial"]
 
     def found(x):
         with np.errstate(all="ignore"):
@@ -96,12 +97,12 @@ def test_columns_that_are_polynomials(roots, share):
 # Plans, and the columns of 32 in a border tile and in a full one.
 WINDOW = causal & (q - k < param("w"))
 TILES = {
-    "causal": (make_plan(causal, None), 4, 10),
-    "causal, soft cap": (make_plan(causal, SOFTCAP), 16, 16),
-    "window": (make_plan(WINDOW, None), 0, 10),
-    "remainder": (make_plan(causal & (k % 7 > 0), None), 0, 10),
-    "alibi": (make_plan(causal, ALIBI), 0, 0),
-    "dropout": (make_plan(causal, None, dropout=True), 0, 0),
+    "causal": (make_plan(ProgramExprs(causal)), 4, 10),
+    "causal, soft cap": (make_plan(ProgramExprs(causal, SOFTCAP)), 16, 16),
+    "window": (make_plan(ProgramExprs(WINDOW)), 0, 10),
+    "remainder": (make_plan(ProgramExprs(causal & (k % 7 > 0))), 0, 10),
+    "alibi": (make_plan(ProgramExprs(causal, ALIBI)), 0, 0),
+    "dropout": (make_plan(ProgramExprs(causal), keep_mask=survives()), 0, 0),
 }
 
 

@@ -16,7 +16,8 @@ from frisket.dsl import ir
 from frisket.dsl.ir import lit, var
 from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.lowering import dense
-from frisket.lowering.plan import Bounds, KernelInputs, Target, make_plan
+from frisket.lowering.plan import Bounds, KernelInputs, ProgramFacts, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends import gluon
 from frisket.runtime.backends.gluon import torch as gluon_launch
 
@@ -120,7 +121,10 @@ def test_gluon_closed_form_bounds_equal_the_reference(name, origin, on):
     mask, bounds = CLOSED[name]
     sizes = tuple(o + n for o, n in zip(origin, (1, 2, 300, 330), strict=True))
     case = half(Case(mask, q_len=300, kv_len=330, slots={"w": 50}, origin=origin, sizes=sizes), on)
-    made = make_plan(case.mask, None, bounds=bounds, limits=dict.fromkeys((*ir.COORDINATES, "w"), 2.0**14))
+    made = make_plan(
+        ProgramExprs(case.mask),
+        facts=ProgramFacts(bounds=bounds, limits=dict.fromkeys((*ir.COORDINATES, "w"), 2.0**14)),
+    )
     assert made.bounds is not None
     check(case, *run(case, made, arch=on))
 
@@ -192,7 +196,8 @@ def test_scales_that_turn_the_order_of_scores(scale, on):
     arrays = tensors(case)
     target = Target("gluon", *BLOCKS[on], 4, 2, arch=on)
     out, *_ = gluon_launch.forward(KernelInputs(cases.plan(case), cases.Source(case), g, target, {}, {}), *arrays)
-    want, _ = dense.attention(*(x.double().numpy() for x in arrays), case.mask, None, scale=scale, params={}, tables={})
+    call = dense.DenseCall(ProgramExprs(case.mask), scale=scale, params={}, tables={})
+    want, _ = dense.attention(*(x.double().numpy() for x in arrays), call)
     assert np.abs(out.double().numpy() - want).max() < cases.allowed(case)
 
 

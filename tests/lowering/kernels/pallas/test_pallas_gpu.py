@@ -28,8 +28,9 @@ from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.pallas_gpu.expr import Expressions
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import filled
-from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Target, make_plan
+from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Problem, ProgramFacts, Target, make_plan, survives
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.pallas_gpu import jax as runtime
 from frisket.runtime.machine.modules import load_source
 
@@ -41,7 +42,10 @@ def run(case, platform="cpu", sinks=None, dropout=False):
     made = cases.plan(case)
     if dropout:
         made = make_plan(
-            case.mask, case.score, "", limits=dict.fromkeys([*ir.COORDINATES, *ir.SIZES], 1e4), dropout=True
+            ProgramExprs(case.mask, case.score),
+            "",
+            ProgramFacts(limits=dict.fromkeys([*ir.COORDINATES, *ir.SIZES], 1e4)),
+            keep_mask=survives(),
         )
     g = cases.geometry(case)
     target = runtime.target(made, g, case.dtype, case.block)
@@ -111,7 +115,7 @@ def check_text(case, down="q", atol=2e-6):
     g = cases.geometry(case)
     shape = (g.batch, g.heads, g.q_len, g.kv_len)
     s = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    env = dense.coordinates(*shape, origin=case.origin, sizes=case.sizes) | case.slots
+    env = dense.coordinates(g.problem) | case.slots
     seen = dense.visible(ir.TRUE if case.mask is None else case.mask, env, case.tables, shape)
     if made.mask is not None:
         np.testing.assert_array_equal(tiles_of(case, made.mask, made, s, down).astype(bool), seen)
@@ -310,7 +314,7 @@ def test_dropout_keeps_what_other_backends_keep(races):
     case = half("causal", q_len=64, kv_len=64, heads=1, kv_heads=1)
     found = np.asarray(run(case, dropout=True)[0], np.float64)
     shape = (1, 1, 64, 64)
-    env = dense.coordinates(*shape) | {"seed": 3}
+    env = dense.coordinates(Problem(*shape[2:], *shape[:2])) | {"seed": 3}
     draw = evaluate(ir.random(ir.param("seed"), *(ir.var(n) for n in "bhqk")), env, {})
     q_, k_, v_ = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case))
     s = np.where(np.tri(64, dtype=bool), q_ @ k_.swapaxes(2, 3) * case.dim**-0.5, -np.inf)
@@ -403,9 +407,9 @@ def test_pallas_gpu_kernel_refuses_unsupported_calls():
         'kernels for Hopper read keys and values as they are, and this call has those of int8; use backend="triton"'
     )
     for what, plan in (
-        ("pages of them", make_plan(causal, None, pages=Pages("pages", 64))),
-        ("scales of values", make_plan(causal, None, weight=lookup("v_scale", (k,), FLOAT))),
-        ("some that may never have been written", make_plan(causal, None, unwritten=True)),
+        ("pages of them", make_plan(ProgramExprs(causal), pages=Pages("pages", 64))),
+        ("scales of values", make_plan(ProgramExprs(causal), weight=lookup("v_scale", (k,), FLOAT))),
+        ("some that may never have been written", make_plan(ProgramExprs(causal), unwritten=True)),
     ):
         assert what in runtime.refuses(plan, cases.geometry(CASES["causal"]), "bfloat16", {})
     far = Case(score=score + lookup("bias", (h, q - k), FLOAT), tables={"bias": np.zeros((2, 9), np.float32)})
@@ -453,7 +457,7 @@ def test_a_call_without_keys():
 
 
 def test_more_batch_entries_than_a_grid_has():
-    plan, wanted = make_plan(None, None, ""), frozenset("q")
+    plan, wanted = make_plan(ProgramExprs(), ""), frozenset("q")
     reasons = [
         pallas_gpu_backward.refused(plan, Geometry(batch, 2, 2, 64, 64, 64, 64, 0.125), "bfloat16", {}, wanted)
         for batch in (65_535, 65_536)

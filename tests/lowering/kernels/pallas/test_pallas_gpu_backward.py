@@ -19,8 +19,19 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_gpu import backward as kernels
-from frisket.lowering.plan import RATE, SEED, Cotangents, ForwardResults, Geometry, KernelInputs, Target, make_plan
+from frisket.lowering.plan import (
+    RATE,
+    SEED,
+    Cotangents,
+    ForwardResults,
+    Geometry,
+    KernelInputs,
+    Target,
+    make_plan,
+    survives,
+)
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.pallas_gpu import jax as runtime
 from frisket.runtime.machine import modules
 
@@ -110,9 +121,15 @@ def test_pallas_gpu_gradients_multiply_visible_tiles_alone(name, monkeypatch, ra
 
     query, key, value, _, _, dout, dlse = given
     want = dense.gradients(
-        turned(query), turned(key), turned(value), case.mask, case.score, turned(dout), np.asarray(dlse, np.float64),
-        scale=case.dim**-0.5, params=case.slots, tables=case.tables,
-    )  # fmt: skip
+        turned(query),
+        turned(key),
+        turned(value),
+        dense.DenseCall(
+            ProgramExprs(case.mask, case.score), scale=case.dim**-0.5, params=case.slots, tables=case.tables
+        ),
+        turned(dout),
+        np.asarray(dlse, np.float64),
+    )
     for n in "qkv":
         np.testing.assert_allclose(np.asarray(got[n], np.float64), turned(want[f"d{n}"]), atol=0.03, rtol=0.02)
     for t in made.tables:
@@ -185,7 +202,7 @@ def test_spans_may_be_traced():
 
 
 def test_dropout_scales_what_survives():
-    made = make_plan(causal, None, dropout=True)
+    made = make_plan(ProgramExprs(causal), keep_mask=survives())
     text = kernels.emit(made, Target("", 64, 128), Geometry(1, 1, 1, 9, 9, 64, 64, 1.0), "kv")
     assert "(p * kept).astype(query.dtype)" in text
     assert "dm = p * (dp * kept - across(delta))" in text

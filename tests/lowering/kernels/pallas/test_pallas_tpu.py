@@ -25,8 +25,9 @@ from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
-from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
+from frisket.lowering.plan import RATE, SEED, Geometry, ProgramFacts, Target, make_plan, survives
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.pallas_tpu import jax as runtime
 from frisket.runtime.machine.modules import load_source
 
@@ -116,16 +117,24 @@ def test_pallas_tpu_half_precision_is_near_the_reference(which):
 def test_pallas_tpu_sinks_dropout_and_largest_scores(name):
     case, rate = ALL[name].but(block=(128, 128)), 0.25
     sinks = np.array([0.5, -np.inf, 3.0, -1.0, 0.0, 80.0], np.float32)[: case.heads]
-    made = make_plan(case.mask, case.score, limits=dict.fromkeys(ir.COORDINATES, 2.0**14), dropout=True)
+    made = make_plan(
+        ProgramExprs(case.mask, case.score),
+        facts=ProgramFacts(limits=dict.fromkeys(ir.COORDINATES, 2.0**14)),
+        keep_mask=survives(),
+    )
     drop = {SEED: 7, RATE: rate}
     out, lse, top = run(case, made, slots=made.slot_values(drop), sinks=jax.device_put(sinks))
     arrays = [np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
     kept = ir.renamed(made.keep_mask, {s.name: s.source for s in made.slots if s.source})
     given = {"scale": case.dim**-0.5, "params": drop, "tables": {}}
-    want = dense.attention(*arrays, case.mask, case.score, sinks=sinks, keep_mask=kept, rate=rate, **given)
+    want = dense.attention(
+        *arrays, dense.DenseCall(ProgramExprs(case.mask, case.score), sinks=sinks, keep_mask=kept, rate=rate, **given)
+    )
     np.testing.assert_allclose(np.asarray(out).transpose(0, 2, 1, 3), want[0], atol=2e-6)
     np.testing.assert_allclose(lse, want[1], atol=2e-6, rtol=2e-6)
-    np.testing.assert_allclose(top, dense.top(*arrays[:2], case.mask, case.score, **given), atol=2e-6, rtol=2e-6)
+    np.testing.assert_allclose(
+        top, dense.top(*arrays[:2], dense.DenseCall(ProgramExprs(case.mask, case.score), **given)), atol=2e-6, rtol=2e-6
+    )
 
 
 # -- in the interpreter that knows of memory --------------------------------------------------------
@@ -192,7 +201,9 @@ def test_pallas_tpu_forward_visits_the_visible_tiles(text):
     def seen(b, h, q_tile, k_tile, partial):
         visits[b, h, q_tile, k_tile] += 1 if partial else 2
 
-    made = make_plan(layout.mask, None, limits=dict.fromkeys([*ir.COORDINATES, *params], 2.0**14))
+    made = make_plan(
+        ProgramExprs(layout.mask), facts=ProgramFacts(limits=dict.fromkeys([*ir.COORDINATES, *params], 2.0**14))
+    )
     g = Geometry(1, 2, 2, 700, 700, 16, 16, 0.25)
     attend = counting(pallas_tpu.emit(made, TARGET, g, "float32"), seen)
     x = np.zeros((1, 700, 2, 16), np.float32)

@@ -24,8 +24,18 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_tpu import backward as emitted
 from frisket.lowering.kernels.pallas_tpu.walk import TpuOptions
-from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, Target, make_plan
+from frisket.lowering.plan import (
+    Cotangents,
+    ForwardResults,
+    Geometry,
+    KernelInputs,
+    ProgramFacts,
+    Target,
+    make_plan,
+    survives,
+)
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.pallas_tpu import jax as runtime
 from frisket.runtime.machine import modules
 
@@ -96,7 +106,7 @@ def test_each_kernel_has_tiles_of_its_own():
 def test_pallas_tpu_gradients_with_sinks_and_dropout(name):
     case = ALL[name]
     limits = dict.fromkeys((*ir.COORDINATES, *case.tables, *case.slots), 2.0**14)
-    made = make_plan(case.mask, case.score, limits=limits, dropout=True)
+    made = make_plan(ProgramExprs(case.mask, case.score), facts=ProgramFacts(limits=limits), keep_mask=survives())
     sinks = np.array([0.5, -np.inf, 3.0, 0.0], np.float32)[: case.heads]
     compare(*run(case, made, sinks=sinks, rate=0.3, with_lse=name != "by-diagonal"))
 
@@ -218,7 +228,9 @@ def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
 
     monkeypatch.setattr(runtime, "load", load)
     runtime._loaded_gradient.memo.clear()
-    made = make_plan(layout.mask, None, limits=dict.fromkeys([*ir.COORDINATES, *MASKS[text]], 2.0**14))
+    made = make_plan(
+        ProgramExprs(layout.mask), facts=ProgramFacts(limits=dict.fromkeys([*ir.COORDINATES, *MASKS[text]], 2.0**14))
+    )
     x, y, rows = (np.zeros(s, np.float32) for s in ((1, 500, 4, 16), (1, 500, 2, 16), (1, 4, 500)))
 
     class Spans:
@@ -285,7 +297,10 @@ LONG = {
 def lowered(case, length, dim, dtype):
     """A backward of everything over `length` tokens, exported for a TPU."""
     g = Geometry(1, 8, 4, length, length, dim, dim, dim**-0.5)
-    made = make_plan(case.mask, case.score, limits=dict.fromkeys([*ir.COORDINATES, *case.tables], 2.0**14))
+    made = make_plan(
+        ProgramExprs(case.mask, case.score),
+        facts=ProgramFacts(limits=dict.fromkeys([*ir.COORDINATES, *case.tables], 2.0**14)),
+    )
     layout = fk.mask("causal").layout(length, length, batch=1, heads=8, block=(512, 512))
 
     class Spans:

@@ -15,6 +15,7 @@ from support.tiers import default_only
 from frisket.dsl.errors import LoweringError
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.plan import Geometry, Pages, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.pallas_tpu import jax as runtime
 
 TARGET = Target("pallas-tpu", 128, 128)
@@ -77,13 +78,13 @@ def test_pallas_tpu_stored_keys_lower_for_a_tpu(name):
 
 @pytest.mark.parametrize(("page", "tile"), [(16, 128), (32, 256), (64, 512), (128, 512), (256, 512), (384, 384)])
 def test_tiles_that_fit_pages(page, tile):
-    plan = make_plan(None, None, pages=Pages("pages", page))
+    plan = make_plan(ProgramExprs(), pages=Pages("pages", page))
     assert runtime.target(plan, Geometry(1, 1, 1, 1, 2304, 64, 64, 1.0), "bfloat16").block_k == tile
     assert pallas_tpu.fits(page, tile)
 
 
 def test_pallas_tpu_refuses_storage_that_a_tpu_lacks():
-    pages = {n: make_plan(None, None, pages=Pages("pages", n)) for n in (16, 144)}
+    pages = {n: make_plan(ProgramExprs(), pages=Pages("pages", n)) for n in (16, 144)}
     g, few = Geometry(1, 1, 1, 1, 288, 64, 64, 1.0), {"t0": (4, 8)}
     assert runtime.refuses(pages[16], g, "bfloat16", few) == ""
     assert runtime.refuses(pages[144], g, "bfloat16", few) == (

@@ -27,7 +27,8 @@ from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.kernels.triton import module as triton
 from frisket.lowering.kernels.triton.forward import OptionalArrays, emit
 from frisket.lowering.kernels.triton.writer import Dims, arguments
-from frisket.lowering.plan import Bounds, Geometry, Pages, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, Pages, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import tiles
 
 TARGET = Target("triton", 128, 64, 8, 3)
@@ -39,26 +40,45 @@ softcap = 50 * function("tanh", score / 50)
 alibi = ir.lookup("slope", (h,), FLOAT) * (k - q)
 last = minimum(q1, ir.KV_LEN - 1)
 GOLDEN = {
-    "full.py": (make_plan(None, None, rows_nonempty=True, score_finite=True), 128, 128, "bfloat16", 1),
+    "full.py": (
+        make_plan(ProgramExprs(), facts=ProgramFacts(rows_nonempty=True, score_finite=True)),
+        128,
+        128,
+        "bfloat16",
+        1,
+    ),
     "window.py": (
         make_plan(
-            window, None, "causal & window(w)", rows_nonempty=True,
-            bounds=Bounds(q0 - param("w") + 1, q1 - param("w") + 1, q0, last),
+            ProgramExprs(window),
+            "causal & window(w)",
+            ProgramFacts(rows_nonempty=True, bounds=Bounds(q0 - param("w") + 1, q1 - param("w") + 1, q0, last)),
         ),
-        128, 128, "bfloat16", 8,
+        128,
+        128,
+        "bfloat16",
+        8,
     ),
     "documents.py": (
-        make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)"),
-        80, 64, "float16", 1,
+        make_plan(
+            ProgramExprs(causal & documents, softcap + alibi), "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)"
+        ),
+        80,
+        64,
+        "float16",
+        1,
     ),
     "relative_bias.py": (
         make_plan(
-            causal & eq(q // 3 % 8, k // 3 % 8), score + ir.lookup("bias", (h, k - q + 512), FLOAT),
-            "causal & q // 3 % 8 == k // 3 % 8\nscore + bias[h, k - q + 512]", limits={"q": 2**33, "k": 2**33},
+            ProgramExprs(causal & eq(q // 3 % 8, k // 3 % 8), score + ir.lookup("bias", (h, k - q + 512), FLOAT)),
+            "causal & q // 3 % 8 == k // 3 % 8\nscore + bias[h, k - q + 512]",
+            ProgramFacts(limits={"q": 2**33, "k": 2**33}),
         ),
-        64, 64, "float32", 4,
+        64,
+        64,
+        "float32",
+        4,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -76,18 +96,18 @@ def test_triton_forward_falls_back_to_pointers_per_dtype():
     """Float32, head sizes in two parts, 8 bits, pages and keys that may hold anything are read by pointers."""
     target = replace(TARGET, descriptors=True)
     for made, dims in (
-        (make_plan(causal, None), Dims(64, 64, "float32")),
-        (make_plan(causal, None), Dims(96, 64, "float16")),
-        (make_plan(causal, None), Dims(64, 64, "float16", 1, "int8")),
-        (make_plan(causal, None, unwritten=True), Dims(64, 64, "float16")),
+        (make_plan(ProgramExprs(causal)), Dims(64, 64, "float32")),
+        (make_plan(ProgramExprs(causal)), Dims(96, 64, "float16")),
+        (make_plan(ProgramExprs(causal)), Dims(64, 64, "float16", 1, "int8")),
+        (make_plan(ProgramExprs(causal), unwritten=True), Dims(64, 64, "float16")),
         (stored(64), Dims(64, 64, "float16")),
     ):
         assert emit(made, target, dims) == emit(made, TARGET, dims)
-    few = triton_decode.emit(make_plan(causal, None), target, Dims(64, 64, "float16"))
-    assert few == triton_decode.emit(make_plan(causal, None), TARGET, Dims(64, 64, "float16"))
+    few = triton_decode.emit(make_plan(ProgramExprs(causal)), target, Dims(64, 64, "float16"))
+    assert few == triton_decode.emit(make_plan(ProgramExprs(causal)), TARGET, Dims(64, 64, "float16"))
 
 
-GLOBAL = make_plan((abs(q - k) <= 256) | (k < 64) | (q < 64), None, "abs(q - k) <= 256 | k < 64 | q < 64")
+GLOBAL = make_plan(ProgramExprs((abs(q - k) <= 256) | (k < 64) | (q < 64)), "abs(q - k) <= 256 | k < 64 | q < 64")
 
 
 def test_golden_triton_forward_of_long_rows_in_parts(golden):
@@ -95,7 +115,9 @@ def test_golden_triton_forward_of_long_rows_in_parts(golden):
     golden("long_rows.py", emit(GLOBAL, TARGET, Dims(128, 128, "bfloat16", 4), optional, listed=True))
 
 
-EVERYTHING = make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + alibi", dropout=True)
+EVERYTHING = make_plan(
+    ProgramExprs(causal & documents, softcap + alibi), "causal & same(doc)\nsoftcap(50) + alibi", keep_mask=survives()
+)
 ALL_ARRAYS = OptionalArrays(sinks=True, row_max=True, lse_residual=True)
 
 
@@ -117,9 +139,11 @@ def scale(name):
 
 def stored(page):
     return make_plan(
-        (k <= q + ir.lookup("start", (b,))) & (k < ir.lookup("end", (b,))), score * scale("k_scale"), "stored",
-        weight=scale("v_scale"), pages=Pages("pages", page),
-    )  # fmt: skip
+        ProgramExprs((k <= q + ir.lookup("start", (b,))) & (k < ir.lookup("end", (b,))), score * scale("k_scale")),
+        "stored",
+        weight=scale("v_scale"),
+        pages=Pages("pages", page),
+    )
 
 
 def test_golden_text_of_stored_keys_and_values(golden):
@@ -133,7 +157,7 @@ def test_golden_text_of_stored_keys_and_values(golden):
 def test_stored_keys_and_values_have_no_backward():
     for made, dims in (
         (stored(16), Dims(64, 64, "float16")),
-        (make_plan(causal, None), Dims(64, 64, "float16", 1, "int8")),
+        (make_plan(ProgramExprs(causal)), Dims(64, 64, "float16", 1, "int8")),
     ):
         kernels = re.findall(r"def (attention_\w+)", triton.emit(made, TARGET, dims))
         assert kernels == ["attention_forward"]
@@ -143,7 +167,7 @@ def test_triton_tile_of_packed_heads_reads_shared_values_once():
     """The scale of a key head for all rows of a packed tile, but a mask's own `(h + 1) // 4` for each."""
     dims = Dims(64, 64, "float16", 4)
     shared, own = (
-        triton_decode.emit(make_plan(causal, score * ir.lookup("scale", (at, k), FLOAT)), TARGET, dims)
+        triton_decode.emit(make_plan(ProgramExprs(causal, score * ir.lookup("scale", (at, k), FLOAT))), TARGET, dims)
         for at in (h // 4, (h + 1) // 4)
     )
     assert "h_first = h_origin + kv_head * GROUP" in shared
@@ -163,42 +187,48 @@ def test_triton_forward_text_is_deterministic_and_parses(name):
 
 @pytest.mark.parametrize(
     ("mask", "bounds", "turned"),
-    [(causal, Bounds(ir.lit(0), ir.lit(0), q0, last), True),
-     (k >= q, Bounds(q0, q1, ir.var("k1"), ir.var("k1")), False),
-     (window, Bounds(q0 - param("w"), q1 - param("w"), q0, last), True)],
-)  # fmt: skip
+    [
+        (causal, Bounds(ir.lit(0), ir.lit(0), q0, last), True),
+        (k >= q, Bounds(q0, q1, ir.var("k1"), ir.var("k1")), False),
+        (window, Bounds(q0 - param("w"), q1 - param("w"), q0, last), True),
+    ],
+)
 def test_triton_longest_rows_of_closed_bounds_come_first(mask, bounds, turned):
     """The last rows of a causal mask, and the first of its transpose, in the forward and in dq."""
-    text = triton.emit(make_plan(mask, None, bounds=bounds), TARGET, Dims(64, 64, "float16"))
+    text = triton.emit(
+        make_plan(ProgramExprs(mask), facts=ProgramFacts(bounds=bounds)), TARGET, Dims(64, 64, "float16")
+    )
     assert text.count("row = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first") == 2 * turned
     assert ("    row = tl.program_id(0)\n" in text) is not turned
 
 
 def test_windows_of_any_size_are_one_kernel():
     def kernel(n):
-        text = emit(make_plan(causal & (q - k < n), None, f"window({n})"), TARGET, Dims(64, 64, "float16", 1))
+        text = emit(make_plan(ProgramExprs(causal & (q - k < n)), f"window({n})"), TARGET, Dims(64, 64, "float16", 1))
         return text[text.index("@triton.jit") :]
 
     assert kernel(256) == kernel(512)
 
 
 def test_only_what_is_used_is_a_parameter():
-    text = emit(make_plan(None, None), TARGET, Dims(64, 64, "float16", 1))
+    text = emit(make_plan(ProgramExprs()), TARGET, Dims(64, 64, "float16", 1))
     assert "origin" not in text
     assert "Spans" not in text
-    text = emit(make_plan(k < ir.KV_LEN - 3 * h, None), TARGET, Dims(64, 64, "float16", 1))
+    text = emit(make_plan(ProgramExprs(k < ir.KV_LEN - 3 * h)), TARGET, Dims(64, 64, "float16", 1))
     assert "    h_origin, k_origin,  # of this call" in text
     assert "    KV_LEN,\n" in text
 
 
 def test_triton_forward_has_no_guard_where_rows_are_nonempty():
-    proved = emit(make_plan(causal, None, rows_nonempty=True), TARGET, Dims(64, 64, "float16", 1))
+    proved = emit(
+        make_plan(ProgramExprs(causal), facts=ProgramFacts(rows_nonempty=True)), TARGET, Dims(64, 64, "float16", 1)
+    )
     assert "empty" not in proved
-    assert "empty = total == 0.0" in emit(make_plan(causal, None), TARGET, Dims(64, 64, "float16", 1))
+    assert "empty = total == 0.0" in emit(make_plan(ProgramExprs(causal)), TARGET, Dims(64, 64, "float16", 1))
 
 
 def test_triton_computes_rows_before_loops_columns_per_key():
-    made = make_plan(causal & documents & (q // 48 <= k // 48 % 7), None)
+    made = make_plan(ProgramExprs(causal & documents & (q // 48 <= k // 48 % 7)))
     lines = emit(made, TARGET, Dims(64, 64, "float16", 1)).split("\n")
     loop = next(i for i, line in enumerate(lines) if line.lstrip().startswith("for j in"))
     assert [i < loop for i, line in enumerate(lines) if line.lstrip().startswith(("doc_b_q =", "row0 ="))] == [
@@ -223,7 +253,7 @@ def test_triton_forward_names_are_reserved(name):
 
 
 def test_triton_text_has_no_sinks_or_dropout_unless_asked():
-    made = make_plan(causal, None)
+    made = make_plan(ProgramExprs(causal))
     for text in (
         emit(made, TARGET, Dims(64, 64, "float16")),
         triton_decode.emit(made, TARGET, Dims(64, 64, "float16")),
@@ -234,20 +264,20 @@ def test_triton_text_has_no_sinks_or_dropout_unless_asked():
 @pytest.mark.parametrize("packs", [True, False])
 def test_heads_are_packed_where_the_mask_is_the_same_for_all(packs):
     mask = causal if packs else causal & (q - k < 20 * h)
-    text = triton_decode.emit(make_plan(mask, score * h), TARGET, Dims(64, 64, "float16", 4))
+    text = triton_decode.emit(make_plan(ProgramExprs(mask, score * h)), TARGET, Dims(64, 64, "float16", 4))
     assert ("QUERIES: tl.constexpr = BLOCK_Q // GROUP" in text) is packs
     assert ("h = (h_origin + head)[:, None]" in text) is packs
 
 
 def test_user_names_give_way():
-    made = make_plan(ir.lookup("tile", (q,)) > ir.lookup("row0", (q // 3 + q,)), None)
+    made = make_plan(ProgramExprs(ir.lookup("tile", (q,)) > ir.lookup("row0", (q // 3 + q,))))
     names = arguments(made)
     assert names["t0"].all == ("tile_", "tile__size", "tile__stride")
     assert names["t1"].all == ("row0", "row0_size", "row0_stride")
 
 
 def test_triton_forward_text_refuses_bad_dtypes_and_tiles():
-    made = make_plan(causal, None)
+    made = make_plan(ProgramExprs(causal))
     with pytest.raises(LoweringError) as caught:
         emit(made, TARGET, Dims(64, 64, "float64", 1))
     assert str(caught.value) == (
@@ -268,7 +298,7 @@ def test_triton_forward_text_refuses_bad_dtypes_and_tiles():
 
 
 def test_a_name_outside_the_plan():
-    made = replace(make_plan(causal, None), mask=k < param("w"), by_query=None)
+    made = replace(make_plan(ProgramExprs(causal)), mask=k < param("w"), by_query=None)
     with pytest.raises(LoweringError) as caught:
         emit(made, TARGET, Dims(64, 64, "float16", 1))
     assert str(caught.value) == "`w` is neither a slot nor a table of the plan; make it one first"
@@ -286,7 +316,7 @@ def test_triton_and_jnp_operator_tables_are_complete(op, table):
 @pytest.mark.parametrize("op", ["segment", "reduce", "extent", "bound"])
 def test_triton_refuses_planner_operators_by_name(op):
     node = ir.make(op, (), "n", INT)
-    made = replace(make_plan(causal, None), mask=build("lt", k, node), by_query=None)
+    made = replace(make_plan(ProgramExprs(causal)), mask=build("lt", k, node), by_query=None)
     with pytest.raises(LoweringError) as caught:
         emit(made, TARGET, Dims(64, 64, "float16", 1))
     assert str(caught.value) == (
@@ -306,22 +336,28 @@ def printed(e):
 x, y, z = param("x"), param("y"), param("z")
 
 
-@pytest.mark.parametrize(("e", "text"), [
-    (x - (y - z), "x - (y - z)"),
-    ((x - y) - z, "x - y - z"),
-    (x * (y + z), "x * (y + z)"),
-    (-(x + y), "-(x + y)"),
-    (~(x ^ y) & z, "~(x ^ y) & z"),
-    ((x < y) & ((y < z) | (x < z)), "(x < y) & ((y < z) | (x < z))"),
-    (eq(x < y, y < z), "(x < y) == (y < z)"),
-    (x << 3, "x << 3"),
-    ((x + y) >> 40, "x + y >> 31"),
-    (build("float", x + y), "(x + y).to(tl.float32)"),
-    (build("int", x < y), "(x < y).to(INT)"),
-    (build("max", lit(0.5), build("float", x)), "tl.maximum(0.5, x.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)"),
-    (build("where", x < y, lit(-2.0), ir.NEG_INF), "tl.where(x < y, -2.0, -INFINITY)"),
-    (ir.random(x, y), "uniform(stirred(seeded(x), y))"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("e", "text"),
+    [
+        (x - (y - z), "x - (y - z)"),
+        ((x - y) - z, "x - y - z"),
+        (x * (y + z), "x * (y + z)"),
+        (-(x + y), "-(x + y)"),
+        (~(x ^ y) & z, "~(x ^ y) & z"),
+        ((x < y) & ((y < z) | (x < z)), "(x < y) & ((y < z) | (x < z))"),
+        (eq(x < y, y < z), "(x < y) == (y < z)"),
+        (x << 3, "x << 3"),
+        ((x + y) >> 40, "x + y >> 31"),
+        (build("float", x + y), "(x + y).to(tl.float32)"),
+        (build("int", x < y), "(x < y).to(INT)"),
+        (
+            build("max", lit(0.5), build("float", x)),
+            "tl.maximum(0.5, x.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)",
+        ),
+        (build("where", x < y, lit(-2.0), ir.NEG_INF), "tl.where(x < y, -2.0, -INFINITY)"),
+        (ir.random(x, y), "uniform(stirred(seeded(x), y))"),
+    ],
+)
 def test_parentheses_only_where_needed(e, text):
     assert printed(e) == ([], text)
 
@@ -332,11 +368,22 @@ def test_names_for_what_is_shared_or_known_sooner():
     assert (found[q * 3], found[k], found[q * 3 - k], found[lit(3)]) == (ROW, COLUMN, POSITION, SCALAR)
 
 
-@pytest.mark.parametrize(("e", "better"), [
-    (x // 8, x >> 3), (x % 8, build("bitand", x, lit(7))), (x // 1, x), (x // 3, x // 3), (x % -8, x % -8),
-    (x**3, x * x * x), (x**1, x), (x**0, lit(1)), (lit(2) ** 5 + x, 32 + x), (lit(7) // 0 + x, 0 + x),
-    (build("and", x < 1, lit(2) < lit(1)), build("and", x < 1, ir.FALSE)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("e", "better"),
+    [
+        (x // 8, x >> 3),
+        (x % 8, build("bitand", x, lit(7))),
+        (x // 1, x),
+        (x // 3, x // 3),
+        (x % -8, x % -8),
+        (x**3, x * x * x),
+        (x**1, x),
+        (x**0, lit(1)),
+        (lit(2) ** 5 + x, 32 + x),
+        (lit(7) // 0 + x, 0 + x),
+        (build("and", x < 1, lit(2) < lit(1)), build("and", x < 1, ir.FALSE)),
+    ],
+)
 def test_machine_expressions_take_cheaper_forms(e, better):
     assert expr.machine(e) is better
 
@@ -353,14 +400,14 @@ def test_pages_and_names():
 
 
 def test_bools_are_read_as_bytes_and_floats_as_float32():
-    keep = make_plan(ir.lookup("keep", (k,), BOOL), score + ir.lookup("bias", (k,), FLOAT))
+    keep = make_plan(ProgramExprs(ir.lookup("keep", (k,), BOOL), score + ir.lookup("bias", (k,), FLOAT)))
     text = emit(keep, TARGET, Dims(64, 64, "float16", 1))
     assert "visible &= tl.load(keep + clamp(k, keep_size) * keep_stride) != 0\n" in text
     assert "bias_k = tl.load(bias + clamp(k, bias_size) * bias_stride).to(tl.float32)\n" in text
 
 
 def test_table_offsets_of_all_axes_but_the_last_are_64_bits():
-    text = emit(make_plan(ir.lookup("keep", (q, k), BOOL), None), TARGET, Dims(64, 64, "float16", 1))
+    text = emit(make_plan(ProgramExprs(ir.lookup("keep", (q, k), BOOL))), TARGET, Dims(64, 64, "float16", 1))
     assert "keep + step(q, keep_size0, keep_stride0) + clamp(k, keep_size1) * keep_stride1" in text
 
 
@@ -384,7 +431,10 @@ def test_triton_table_rows_are_offsets_from_the_first_of_a_tile():
     """In 32 bits in `attention_dkv`, which walks queries; where another axis counts them, or none, in 64."""
     for index, near in (((h, q, k), True), ((q, h, k), True), ((h, k, q), False), ((h, q % 8, k), False)):
         text = triton_backward.emit(
-            make_plan(causal, score + ir.lookup("bias", index, FLOAT)), TARGET, Dims(64, 64, "bfloat16"), set("qkv")
+            make_plan(ProgramExprs(causal, score + ir.lookup("bias", index, FLOAT))),
+            TARGET,
+            Dims(64, 64, "bfloat16"),
+            set("qkv"),
         )
         dq, dkv = text.split("def attention_dkv(")
         assert ("step_from(q, q_origin + tile * BLOCK_Q, " in dkv, "NEAR: tl.constexpr" in dkv) == (near, near), index
@@ -413,7 +463,9 @@ def test_words_hold_the_bits_of_intervals():
 
 
 def test_words_are_for_the_forward_of_gpus_that_make_them():
-    made = make_plan(window, None, "causal & window(w)", limits={"q": 2**20, "k": 2**20, "w": 2**20})
+    made = make_plan(
+        ProgramExprs(window), "causal & window(w)", ProgramFacts(limits={"q": 2**20, "k": 2**20, "w": 2**20})
+    )
     texts = [triton.emit(made, replace(TARGET, words=x), Dims(64, 64, "bfloat16")) for x in (False, True)]
     found = [re.findall(r"visible = (\w+)\(", text) for text in texts]
     assert found == [["one_of"] * 3, ["among", "one_of", "one_of"]]

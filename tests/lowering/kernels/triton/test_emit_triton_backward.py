@@ -18,21 +18,28 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton.backward import emit
 from frisket.lowering.kernels.triton.cotangents import square, sums
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.lowering.plan import Bounds, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 
 TARGET = Target("triton", 128, 128, 8, 2, dq=Target("triton", 128, 64, 8, 2), dkv=Target("triton", 64, 128, 8, 2))
 ARRAYS = frozenset({"q", "k", "v"})
 LISTED = frozenset({"attention_dq", "attention_dkv"})
 WINDOW = make_plan(
-    causal & (q - k < param("w")), None, "causal & window(w)", rows_nonempty=True,
-    bounds=Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1")),
-)  # fmt: skip
+    ProgramExprs(causal & (q - k < param("w"))),
+    "causal & window(w)",
+    ProgramFacts(
+        rows_nonempty=True, bounds=Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1"))
+    ),
+)
 DOCUMENTS = make_plan(
-    causal & eq(lookup("doc", (b, q)), lookup("doc", (b, k))),
-    50.0 * function("tanh", score / 50.0) + lookup("slope", (h,), FLOAT) * (k - q) + lookup("gate", (h, k), FLOAT),
-    "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q) + gate[h, k]", dropout=True,
-)  # fmt: skip
-GATED = make_plan(causal, score + lookup("by_q", (q,), FLOAT) + lookup("by_k", (k,), FLOAT))
+    ProgramExprs(
+        causal & eq(lookup("doc", (b, q)), lookup("doc", (b, k))),
+        50.0 * function("tanh", score / 50.0) + lookup("slope", (h,), FLOAT) * (k - q) + lookup("gate", (h, k), FLOAT),
+    ),
+    "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q) + gate[h, k]",
+    keep_mask=survives(),
+)
+GATED = make_plan(ProgramExprs(causal, score + lookup("by_q", (q,), FLOAT) + lookup("by_k", (k,), FLOAT)))
 
 
 def everything(made):
@@ -56,7 +63,7 @@ def test_golden_triton_backward_with_tensor_descriptors(golden):
 def test_golden_triton_backward_of_long_rows_in_parts(golden):
     mask = (abs(q - k) <= 256) | (k < 64) | (q < 64)
     score_mod = score * lookup("gain", (h,), FLOAT) + lookup("gate", (h, k), FLOAT)
-    made = make_plan(mask, score_mod, "abs(q - k) <= 256 | k < 64 | q < 64\nscore * gain[h] + gate[h, k]")
+    made = make_plan(ProgramExprs(mask, score_mod), "abs(q - k) <= 256 | k < 64 | q < 64\nscore * gain[h] + gate[h, k]")
     dims = Dims(128, 96, "bfloat16", 4)
     golden("long_rows.py", emit(made, TARGET, dims, everything(made), dlse=False, listed=LISTED))
 
@@ -96,26 +103,28 @@ def test_only_what_is_wanted_is_there(wanted, kernels):
 
 
 def test_values_are_read_only_where_their_products_are_used():
-    text = emit(make_plan(causal, None), TARGET, Dims(64, 64, "float16"), {"v"})
+    text = emit(make_plan(ProgramExprs(causal)), TARGET, Dims(64, 64, "float16"), {"v"})
     assert not re.search(r"\bV\b|\bdp\b", text[text.index("def attention_dkv") :])
 
 
 def test_triton_backward_guards_empty_rows_and_infinite_slopes():
     dims = Dims(64, 64, "float16")
-    assert "empty" in emit(make_plan(causal, None), TARGET, dims, ARRAYS)
-    assert "empty" not in emit(make_plan(causal, None, rows_nonempty=True), TARGET, dims, ARRAYS)
-    assert "p == 0.0" in emit(make_plan(causal, function("sqrt", score)), TARGET, dims, ARRAYS)
-    assert "p == 0.0" not in emit(make_plan(causal, function("tanh", score)), TARGET, dims, ARRAYS)
+    assert "empty" in emit(make_plan(ProgramExprs(causal)), TARGET, dims, ARRAYS)
+    assert "empty" not in emit(
+        make_plan(ProgramExprs(causal), facts=ProgramFacts(rows_nonempty=True)), TARGET, dims, ARRAYS
+    )
+    assert "p == 0.0" in emit(make_plan(ProgramExprs(causal, function("sqrt", score))), TARGET, dims, ARRAYS)
+    assert "p == 0.0" not in emit(make_plan(ProgramExprs(causal, function("tanh", score))), TARGET, dims, ARRAYS)
 
 
 def test_triton_backward_sums_each_lookup_of_a_table():
-    made = make_plan(causal, score + lookup("t", (q,), FLOAT) * lookup("t", (k,), FLOAT))
+    made = make_plan(ProgramExprs(causal, score + lookup("t", (q,), FLOAT) * lookup("t", (k,), FLOAT)))
     assert [(s.buffer, s.total, s.along) for s in sums(made, {"t0"})] == [("Dt", "dt", "q"), ("Dt_", "dt_", "k")]
 
 
 def test_a_group_reads_the_records_of_each_of_its_heads():
-    alone = emit(make_plan(causal & (q - k < h), None), TARGET, Dims(64, 64, "float16"), ARRAYS)
-    group = emit(make_plan(causal & (q - k < h), None), TARGET, Dims(64, 64, "float16", 4), ARRAYS)
+    alone = emit(make_plan(ProgramExprs(causal & (q - k < h))), TARGET, Dims(64, 64, "float16"), ARRAYS)
+    group = emit(make_plan(ProgramExprs(causal & (q - k < h))), TARGET, Dims(64, 64, "float16", 4), ARRAYS)
     assert "for head in" not in alone
     assert (
         "for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):\n        place = batch * heads + head\n" in group
@@ -123,7 +132,7 @@ def test_a_group_reads_the_records_of_each_of_its_heads():
 
 
 def test_triton_backward_text_refuses_bad_tiles_and_dtypes():
-    made = make_plan(causal, None)
+    made = make_plan(ProgramExprs(causal))
     with pytest.raises(LoweringError) as caught:
         emit(made, replace(TARGET, dkv=Target("triton", 24, 64)), Dims(64, 64, "float16"), ARRAYS)
     assert str(caught.value) == "Triton tiles are powers of two from 16 on, block_q is 24; take 64 or 128"

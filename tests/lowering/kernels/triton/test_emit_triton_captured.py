@@ -13,7 +13,8 @@ from frisket.lowering.derive import alone, backward_of
 from frisket.lowering.kernels.triton import module as triton
 from frisket.lowering.kernels.triton.cotangents import diagonal, plane, scatter, square
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.lowering.plan import Bounds, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 
 TARGET, DIMS = square(Target("triton", 128, 64, 8, 3)), Dims(64, 64, "bfloat16", group=4)
 
@@ -27,17 +28,23 @@ def documents(*index):
 
 
 WINDOW = make_plan(
-    causal & (q - k < param("w")), score + bias(h, minimum(q - k, 31)), "window(w)\nscore + bias[h, min(q - k, 31)]",
-    bounds=Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1")), rows_nonempty=True,
-)  # fmt: skip
-CAPPED = make_plan(
-    causal & documents(),
-    30 * function("tanh", score * bias(k - q) / 30),
-    "softcap of score * bias[k - q]",
-    dropout=True,
+    ProgramExprs(causal & (q - k < param("w")), score + bias(h, minimum(q - k, 31))),
+    "window(w)\nscore + bias[h, min(q - k, 31)]",
+    ProgramFacts(
+        bounds=Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1")), rows_nonempty=True
+    ),
 )
-SHARED = make_plan(causal & documents(), score + bias(h, q, k + 3), "causal & same(doc)\nscore + bias[h, q, k + 3]")
-BUCKETS = make_plan(causal, score + bias(lookup("bucket", (q, k), INT), h), "causal\nscore + bias[bucket[q, k], h]")
+CAPPED = make_plan(
+    ProgramExprs(causal & documents(), 30 * function("tanh", score * bias(k - q) / 30)),
+    "softcap of score * bias[k - q]",
+    keep_mask=survives(),
+)
+SHARED = make_plan(
+    ProgramExprs(causal & documents(), score + bias(h, q, k + 3)), "causal & same(doc)\nscore + bias[h, q, k + 3]"
+)
+BUCKETS = make_plan(
+    ProgramExprs(causal, score + bias(lookup("bucket", (q, k), INT), h)), "causal\nscore + bias[bucket[q, k], h]"
+)
 
 
 def text(name):
@@ -77,7 +84,7 @@ def test_atomics_only_where_programs_meet():
 
 
 def test_gradients_of_one_weight_are_one_sum():
-    made = make_plan(causal, score + bias(q - k) + lookup("other", (h, q - k), FLOAT))
+    made = make_plan(ProgramExprs(causal, score + bias(q - k) + lookup("other", (h, q - k), FLOAT)))
     assert "weights, parts" in (source := diagonal(made, TARGET, DIMS, backward_of(made).gradients))
     assert "sum0" in source
     assert "sum1" not in source
@@ -113,7 +120,7 @@ def test_a_coordinate_alone():
 
 def test_kernels_to_read():
     def names(*mods):
-        made = make_plan(causal, sum(mods, score))
+        made = make_plan(ProgramExprs(causal, sum(mods, score)))
         wanted = {t.name for t in made.tables}
         source = triton.emit(made, Target("triton", 128, 64), DIMS, grad_names=wanted | {"q", "k", "v"})
         found = [n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]

@@ -15,6 +15,7 @@ from frisket.dsl.ir import FLOAT_FUNCTIONS, build, lookup, param, segment
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.analysis.layout import bind, grid_of, swap
+from frisket.lowering.plan import Problem
 from frisket.lowering.planner import arrays
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
@@ -30,9 +31,9 @@ FEW = "documents segments by-head batch-documents tile-map nan-bias".split()
 def agree(case, sorted_=frozenset(), room=64, records=0, turned=False):
     """Plans in torch and in Triton find the same."""
     mask = simplify(bind(case.mask, case.tables))
-    grid, _ = grid_of(mask, case.q_len, case.kv_len, case.batch, case.heads, case.block, case.origin)
+    grid, _ = grid_of(mask, case.problem, case.block)
     at = (grid.b, grid.h, grid.q, grid.k)
-    place = SpanRequest(at, case.q_len, case.kv_len, case.block, case.sizes, DEVICE, room=room, records=records)
+    place = SpanRequest(at, case.problem, case.block, DEVICE, room=room, records=records)
     if turned:
         mask, place = simplify(swap(mask)), place.transposed
     limits = {m: float(np.abs(t).max()) for m, t in case.tables.items() if t.dtype.kind == "i"}
@@ -41,7 +42,7 @@ def agree(case, sorted_=frozenset(), room=64, records=0, turned=False):
     tables = {m: torch.from_numpy(np.array(t)) for m, t in case.tables.items()}
     bounds, count, more = load_source(arrays.emit(plan, arrays.TORCH, True))["plan_spans"](
         *(torch.from_numpy(x.astype(np.int64).reshape(-1, 1, 1)) for x in place.at), case.sizes, case.params, tables,
-        q_len=place.q_len, kv_len=place.kv_len, block=place.block, room=room, records=place.most(plan),
+        q_len=place.problem.q_len, kv_len=place.problem.kv_len, block=place.block, room=room, records=place.most(plan),
     )  # fmt: skip
     found = flat_triton.kernel_spans(plan, place, {**case.params, **tables})
     np.testing.assert_array_equal(found[0], bounds)
@@ -161,7 +162,7 @@ def test_triton_planner_takes_tables_of_any_integer_dtype():
     doc = torch.arange(96) // 10
     found = [
         flat_triton.kernel_spans(
-            plan, SpanRequest((zero, zero, zero, zero), 96, 96, (16, 16), (1, 1, 96, 96), DEVICE), {"doc": d, "w": w}
+            plan, SpanRequest((zero, zero, zero, zero), Problem(96, 96), (16, 16), DEVICE), {"doc": d, "w": w}
         )[0]
         for d in (doc, doc.byte(), torch.stack([doc.short(), doc.short()], 1)[:, 0])
         for w in (13, torch.tensor(13, dtype=torch.int32))

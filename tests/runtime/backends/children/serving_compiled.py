@@ -15,6 +15,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton import decode
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, Pages, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.grids import shares
 from frisket.runtime.backends.triton.kernels import compiled_for
 from frisket.runtime.backends.triton.source import load
@@ -32,7 +33,9 @@ def plan_of(kv, page):
     places = (lookup("pages", (b, k // page)), h // GROUP, k % page) if page else (b, h // GROUP, k)
     key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
     pages = Pages("pages", page) if page else None
-    return make_plan(mask, score * key if kv else None, weight=value if kv else None, pages=pages, unwritten=True)
+    return make_plan(
+        ProgramExprs(mask, score * key if kv else None), weight=value if kv else None, pages=pages, unwritten=True
+    )
 
 
 def loops(text):

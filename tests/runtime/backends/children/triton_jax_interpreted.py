@@ -27,11 +27,13 @@ from frisket.lowering.plan import (
     Cotangents,
     ForwardResults,
     KernelInputs,
+    ProgramFacts,
     Target,
     make_plan,
     survives,
 )
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton import tiles as triton_tiles
@@ -54,7 +56,7 @@ def gradients(case, made=None, dv=None, **options):
 
 def with_dropout(case):
     limits = dict.fromkeys((*ir.COORDINATES, *case.slots, *case.tables), 2.0**14)
-    return make_plan(case.mask, case.score, limits=limits, dropout=True)
+    return make_plan(ProgramExprs(case.mask, case.score), facts=ProgramFacts(limits=limits), keep_mask=survives())
 
 
 def smaller(case):
@@ -99,15 +101,24 @@ def test_everything_at_once(name):
     out, lse, top = forward(case, made, jnp.asarray(sinks), splits=1)
     arrays = [jax_gradients.turned(x) for x in cases.arrays(case)]
     options = {
-        "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
-        "sizes": case.sizes, "sinks": sinks,
-    }  # fmt: skip
+        "scale": case.dim**-0.5,
+        "params": {**case.slots, **DROPPED},
+        "tables": case.tables,
+        "problem": case.problem,
+        "sinks": sinks,
+    }
     want, want_lse = dense.attention(
-        *arrays, case.mask, case.score, keep_mask=survives(), rate=DROPPED[RATE], **options
+        *arrays,
+        dense.DenseCall(ProgramExprs(case.mask, case.score), keep_mask=survives(), rate=DROPPED[RATE], **options),
     )
     np.testing.assert_allclose(out.transpose(0, 2, 1, 3), want, rtol=0, atol=5e-6)
     np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
-    np.testing.assert_allclose(top, dense.top(*arrays[:2], case.mask, case.score, **options), rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(
+        top,
+        dense.top(*arrays[:2], dense.DenseCall(ProgramExprs(case.mask, case.score), **options)),
+        rtol=2e-6,
+        atol=2e-6,
+    )
     compare(*gradients(case, made, sinks=sinks, rate=0.3))
 
 
@@ -188,7 +199,7 @@ def test_closed_form_bounds_read_no_table(place):
     w, q0, q1 = ir.param("w"), ir.var("q0"), ir.var("q1")
     case = Case(causal & (q - k < w), slots={"w": 40}, q_len=90, kv_len=90, block=(32, 32), origin=place,
                 sizes=(1, 4, 200, 210))  # fmt: skip
-    made = make_plan(case.mask, None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
+    made = make_plan(ProgramExprs(case.mask), facts=ProgramFacts(bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1)))
     inputs = cases.kernel_inputs(case, Target("triton", 32, 32, splits=1), made, spans=None, tables={})
     out, lse, _ = triton_jax.forward(inputs, *cases.arrays(case))
     cases.check(case, out, lse)
@@ -199,7 +210,9 @@ def test_64_bits_where_jax_has_32():
     far = np.arange(80, dtype=np.int64) << 33
     mask = ((q << 40) - k * 2**33 >= ir.param("w")) & (lookup("far", (q,)) >= lookup("far", (k,)))
     case = Case(mask, slots={"w": 5 * 2**35}, tables={"far": far}, q_len=70, kv_len=70, block=(32, 32))
-    made = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12, "w": 2**40, "far": 2**42})
+    made = make_plan(
+        ProgramExprs(case.mask), facts=ProgramFacts(limits={"q": 2**12, "k": 2**12, "w": 2**40, "far": 2**42})
+    )
     assert made.int64
     with pytest.MonkeyPatch.context() as patch:  # the case's own tables are JAX's, which has cut them
         patch.setattr(cases, "tables", lambda case, made: made.table_values(case.tables))
@@ -237,7 +250,10 @@ def test_traced_values_make_no_other_kernel():
         cases.check(case, out, lse)
         given = jax_gradients.options(case, made, None, {})
         want = dense.gradients(
-            *map(jax_gradients.turned, cases.arrays(case)), case.mask, None, jax_gradients.turned(out), None, **given
+            *map(jax_gradients.turned, cases.arrays(case)),
+            dense.DenseCall(ProgramExprs(case.mask), **given),
+            jax_gradients.turned(out),
+            None,
         )
         compare(found, {n: want["d" + n].transpose(0, 2, 1, 3) for n in "qkv"})
 

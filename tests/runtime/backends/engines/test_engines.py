@@ -33,7 +33,7 @@ def facts(mask: fk.Mask | None, g: Geometry, score: fk.ScoreMod | None = None, *
 
 
 def flags(call: EngineCall) -> Flags:
-    form = form_of(*simplified_program(call.program).simplified)
+    form = form_of(simplified_program(call.program).simplified)
     assert isinstance(form, EngineForm), form
     found = flags_of(form, call.geometry, call.program.scalars, call.program.tables)
     assert isinstance(found, Flags), found

@@ -50,7 +50,7 @@ def test_splash_is_the_oracle(mask: str, score: str | None, lengths: tuple, give
 def found(text: str, g: Geometry, score: str | None = None, dtype: str = "float32", **given: object) -> object:
     mask = fk.mask(text, **given)
     program = program_of(mask, None if score is None else fk.score(score), {})
-    form = form_of(*simplified_program(program).simplified)
+    form = form_of(simplified_program(program).simplified)
     assert isinstance(form, EngineForm)
     flags = flags_of(form, g, program.scalars, program.tables)
     assert isinstance(flags, Flags), flags

@@ -22,6 +22,7 @@ from runtime.parallel.children import hlo
 import frisket as fk
 from frisket.lowering import dense
 from frisket.lowering.plan import RATE, SEED, survives
+from frisket.lowering.simplify import ProgramExprs
 
 P = PartitionSpec
 rng = np.random.default_rng(5)
@@ -174,8 +175,13 @@ def wanted(case, att, qkv, dout, dlse, sinks):
         "sinks": None if sinks is None else np.asarray(sinks, np.float64),
     }  # fmt: skip
     options |= {"keep_mask": survives(), "rate": case.dropout} if case.dropout else {}
-    out, lse = dense.attention(*turned[:3], seen, score, **options)
-    found = dense.gradients(*turned[:3], seen, score, turned[3], np.where(np.isneginf(lse), 0, dlse), **options)
+    out, lse = dense.attention(*turned[:3], dense.DenseCall(ProgramExprs(seen, score), **options))
+    found = dense.gradients(
+        *turned[:3],
+        dense.DenseCall(ProgramExprs(seen, score), **options),
+        turned[3],
+        np.where(np.isneginf(lse), 0, dlse),
+    )
     backs = [found[n].swapaxes(1, 2) for n in ("dq", "dk", "dv")]
     made = {"out": out.swapaxes(1, 2), "lse": lse, **dict(zip(("dq", "dk", "dv"), backs))}
     if sinks is not None:

@@ -18,7 +18,8 @@ from frisket.dsl.ir import var
 from frisket.dsl.sugar import k, q
 from frisket.lowering.kernels.gluon.forward import emit, groups_of
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.gluon.torch import compile_reports, compiled_for, stages
 from frisket.runtime.backends.triton.source import load
 
@@ -40,7 +41,11 @@ SPILLED = {("3.9", "sm_90", 128, "alibi"): 8}  # bytes: one number of a thread, 
 def made(dim, name, arch="sm_90"):
     """(text, plan, target) of a kernel, as training calls it."""
     if name == "dropout":
-        plan = make_plan(q >= k, None, bounds=Bounds(var("k0"), var("k0"), var("q0"), var("q1")), dropout=True)
+        plan = make_plan(
+            ProgramExprs(q >= k),
+            facts=ProgramFacts(bounds=Bounds(var("k0"), var("k0"), var("q0"), var("q1"))),
+            keep_mask=survives(),
+        )
         groups, rows = groups_of(arch, dim, dim)
         block = groups * rows, 64 if dim <= 128 else 32
         chosen = Target("gluon", *block, 4, stages(Geometry(1, 1, 1, 1, 1, dim, dim, 1), *block), arch=arch)

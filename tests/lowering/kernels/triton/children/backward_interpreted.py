@@ -19,7 +19,8 @@ from frisket.dsl.sugar import k, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton.backward import emit
 from frisket.lowering.kernels.triton.writer import Dims, padded
-from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.lowering.plan import Bounds, ProgramFacts, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import torch as triton_torch
 
@@ -209,11 +210,11 @@ def test_shapes_in_64_bits():
     q = ir.var("q")
     case = small.but(mask=(q << 40) - k * 2**33 >= ir.param("w"), slots={"w": 5 * 2**35}, q_len=70, kv_len=70)
     both = Both(case)
-    both.plan = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12, "w": 2**40})
+    both.plan = make_plan(ProgramExprs(case.mask), facts=ProgramFacts(limits={"q": 2**12, "k": 2**12, "w": 2**40}))
     assert both.plan.int64
     both.check()
     both = Both(small.but(mask=STEEP, q_len=70, kv_len=70, block=(16, 16)))
-    both.plan = make_plan(STEEP, None, bounds=STEEP_BOUNDS, limits={"q": 2**12, "k": 2**12})
+    both.plan = make_plan(ProgramExprs(STEEP), facts=ProgramFacts(bounds=STEEP_BOUNDS, limits={"q": 2**12, "k": 2**12}))
     assert both.plan.int64
     both.check()
 
@@ -225,7 +226,8 @@ def test_shapes_with_closed_form_bounds(place):
     w, q0, q1 = ir.param("w"), ir.var("q0"), ir.var("q1")
     both = Both(small.but(mask=causal & (ir.var("q") - k < w), slots={"w": 40}, **place))
     both.plan = make_plan(
-        both.case.mask, None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1), limits=dict.fromkeys("qkw", 2.0**14)
+        ProgramExprs(both.case.mask),
+        facts=ProgramFacts(bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1), limits=dict.fromkeys("qkw", 2.0**14)),
     )
     both.check()
 

@@ -10,7 +10,8 @@ from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton.cotangents import diagonal, plane, scatter, square
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Geometry, make_plan
+from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.kernels import compile_reports
 from frisket.runtime.backends.triton.tiles import default_target
 
@@ -25,11 +26,29 @@ def bias(*index):
 
 SPILLED = listed()
 WAYS = {
-    "distance": (diagonal, make_plan(causal & (q - k < param("w")), score + bias(h, q - k), bounds=window), {}),
-    "distance, dropout": (diagonal, make_plan(causal & documents, score * bias(h, q - k), dropout=True), {}),
-    "plane": (plane, make_plan(causal, score + bias(h, q, k)), {"shared": "b"}),
-    "buckets": (scatter, make_plan(causal & documents, score + bias(lookup("n", (q, k), INT), h)), {"fixed": True}),
-    "atomics": (scatter, make_plan(causal & documents, score + bias(lookup("n", (q, k), INT), h)), {"fixed": False}),
+    "distance": (
+        diagonal,
+        make_plan(
+            ProgramExprs(causal & (q - k < param("w")), score + bias(h, q - k)), facts=ProgramFacts(bounds=window)
+        ),
+        {},
+    ),
+    "distance, dropout": (
+        diagonal,
+        make_plan(ProgramExprs(causal & documents, score * bias(h, q - k)), keep_mask=survives()),
+        {},
+    ),
+    "plane": (plane, make_plan(ProgramExprs(causal, score + bias(h, q, k))), {"shared": "b"}),
+    "buckets": (
+        scatter,
+        make_plan(ProgramExprs(causal & documents, score + bias(lookup("n", (q, k), INT), h))),
+        {"fixed": True},
+    ),
+    "atomics": (
+        scatter,
+        make_plan(ProgramExprs(causal & documents, score + bias(lookup("n", (q, k), INT), h))),
+        {"fixed": False},
+    ),
 }
 
 

@@ -20,7 +20,8 @@ from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.aten import forward as aten
 from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import Bounds, KernelInputs, Target, make_plan
+from frisket.lowering.plan import Bounds, KernelInputs, ProgramFacts, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import torch as triton_torch
 from frisket.runtime.backends.triton.torch import _CapturedRun, captured
@@ -191,14 +192,16 @@ CLOSED = Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"
 @pytest.mark.parametrize("name", ["diagonal, by distance", "plane, of a head", "scatter, sums"])
 def test_closed_form_bounds(name):
     both = Tables(ALL[name].but(q_len=65, kv_len=65, slots={"w": 33}))  # edges of windows at those of tiles
-    both.plan = make_plan(both.case.mask, both.case.score, bounds=CLOSED)
+    both.plan = make_plan(ProgramExprs(both.case.mask, both.case.score), facts=ProgramFacts(bounds=CLOSED))
     both.check()
 
 
 @pytest.mark.parametrize("name", ["diagonal, by distance", "plane, of all"])
 def test_closed_form_bounds_in_64_bits(name):
     both = Tables(ALL[name].but(mask=STEEP, batch=1, slots={}, block=(16, 16)))
-    both.plan = make_plan(STEEP, both.case.score, bounds=STEEP_BOUNDS, limits={"q": 2**12, "k": 2**12})
+    both.plan = make_plan(
+        ProgramExprs(STEEP, both.case.score), facts=ProgramFacts(bounds=STEEP_BOUNDS, limits={"q": 2**12, "k": 2**12})
+    )
     assert both.plan.int64
     both.check()
 

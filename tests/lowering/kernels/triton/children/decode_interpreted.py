@@ -13,14 +13,17 @@ from frisket.dsl.errors import BackwardError
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.lowering import dense
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, make_plan
+from frisket.lowering.plan import Bounds, ProgramFacts, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import launch as triton_launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 q0, q1, k0, k1 = (ir.var(n) for n in ("q0", "q1", "k0", "k1"))
 w = ir.param("w")
-WINDOW = make_plan(causal & (q - k < w), None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
+WINDOW = make_plan(
+    ProgramExprs(causal & (q - k < w)), facts=ProgramFacts(bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
+)
 
 
 def last(case, queries):
@@ -80,7 +83,7 @@ def test_parts_by_head_where_the_mask_tells_heads_apart():
     mask = causal & (q - k < w + 20 * h)
     bounds = Bounds(q0 - w - 20 * h + 1, q1 - w - 20 * h + 1, q0, q1)
     case = last(Case(mask, heads=4, kv_heads=2, slots={"w": 30}), 2)
-    check(case, *run(case, make_plan(mask, None, bounds=bounds), splits=3))
+    check(case, *run(case, make_plan(ProgramExprs(mask), facts=ProgramFacts(bounds=bounds)), splits=3))
 
 
 def test_parts_of_some_heads_of_a_large_group():
@@ -213,7 +216,8 @@ def test_keys_and_values_of_8_bits(keys, dtype, queries):
     out, lse, _ = run(case, keys=getattr(torch, keys))
     given = [x.double().numpy() for x in tensors(case, keys=getattr(torch, keys))]
     want, want_lse = dense.attention(
-        *given, causal, None, scale=96**-0.5, params={}, tables={}, origin=case.origin, sizes=case.sizes
+        *given,
+        dense.DenseCall(ProgramExprs(causal), scale=96**-0.5, params={}, tables={}, problem=case.problem),
     )
     assert np.abs(out.double().numpy() - want).max() <= cases.allowed(case)
     np.testing.assert_allclose(lse.numpy(), want_lse, rtol=2e-2, atol=2e-2)

@@ -14,7 +14,8 @@ from frisket.dsl.ir import lit, var
 from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Geometry, KernelInputs, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, KernelInputs, ProgramFacts, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import source as triton_source
@@ -161,13 +162,13 @@ PLACES = {
 def test_triton_cases_with_closed_form_bounds(name, place):
     mask, bounds = CLOSED[name]
     case = Case(mask, slots={"w": 50}, block=(32, 16), dim=16, v_dim=16).but(**PLACES[place])
-    made = make_plan(mask, None, name, bounds=bounds)
+    made = make_plan(ProgramExprs(mask), name, ProgramFacts(bounds=bounds))
     check(case, *run(case, made, spans=cases.Source(CASES["nothing"])))  # the table is not read
 
 
 def test_launch_reads_no_table_with_bounds():
     case = Case(causal)
-    made = make_plan(causal, None, "causal", bounds=CLOSED["causal"][1])
+    made = make_plan(ProgramExprs(causal), "causal", ProgramFacts(bounds=CLOSED["causal"][1]))
     arrays = (torch.as_tensor(np.asarray(x)).transpose(1, 2) for x in cases.arrays(case))
     inputs = KernelInputs(made, None, cases.geometry(case), Target("triton", 32, 32), {}, {})
     check(case, *triton_torch.forward(inputs, *arrays))
@@ -175,7 +176,7 @@ def test_launch_reads_no_table_with_bounds():
 
 def test_launch_without_guard():
     case = Case(causal & (q - k < 20), block=(32, 32))
-    check(case, *run(case, make_plan(case.mask, None, rows_nonempty=True)))
+    check(case, *run(case, make_plan(ProgramExprs(case.mask), facts=ProgramFacts(rows_nonempty=True))))
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
@@ -185,10 +186,10 @@ def test_launch_with_a_scale_that_cannot_be_folded(scale):
     case = Case(causal)
     arrays = [np.asarray(x).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
     g = Geometry(1, 2, 2, 150, 150, 32, 32, scale)
-    made = make_plan(causal, None)
+    made = make_plan(ProgramExprs(causal))
     inputs = KernelInputs(made, cases.Source(case), g, Target("triton", 64, 64), {}, {})
     out, lse, _ = triton_torch.forward(inputs, *map(torch.tensor, arrays))
-    want, want_lse = dense.attention(*arrays, causal, None, scale=scale, params={}, tables={})
+    want, want_lse = dense.attention(*arrays, dense.DenseCall(ProgramExprs(causal), scale=scale, params={}, tables={}))
     np.testing.assert_allclose(out.numpy(), want, atol=2e-6)
     np.testing.assert_allclose(lse.numpy(), want_lse, atol=2e-6)
 
@@ -196,21 +197,23 @@ def test_launch_with_a_scale_that_cannot_be_folded(scale):
 def test_launch_in_64_bits():
     far = (q << 40) - k * 2**33 >= ir.param("w")
     case = Case(far & eq((q << 40) >> 40, q), slots={"w": 5 * 2**35}, block=(32, 32))
-    made = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12, "w": 2**40})
+    made = make_plan(ProgramExprs(case.mask), facts=ProgramFacts(limits={"q": 2**12, "k": 2**12, "w": 2**40}))
     assert made.int64
     check(case, *run(case, made))
 
 
 def test_launch_with_closed_form_bounds_in_64_bits():
     case = Case(cases.STEEP, block=(16, 16), q_len=70, kv_len=70)
-    made = make_plan(case.mask, None, bounds=cases.STEEP_BOUNDS, limits={"q": 2**12, "k": 2**12})
+    made = make_plan(
+        ProgramExprs(case.mask), facts=ProgramFacts(bounds=cases.STEEP_BOUNDS, limits={"q": 2**12, "k": 2**12})
+    )
     assert made.int64
     check(case, *run(case, made, spans=cases.Source(CASES["nothing"])))
 
 
 def test_launch_huge_shift_of_a_small_integer():
     case = Case(eq(q >> 40, 0) & (k >> 63 >= 0), block=(32, 32))
-    made = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12})
+    made = make_plan(ProgramExprs(case.mask), facts=ProgramFacts(limits={"q": 2**12, "k": 2**12}))
     check(case, *run(case, made))
 
 
@@ -259,7 +262,7 @@ def test_launch_never_trusts_a_file(tmp_path, monkeypatch):
 
 
 def test_launch_reports_only_compiled_kernels():
-    made = make_plan(causal, None)
+    made = make_plan(ProgramExprs(causal))
     target = Target("triton", 64, 64)
     source = triton_torch.triton_forward.emit(made, target, Dims(64, 64, "float16"))
     with pytest.raises(BackendError, match="TRITON_INTERPRET=1 is set"):

@@ -27,7 +27,8 @@ from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton.forward import OptionalArrays, emit
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.kernels import compile_reports, compiled_for
 from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, ProgramTraits, default_target, of_kernel, reads_of
@@ -36,14 +37,17 @@ from frisket.runtime.backends.triton.torch import forward
 causal = q >= k
 softcap = 50 * function("tanh", score / 50)
 w, q0, q1 = ir.param("w"), ir.var("q0"), ir.var("q1")
-WINDOW = make_plan(causal & (q - k < w), None, rows_nonempty=True, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
+WINDOW = make_plan(
+    ProgramExprs(causal & (q - k < w)),
+    facts=ProgramFacts(rows_nonempty=True, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1)),
+)
 FORTY = Bounds(q0 - 39, q1 - 39, q0, q1)
-DOCUMENTS = make_plan(causal & eq(ir.lookup("doc", (q,)), ir.lookup("doc", (k,))), None)
+DOCUMENTS = make_plan(ProgramExprs(causal & eq(ir.lookup("doc", (q,)), ir.lookup("doc", (k,)))))
 PLANS = {
-    "full": make_plan(None, None, rows_nonempty=True, score_finite=True),
-    "softcap, alibi": make_plan(causal, softcap + ir.lookup("slope", (h,), FLOAT) * (k - q)),
-    "bias": make_plan(causal, score + ir.lookup("bias", (b, h, q, k), FLOAT)),
-    "bias by distance": make_plan(causal, score + ir.lookup("bias", (h, q - k + 511), FLOAT)),
+    "full": make_plan(ProgramExprs(), facts=ProgramFacts(rows_nonempty=True, score_finite=True)),
+    "softcap, alibi": make_plan(ProgramExprs(causal, softcap + ir.lookup("slope", (h,), FLOAT) * (k - q))),
+    "bias": make_plan(ProgramExprs(causal, score + ir.lookup("bias", (b, h, q, k), FLOAT))),
+    "bias by distance": make_plan(ProgramExprs(causal, score + ir.lookup("bias", (h, q - k + 511), FLOAT))),
 }
 
 
@@ -121,9 +125,10 @@ def test_triton_cases_fit_when_compiled(name):
 def test_triton_backward_fits_when_compiled(name, dtype, live):
     """Of one group, with dropout and formulas in 64 bits; of a scalar on the device; in float32, of few queries."""
     case, target = MODS[name], Target("triton", 16, 16, 4, 1)
-    wide = {"limits": dict.fromkeys("qk", 2.0**33), "dropout": True, "bounds": FORTY}
+    facts = ProgramFacts(limits=dict.fromkeys("qk", 2.0**33), bounds=FORTY)
+    wide = {"facts": facts, "keep_mask": survives()}
     many = wide if name == "by column, gqa" else {}
-    made = make_plan(case.mask, case.score, **many)
+    made = make_plan(ProgramExprs(case.mask, case.score), **many)
     wanted = {g.source for g in backward_of(made).gradients} | (set() if live else {"q", "k", "v"})
     dims = Dims(32, 48, dtype, case.heads // case.kv_heads, device_slots=live)
     found = list(compile_reports(triton_backward.emit(made, target, dims, wanted), made, target, dims))
@@ -134,14 +139,18 @@ def test_triton_backward_fits_when_compiled(name, dtype, live):
 @pytest.mark.parametrize("mod", [ir.lit(1.5), ir.param("c", FLOAT), ir.lookup("slope", (h,), FLOAT) * q])
 def test_score_mods_without_a_score_compile(mod):
     """One number for all keys of a row has the shape of a tile too."""
-    made, target, dims = make_plan(causal, mod), Target("triton", 32, 32, 4, 1), Dims(32, 32, "float16")
+    made, target, dims = make_plan(ProgramExprs(causal, mod)), Target("triton", 32, 32, 4, 1), Dims(32, 32, "float16")
     for source in (emit(made, target, dims), triton_backward.emit(made, target, dims, {"v"})):
         assert all(r.fits for r in compile_reports(source, made, target, dims))
 
 
 def test_triton_divisions_of_a_mask_are_rounded_correctly():
     def divisions(mask, score=None):
-        made, target, dims = make_plan(mask, score), Target("triton", 32, 32, 4, 1), Dims(32, 32, "float16")
+        made, target, dims = (
+            make_plan(ProgramExprs(mask, score)),
+            Target("triton", 32, 32, 4, 1),
+            Dims(32, 32, "float16"),
+        )
         source = triton_backward.emit(made, target, dims, {"k"})
         text = compiled_for("sm_90", load(source).attention_dkv, made, target, dims).asm["ptx"]
         return text.count("div.rn.f32"), len(re.findall(r"div\.(full|approx)", text)), source
@@ -161,7 +170,7 @@ def test_a_table_by_distance_is_loaded_once_a_tile(arch):
         target, dims = Target("triton", 64, 64, 4, 1), Dims(64, 64, "bfloat16")
         return compiled_for(arch, load(emit(plan, target, dims)).attention_forward, plan, target, dims).asm["ttgir"]
 
-    plain, biased = (counted(PLANS[n] if n else make_plan(causal, None)) for n in ("", "bias by distance"))
+    plain, biased = (counted(PLANS[n] if n else make_plan(ProgramExprs(causal))) for n in ("", "bias by distance"))
     assert biased.count("tt.gather") == 2
     assert [biased.count(n) - plain.count(n) for n in ("tt.load", "async_copy_global")] == [2, 0]
 
@@ -174,7 +183,7 @@ def test_a_soft_cap_is_one_product_and_one_tanh(arch):
     operators = ("mul.f32", "tanh.approx.f32", "ex2", "div", "rcp")
 
     def counted(score):
-        made = make_plan(causal, score)
+        made = make_plan(ProgramExprs(causal, score))
         text = compiled_for(arch, load(emit(made, target, dims)).attention_forward, made, target, dims).asm["ptx"]
         return [len(re.findall(rf"\t{op}(?:\.\w+)*[ \t]", text)) for op in operators]
 

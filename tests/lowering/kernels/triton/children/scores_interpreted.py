@@ -16,7 +16,8 @@ from frisket.dsl.sugar import eq, function, h, k, maximum, minimum, q, score, wh
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.kernels.triton.forward import emit
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Target, make_plan
+from frisket.lowering.plan import ProgramFacts, Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import torch as triton_torch
 
 triton_bf16.install()
@@ -114,7 +115,7 @@ def test_tables_by_distance_in_any_tile(block):
 
 def test_tables_by_distance_in_64_bits():
     case = BY_DISTANCE["clamped"]
-    made = make_plan(case.mask, case.score, limits={"q": 2.0**33, "k": 2.0**33})
+    made = make_plan(ProgramExprs(case.mask, case.score), facts=ProgramFacts(limits={"q": 2.0**33, "k": 2.0**33}))
     assert made.int64
     check(case, *run(case, made))
 
@@ -197,7 +198,7 @@ def test_float32_keeps_its_text():
 
 
 def test_a_mask_decides_by_the_exact_tanh():
-    made = make_plan(function("tanh", ir.to_float(q) / 9.0) > 0.5, 20 * function("tanh", score / 20))
+    made = make_plan(ProgramExprs(function("tanh", ir.to_float(q) / 9.0) > 0.5, 20 * function("tanh", score / 20)))
     text = emit(made, Target("triton", 32, 32, tanh="approximate"), Dims(32, 32, "float16"))
     assert text.count("tanh_approximate(score") == 2
     assert "tanh(tl.div_rn(q.to(tl.float32), 9.0)) > 0.5" in text
