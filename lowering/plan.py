@@ -508,9 +508,10 @@ def make_plan(
 
 
 def survives(at: tuple[Expr, ...] | None = None) -> Expr:
-    """The Expr that says whether a position survives dropout, in the names SEED and RATE: a random draw for every
-    position, from a seed and global coordinates, the same on any backend, tile and shard. `at` are those of (q, k), or
-    of (b, h, q, k), where the arrays hold positions in another order."""
+    """The Expr that says whether a position survives dropout, in the names SEED and RATE.
+
+    Every position has a random draw, from a seed and global coordinates: the same on any backend, tile and shard. `at`
+    are those of (q, k), or of (b, h, q, k), where the arrays hold positions in another order."""
     where = (var("b"), var("h"), *(at or (var("q"), var("k"))))[-4:]
     return build("ge", random(param(SEED, INT), *where), param(RATE, FLOAT))
 

@@ -28,8 +28,9 @@ VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 
 @memo(group="once")
 def this_cpu() -> tuple[str, frozenset[str]]:
-    """The CPU as a text, which two machines share only if code built for one runs on the other; and its features beyond
-    the least of its kind, in the words of /proc/cpuinfo."""
+    """The CPU as a text, and its features beyond the least of its kind, in the words of /proc/cpuinfo.
+
+    Two machines share the text only if code built for one runs on the other."""
     entries: dict[str, str] = {}  # of the first CPU; none where there is no such file
     try:
         with Path("/proc/cpuinfo").open() as lines:

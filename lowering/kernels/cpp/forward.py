@@ -48,13 +48,12 @@ KEYS = 16  # tiles of keys are whole vectors, the widest of which has 16 lanes
 
 @dataclass(frozen=True)
 class CppArrays:
-    """The properties of the arrays on which a kernel's text depends: head sizes, the dtype of q, k, v and out, that of
-    k and v where it is another one, of 8 bits, and whether tables give the order of rows."""
+    """The properties of arrays on which a kernel's text depends."""
 
     head_dim: int
     v_dim: int
-    dtype: str
-    kv_dtype: str = ""
+    dtype: str  # of q and out, and of k and v
+    kv_dtype: str = ""  # of k and v where it is another one, of 8 bits
     permuted: bool = False
 
 

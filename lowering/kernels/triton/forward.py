@@ -34,13 +34,11 @@ PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and the
 
 @dataclass(frozen=True)
 class OptionalArrays:
-    """The arrays of a forward kernel that a call may leave out: attention `sinks`, which it reads, and two results,
-    `row_max`, the largest score of every row, and `lse_residual`, the rounding error of its lse, which a backward
-    wants."""
+    """The arrays of a forward kernel that a call may leave out."""
 
-    sinks: bool = False
-    row_max: bool = False
-    lse_residual: bool = False
+    sinks: bool = False  # read: attention sinks
+    row_max: bool = False  # written: the largest score of each row
+    lse_residual: bool = False  # written, for a backward: the rounding error of lse
 
 
 NO_ARRAYS = OptionalArrays()

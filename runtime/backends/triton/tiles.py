@@ -144,8 +144,10 @@ def default_target(
     descriptors: bool = True,
     limit: int = 0,
 ) -> Target:
-    """The target of the forward, which holds those of the backward and of few queries, on a GPU of this `arch` whose
-    blocks have `limit` bytes of shared memory, or those of SHARED. Without `descriptors` arrays are read by pointers.
+    """The target of the forward, which holds those of the backward and of few queries, on a GPU of this `arch`.
+
+    Its blocks have `limit` bytes of shared memory, or those of SHARED. Without `descriptors` arrays are read by
+    pointers.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     >>> t = default_target(g, "bfloat16", ProgramTraits(keys=128))
@@ -521,12 +523,11 @@ def interpreted() -> bool:
 
 
 class Gpu(NamedTuple):
-    """A GPU: its architecture as in `GPUS`, its streaming multiprocessors or compute units, and the bytes of shared
-    memory that a block may have, or 0 where that is not known."""
+    """A GPU as tiles are chosen for it."""
 
-    arch: str
-    processors: int
-    shared: int
+    arch: str  # as in `GPUS`
+    processors: int  # streaming multiprocessors or compute units
+    shared: int  # bytes of shared memory that a block may have; 0: not known
 
 
 NOWHERE = Gpu("sm_90", 132, 0)  # where there is no GPU: an H100

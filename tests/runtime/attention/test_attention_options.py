@@ -272,7 +272,7 @@ def test_score_table_reaches_the_executor_without_a_copy():
     real = aten.forward
     att = fk.compile("causal", "param bias: float[_, _]\nscore = score + bias[q, k]", backend="aten")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aten, "forward", lambda *a, **kw: seen.append(a[7]["t0"]) or real(*a, **kw))
+        patch.setattr(aten, "forward", lambda *a, **kw: seen.append(a[0].tables["t0"]) or real(*a, **kw))
         for _ in range(2):
             att(q, k, v, bias=bias)
     assert [t.data_ptr() for t in seen] == [bias.data_ptr()] * 2

@@ -111,7 +111,7 @@ def test_an_entry_of_another_name_is_not_trusted(cache, compilations):
 def test_cache_key_has_cpu_variant_flags_and_compiler(cache, compilations, monkeypatch, tmp_path):
     library(source(1))
     forget()
-    monkeypatch.setattr(native_build, "identity", lambda: "another CPU")
+    monkeypatch.setattr(native_build, "this_cpu", lambda: ("another CPU", frozenset()))
     library(source(1))
     assert len(compilations) == 2, "the CPU"
     library(source(1), best())
@@ -139,7 +139,7 @@ def best():
 
 
 def test_a_variant_that_this_cpu_lacks(cache, monkeypatch):
-    monkeypatch.setattr(native_cpu, "features", frozenset)
+    monkeypatch.setattr(native_cpu, "this_cpu", lambda: ("", frozenset()))
     with pytest.raises(fk.BackendError, match="variant 'avx2' does not run here: this CPU has no abm, avx, avx2, bmi1"):
         library(source(1), "avx2")
     assert not cache.exists()

@@ -144,9 +144,9 @@ def asked(monkeypatch):
 
 def without_fast_path(monkeypatch):
     """The calls to come that no fast path runs."""
-    found, first, again = [], op._first_call, PreparedCall.again
+    found, first, again = [], op._first_call, PreparedCall.attend
     monkeypatch.setattr(op, "_first_call", lambda *given: found.append(given) or first(*given))
-    monkeypatch.setattr(PreparedCall, "again", lambda *given: found.append(given) or again(*given))
+    monkeypatch.setattr(PreparedCall, "attend", lambda *given: found.append(given) or again(*given))
     return found
 
 

@@ -495,7 +495,7 @@ def test_masks_that_take_six_products(mask, there, monkeypatch):
 
 def test_a_system_that_refuses(monkeypatch):
     """The unit is there, but no program may use it."""
-    monkeypatch.setattr(cpp_cpu, "features", lambda: cpp_cpu.VARIANTS["amx"][1])
+    monkeypatch.setattr(cpp_cpu, "this_cpu", lambda: ("", cpp_cpu.VARIANTS["amx"][1]))
     monkeypatch.setattr(cpp_cpu, "_allowed", lambda: True)
     assert (cpp_cpu.best(), cpp_cpu.flags_of("native")[1:]) == ("amx", ("-DFRISKET_AMX",))
     monkeypatch.setattr(cpp_cpu, "_allowed", lambda: False)

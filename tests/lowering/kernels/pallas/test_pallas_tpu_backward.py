@@ -226,7 +226,7 @@ def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
 
         return modules.load_source(source.replace(line, line + note), seen=seen)
 
-    monkeypatch.setattr(runtime, "load", load)
+    monkeypatch.setattr(runtime, "load_source", load)
     runtime._loaded_gradient.memo.clear()
     made = make_plan(
         ProgramExprs(layout.mask), facts=ProgramFacts(limits=dict.fromkeys([*ir.COORDINATES, *MASKS[text]], 2.0**14))
