@@ -38,6 +38,7 @@ INFIX = {
 SAME = frozenset("add sub mul min max neg abs sign where pow reduce bitand bitor bitxor bitnot".split())
 JOINING = frozenset("add sub mul min max where".split()) | COMPARISONS
 TELLING = frozenset("and or xor not div floor isfinite".split())  # take Bools, or prefer Floats
+LOGIC = frozenset("and or xor not".split())
 BITS = frozenset("bitand bitor bitxor bitnot".split())
 Piece: TypeAlias = "str | tuple[Expr, int]"
 Pieces: TypeAlias = "tuple[int, list[Piece]]"  # how tightly a text binds, and its parts
@@ -265,6 +266,7 @@ def _undetermined(root: Expr, flex: dict[Expr, frozenset[str]]) -> dict[str, tup
     names: dict[str, tuple[int, Type]] = {}
     doubtful: set[str] = set()
     evident: set[str] = set()
+    ambiguous: set[str] = set()
     for node in walk(root):
         if node.op == "param":
             names[node.name] = (0, node.type)
@@ -275,12 +277,22 @@ def _undetermined(root: Expr, flex: dict[Expr, frozenset[str]]) -> dict[str, tup
         elif node.op in BITS and all(flex[a] for a in node.args):
             doubtful.update(*(flex[a] for a in node.args))
         evident.update(_evidence(node, flex))
+        if node.op in ("eq", "ne", "where"):
+            ambiguous.update(n for a in node.args[node.op == "where" :] for n in _either(a))
     entries = library.definitions()
     return {
         name: (rank, type)
         for name, (rank, type) in names.items()
-        if name in entries or (name in doubtful if type is INT else name not in evident)
+        if name in entries or (name in doubtful if type is INT else name not in evident or name in ambiguous)
     }
+
+
+def _either(e: Expr) -> frozenset[str]:
+    """The names of a value whose operators have the signs of those of bits: `(~a) == b` reads as one of Ints."""
+    if e.op not in LOGIC:
+        return frozenset()
+    parts = [frozenset({a.name}) if a.op in ("param", "lookup") else _either(a) for a in e.args]
+    return frozenset().union(*parts) if all(parts) else frozenset()  # a comparison says that all are Bools
 
 
 def _evidence(node: Expr, flex: dict[Expr, frozenset[str]]) -> Iterator[str]:

@@ -30,6 +30,25 @@ def test_a_float_to_a_whole_number_is_declared():
     assert parse_expression(show(e)) is e
 
 
+FLAG, OTHER = ir.param("flag", BOOL), ir.param("other", BOOL)
+
+
+@pytest.mark.parametrize(
+    "e",
+    [
+        ir.build("eq", ir.build("not", FLAG), FLAG),
+        ir.build("ne", ir.build("not", FLAG), ir.build("not", OTHER)),
+        ir.build("eq", ir.build("xor", FLAG, OTHER), FLAG),
+        ir.build("where", FLAG, ir.build("not", OTHER), OTHER),
+    ],
+    ids=repr,
+)
+def test_bools_whose_operators_bits_have_too_are_declared(e):
+    """`(~flag) == flag` alone reads as one of Ints."""
+    assert "param " in show(e)
+    assert parse_expression(show(e)) is e
+
+
 @quick(150)
 @given(expressions.any_expression())
 def test_parse_of_show_is_the_same_node(e):
