@@ -190,27 +190,20 @@ class ForwardKernel(RowKernel):
             "axes": [f"{', '.join(p.index for p in a)} = {', '.join(p.positions for p in a)}" for a in axes],
             **self.optional.holes,
             **fields(self, "paged numbered described unwritten within cast"),
-            "guard": self.plan.guard,
-            "pages": pages and pages.name,
-            "pages_size": pages and pages.sizes[1],
-            "pages_step": pages and pages.strides[0],
-            "pages_stride": pages and pages.strides[1],
-            "page_size": self.plan.page,
-            "key": "at" if self.numbered else "tile * BLOCK_K",
-            "first_key": self._first("k", "[None, :]"),
-            "first_value": self._first("v", "[:, None]"),
+            "guard": self.plan.guard, "pages": pages and pages.name, "pages_size": pages and pages.sizes[1],
+            "pages_step": pages and pages.strides[0], "pages_stride": pages and pages.strides[1],
+            "page_size": self.plan.page, "key": "at" if self.numbered else "tile * BLOCK_K",
+            "first_key": self._first("k", "[None, :]"), "first_value": self._first("v", "[:, None]"),
             "head": [p.holes("present[:, None]") for p in self.head],
             "values": [p.holes("present[:, None]", other="") for p in self.values],
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
-            **self.closed_form(),
-            "hoisted": self.before_tiles(),
-            "weighed": bool(self.weight),
+            **self.closed_form(), "hoisted": self.before_tiles(), "weighed": bool(self.weight),
             "scaled": self.value(self.weight[0]) if self.weight else "",
             "tiles": self.tiles(),
             "whole": f"(total * {self.survival})" if self.survival else "total",
             "survived": f" * (1.0 / {self.survival})" if self.survival else "",
             "v_dim": self.v,
-        }
+        }  # fmt: skip
 
     @property
     def within(self) -> str:
