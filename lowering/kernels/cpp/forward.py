@@ -171,24 +171,16 @@ class CppKernel:
             size=f"{dim}" if dim == v_dim else f"{dim} (values {v_dim})",
             dtype=dtype,
             note="" if self.kv_dtype == dtype else f" beside keys and values of {self.kv_dtype}",
-            block_k=self.target.block_k,
-            real_bytes=8 if self.double else 4,
-            int_bytes=8 if self.plan.int64 else 4,
-            half=half,
-            six=self.target.precision == "bf16x6",
-            real="double" if self.double else "float",
-            int="int64_t" if self.plan.int64 else "int32_t",
-            eight=eight,
+            block_k=self.target.block_k, real_bytes=8 if self.double else 4, int_bytes=8 if self.plan.int64 else 4,
+            half=half, six=self.target.precision == "bf16x6", real="double" if self.double else "float",
+            int="int64_t" if self.plan.int64 else "int32_t", eight=eight,
             kinds=", ".join(["0: as those of q", *(f"{n}: {x}" for x, (_, n) in EIGHT.items())]),
-            entry=real,
-            stored=entry,
+            entry=real, stored=entry,
             constants=[f"const int {name} = {value};" for name, value in self.constants().items()],
-            scored=_boolean("modified" in self.ready),
-            dropped=_boolean("kept" in self.ready),
-            scaled=_boolean("scale_of_value" in self.ready),
-            by_head=_boolean("h" in self.used),
+            scored=_boolean("modified" in self.ready), dropped=_boolean("kept" in self.ready),
+            scaled=_boolean("scale_of_value" in self.ready), by_head=_boolean("h" in self.used),
             moved=_boolean(self.arrays.permuted),
-        )
+        )  # fmt: skip
         return f"{text}{cpp_call.text()}\nnamespace {{\n"
 
     def constants(self) -> dict[str, int]:

@@ -200,21 +200,12 @@ class _GpuKernel:
             functions += ["\n\n", filled(shared["distances"], down=self.owned, across=across_axis)]
         narrow = [NARROW] if sides[across] == 32 else []
         head = filled(
-            TEXT["head"],
-            what=self.what,
+            TEXT["head"], what=self.what,
             text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
-            block_q=t.block_q,
-            block_k=t.block_k,
-            own=owned,
-            across=across,
-            dim=dims(g.head_dim),
-            dim_v=dims(g.v_dim),
-            group=g.heads // g.kv_heads,
-            stages=stages(g, sides[owned], sides[across]),
-            scale=repr(float(g.scale)),
-            narrow=narrow,
-            shared="".join(functions).strip("\n").splitlines(),
-        )
+            block_q=t.block_q, block_k=t.block_k, own=owned, across=across, dim=dims(g.head_dim), dim_v=dims(g.v_dim),
+            group=g.heads // g.kv_heads, stages=stages(g, sides[owned], sides[across]), scale=repr(float(g.scale)),
+            narrow=narrow, shared="".join(functions).strip("\n").splitlines(),
+        )  # fmt: skip
         products = TEXT["products_interpreted"] if self.interpretable else TEXT["products"]
         before = [*pallas_inputs.before(plan, e.inputs), *e.lined()]
         holes |= {f"d{n}": n in self.grad_names for n in "qkv"} | fields(self, "name head length")
@@ -278,24 +269,16 @@ class _GpuKeyGradients(_GpuKernel):
         dims = ["v_dim"] * dv + ["dim"] * dk
         refs = [*self.operands(), *(refs_of.get(n, f"{n}_ref") for n in arrays), *outs, *scratch, "*", "length"]
         return self.filled(
-            TEXT["keys"],
-            refs=", ".join(refs),
-            products=", ".join(["scores"] + ["inner"] * dk),
-            pairs=", ".join(pairs),
+            TEXT["keys"], refs=", ".join(refs), products=", ".join(["scores"] + ["inner"] * dk), pairs=", ".join(pairs),
             starts=self.starts,
             found=_tuple([f"{weight}.astype(query.dtype)"] * dv + ["ds.astype(query.dtype)"] * dk),
-            names=_tuple(["p"] * dv + ["ds"] * dk),
-            sums=_tuple(["dv"] * dv + ["dk"] * dk),
-            summed=[],
+            names=_tuple(["p"] * dv + ["ds"] * dk), sums=_tuple(["dv"] * dv + ["dk"] * dk), summed=[],
             factors=", ".join(factors),
             zeros=_tuple(["zeros(HALF, DIM_V)"] * dv + ["zeros(HALF, DIM)"] * dk),
-            doc=" and ".join(["dv"] * dv + ["dk"] * dk),
-            vectors=[{"shape": "(STAGES, BLOCK_Q)"}] * (2 + dk),
-            own_loads=1 + dk,
-            loads=4 + dk,
-            operands=", ".join([*self.operands(), *arrays]),
+            doc=" and ".join(["dv"] * dv + ["dk"] * dk), vectors=[{"shape": "(STAGES, BLOCK_Q)"}] * (2 + dk),
+            own_loads=1 + dk, loads=4 + dk, operands=", ".join([*self.operands(), *arrays]),
             returned=_tuple([f"found[{i}][:, :kv_len, :, :{n}]" for i, n in enumerate(dims)]),
-        )
+        )  # fmt: skip
 
 
 def _tuple(names: list[str]) -> str:

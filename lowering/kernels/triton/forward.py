@@ -262,21 +262,11 @@ def combine(
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
     ragged = padded(dims.v_dim) != dims.v_dim  # without a mask loads are wider
     text = filled(
-        COMBINE,
-        wrapped,
-        d=e,
-        dim=dim,
-        v_dim=length,
+        COMBINE, wrapped, d=e, dim=dim, v_dim=length,
         load=masked("part[:, None] < splits", f"{e}[None, :] < {length}" if ragged else ""),
-        store=masked(f"{e} < {length}" if ragged else "", other=""),
-        guard=plan.guard,
-        balanced=balanced,
-        listed=listed,
-        of_place="place",
-        length="q_len",
-        part_at="first_at" if balanced or listed else "row_at",
-        **optional.holes,
-    )
+        store=masked(f"{e} < {length}" if ragged else "", other=""), guard=plan.guard, balanced=balanced, listed=listed,
+        of_place="place", length="q_len", part_at="first_at" if balanced or listed else "row_at", **optional.holes,
+    )  # fmt: skip
     rows = "queries of rows in parts" if listed else "q_len"
     return TritonKernel("attention_combine", text, f"attention_combine: grid ({rows}, heads, batch).")
 
