@@ -94,19 +94,10 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
     lone = exprs.get("expr")
     sites = [(s, ir.expanded(e)) for s, e in sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))]
     return Parsed(
-        source=text,
-        name=name,
-        mask=exprs.get("mask"),
-        score=exprs.get("score"),
-        expr=lone,
-        defaults=reader.defaults,
-        declared=reader.declared,
-        notes=notes,
-        sites=sites,
-        needs=dict(checker.needs),
-        changed=frozenset(checker.changed_meanings),
-        shown=shown,
-    )
+        source=text, name=name, mask=exprs.get("mask"), score=exprs.get("score"), expr=lone, defaults=reader.defaults,
+        declared=reader.declared, notes=notes, sites=sites, needs=dict(checker.needs),
+        changed=frozenset(checker.changed_meanings), shown=shown,
+    )  # fmt: skip
 
 
 def _elaborate(checker: Checker, roots: dict[str, Node], early: list[TextProblem]) -> dict[str, Expr]:

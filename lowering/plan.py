@@ -485,26 +485,16 @@ def make_plan(
     paged = names.lift(renamed(place, ours)) if place is not None else None
     tables = list(names.tables.values())
     return LoopPlan(
-        mask=lifted.mask,
-        score=lifted.score,
-        score_class=score_class(score),
-        slots=tuple(names.slots.values()),
+        mask=lifted.mask, score=lifted.score, score_class=score_class(score), slots=tuple(names.slots.values()),
         tables=tuple(t for t in tables if t.derived not in ENDS_OF_RUNS),
         bounds=new_bounds,
         guard=not (facts.rows_nonempty and (score is None or facts.score_finite)),
-        uses_batch="b" in reads,
-        uses_head="h" in reads,
-        int64=wide,
-        text=text,
-        keep_mask=new_keep,
-        weight=new_weight,
-        pages=None if paged is None else paged.name,
-        page=pages.size if pages else 0,
+        uses_batch="b" in reads, uses_head="h" in reads, int64=wide, text=text, keep_mask=new_keep, weight=new_weight,
+        pages=None if paged is None else paged.name, page=pages.size if pages else 0,
         unwritten=unwritten or weight is not None or pages is not None,
-        by_query=by_query,
-        by_key=by_key,
+        by_query=by_query, by_key=by_key,
         run_tables=tuple(t for t in tables if t.derived in ENDS_OF_RUNS),
-    )
+    )  # fmt: skip
 
 
 def survives(at: tuple[Expr, ...] | None = None) -> Expr:

@@ -377,17 +377,8 @@ def _first(op: str) -> Callable[..., Element]:
 _fresh = count()
 
 SHAPED: dict[str, Callable[..., Element]] = {
-    "broadcast_in_dim": _broadcast_in_dim,
-    "squeeze": _squeeze,
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "slice": _slice,
-    "rev": _rev,
-    "iota": _iota,
-    "concatenate": _concatenate,
-    "stack": _stack,
-    "dynamic_slice": _dynamic_slice,
-    "gather": _gather,
+    **{f.__name__[1:]: f for f in (_broadcast_in_dim, _squeeze, _reshape, _transpose, _slice, _rev, _iota)},
+    **{f.__name__[1:]: f for f in (_concatenate, _stack, _dynamic_slice, _gather)},
     "argmax": _first("gt"),
     "argmin": _first("lt"),
 }

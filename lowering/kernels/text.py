@@ -93,6 +93,11 @@ def parts(package: str, name: str) -> dict[str, str]:
     return {part: f"\n{text.rstrip()}\n" for part, text in zip(pieces[1::2], pieces[2::2], strict=True)}
 
 
+def fields(record: object, names: str) -> dict[str, Any]:
+    """The attributes of an object as holes of their names: `fields(target, "block_q block_k")`."""
+    return {name: getattr(record, name) for name in names.split()}
+
+
 def filled(text: str, finish: Callable[[str], str] = str, /, **holes: Any) -> str:
     """A skeleton with its holes filled: `$name` within a line by a text, alone on a line by lines, which take its
     indentation (no lines: the line goes).

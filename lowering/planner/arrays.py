@@ -25,6 +25,7 @@ from .planner import RANGES, SEARCHES, Planner
 
 HEADERS, READING = parts(__package__, "headers"), parts(__package__, "reading")
 SHARED, INTERVALS, PIECES = parts(__package__, "arrays").values()
+PLAN_SPANS = parts(__package__, "plan_spans")
 WHEN = {"q0": ROW, "q1": ROW, "k0": COLUMN, "k1": COLUMN, "tk": COLUMN, "single": COLUMN}
 _BY_LITERAL = {"floordiv": "//", "mod": "%", "shl": "<<", "shr": ">>"}
 _JOINS = {"range_min": ("minimum", "maximum"), "range_max": ("maximum", "minimum")}
@@ -123,9 +124,19 @@ class PlannerBody:
         name = e.op if e.op == "segment" or e.op in SEARCHES else "look"
         return Text(f"{name}({', '.join([self.known[e.name], *(a.text for a in args)])})")
 
-    def write(self, page: Page, *levels: int) -> None:
-        """Write the lines of some levels."""
-        page.line(*(f"{line.name} = {line.text}" for line in self.lines.lines if line.level in levels))
+    def written(self, *levels: int) -> list[str]:
+        """The lines of some levels."""
+        return [f"{line.name} = {line.text}" for line in self.lines.lines if line.level in levels]
+
+    def ends(self, pair: tuple[Expr, Expr]) -> list[str]:
+        """The text of an interval's first and last key."""
+        return [self.lines.values[machine(e)] for e in pair]
+
+    def kinds(self) -> dict[str, str]:
+        """The conditions that all of a piece is visible, that nothing is, and that some of it is hidden, as holes."""
+        if self.plan.seen:  # intervals say it
+            return {}
+        return dict(zip(("always", "never", "mixed"), (self.lines.values[e] for e in self.roots)))
 
     def named(self, text: str, wish: str) -> str:
         """The name of what is made of a table first."""
@@ -200,75 +211,24 @@ class _ArrayBody(PlannerBody):
     # -- the function -----------------------------------------------------------------------------------
 
     def text(self) -> str:
-        page = Page()
-        head = "def plan_spans(b, h, q, k, sizes, scalars, tables, *, q_len, kv_len, block, room, records):"
-        with page.block(head):
-            self._begin(page)
-            if self.plan.seen:
-                page.line("k0, k1 = k, k + kv_len - 1")
-            self.write(page, SCALAR, ROW)
-            (self._intervals if self.plan.seen else self._pieces)(page)
-            page.line("bounds, count, more = records_of(start, kind, columns, records)")
-            page.line(f"return bounds, count, {'more' if self.plan.seen else 'overflow | more'}")
-        return str(page)
-
-    def _begin(self, page: Page) -> None:
-        for i, name in enumerate(SIZES):
-            if name in self.free:
-                page.line(f"{name} = scalar(sizes[{i}], Int, q)")
-        for name, type in self.plan.scalars.items():
-            page.line(f'{self.known[name]} = scalar(scalars["{name}"], {type}, q)')
-        page.line(*(f'{self.known[name]} = tables["{name}"]' for name in self.plan.tables))
-        # before the rows: what is built of a table is the same for all of them
-        page.line(*(f"{name} = {text}" for text, name in self.built.items()))
-        page.line(
-            "bq, bk = block", "rows, columns = -(-q_len // bq), -(-kv_len // bk)", "row = arange(rows, q)[:, None]"
+        both = self.plan.seen, self.plan.hidden
+        seen, hidden = ([f"tiles({', '.join(self.ends(pair))})," for pair in pairs] for pairs in both)
+        return filled(
+            PLAN_SPANS["arrays"],
+            arguments=self._arguments(),
+            intervals=bool(self.plan.seen),
+            of_rows=self.written(SCALAR, ROW),
+            seen=seen,
+            hidden=hidden,
+            tk="tk" in self.free,
+            of_pieces=self.written(COLUMN, ROW | COLUMN),
+            **self.kinds(),
         )
-        page.line("q0, q1 = q + row * bq, q + minimum(row * bq + bq, q_len) - 1")
 
-    def _intervals(self, page: Page) -> None:
-        page.blank()
-        with page.block("def tiles(first, last):"):
-            # by a sum with zeros: a bound may be one number for all rows
-            page.line("first, last = q0 * 0 + first, q0 * 0 + last")
-            page.line("start = clip((first - k0) // bk, 0, columns)")
-            page.line("return start, where(last >= first, clip((last - k0) // bk + 1, 0, columns), start)")
-        page.blank()
-        for name, pairs in (("seen", self.plan.seen), ("hidden", self.plan.hidden)):
-            with page.block(f"{name} = [", "]"):
-                for pair in pairs:
-                    first, last = (self.lines.values[machine(e)] for e in pair)
-                    page.line(f"tiles({first}, {last}),")
-        with page.block("if kv_len % bk:"):
-            page.line("hidden.append((q0 * 0 + columns - 1, q0 * 0 + columns))  # cut tiles hold positions outside")
-        with page.block("if q_len % bq:"):
-            page.line("hidden.append((where(row == rows - 1, q0 * 0, columns), q0 * 0 + columns))")
-        page.line("start, kind = swept(seen, hidden, columns)")
-
-    def _pieces(self, page: Page) -> None:
-        page.blank()
-        with page.block("def ask(start):"):
-            page.line('"""Kinds of the pieces of every row that begin at these tiles."""')
-            page.line("stop = stops(start, columns)")
-            page.line("k0, k1 = k + start * bk, k + minimum(stop * bk, kv_len) - 1")
-            page.line("single, whole = stop - start == 1, (stop * bk <= kv_len) & (row * bq + bq <= q_len)")
-            if "tk" in self.free:
-                page.line("tk = where(stop == columns, kv_len - (columns - 1) * bk, bk)  # its narrowest tile")
-            self.write(page, COLUMN, ROW | COLUMN)
-            always, never, mixed = (self.lines.values[e] for e in self.roots)
-            page.line(f"always = {always}", f"never = {never}", f"mixed = {mixed}")
-            page.line("kind = where(single | mixed, PARTIAL, OPEN)")
-            page.line("kind = where(whole & always, FULL, kind)")
-            page.line("return where((start >= columns) | never, EMPTY, kind)")
-        page.blank()
-        with page.block("def finer(width, start, kind):"):
-            page.line("start, kind = split(*joined(start, kind, columns), width, columns)")
-            page.line("return start, where(kind == OPEN, ask(start), kind)")
-        page.blank()
-        page.line("room = min(room, columns)")
-        page.line("start = where(arange(room, q) == 0, q0 * 0, columns)  # one open piece a row")
-        page.line("kind = where(start == 0, OPEN, EMPTY)")
-        page.line("start, kind = repeated(finer, widths(columns, room), (start, kind))")
-        # no loop until all is decided: shapes are fixed before the kinds are known
-        page.line("overflow = (kind == OPEN).any()")
-        page.line("start, kind = joined(start, where(kind == OPEN, PARTIAL, kind), columns)")
+    def _arguments(self) -> list[str]:
+        lines = [f"{name} = scalar(sizes[{i}], Int, q)" for i, name in enumerate(SIZES) if name in self.free]
+        scalars, tables = self.plan.scalars.items(), self.plan.tables
+        lines += [f'{self.known[name]} = scalar(scalars["{name}"], {type}, q)' for name, type in scalars]
+        lines += [f'{self.known[name]} = tables["{name}"]' for name in tables]
+        # before the rows: what is built of a table is the same for all of them
+        return lines + [f"{name} = {text}" for text, name in self.built.items()]

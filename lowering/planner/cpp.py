@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from typing import Any
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import FALSE, SIZES, Expr, walk
@@ -20,9 +21,9 @@ from frisket.dsl.work import wrapping
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.cpp.expr import BINDS, CPP
 from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Language, Line, Text, machine
-from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.kernels.text import Names, filled
 
-from .arrays import PlannerBody, sides
+from .arrays import PLAN_SPANS, PlannerBody, sides
 from .planner import CLASSES, SEARCHES, Planner
 
 AXES = 64  # of a table, as in cpp.hpp
@@ -118,95 +119,75 @@ class _CppBody(PlannerBody):
     # -- the function -------------------------------------------------------------------------------------
 
     def text(self, name: str) -> str:
-        page = Page()
-        page.line("// Which tiles of keys each tile of queries reads: spans of", "//")
-        page.line(*(f"//     {line}" for line in show(self.plan.mask).split("\n")))
-        with page.block(f'extern "C" int64_t {name}(const int64_t *word) {{', "}"):
-            self._begin(page)
-            with page.block("for (Int slice = 0; slice < slices; slice++) {", "}"):
-                page.line("const Int b = from_b[slice], h = from_h[slice], q = from_q[slice], k = from_k[slice];")
-                if self.plan.seen:
-                    page.line("const Int k0 = k, k1 = k + kv_len - 1;")
-                self._lines(page, self.lines.lines, SCALAR)
-                with page.block("for (Int row = 0; row < rows; row++, bounds += 4 * most, count++) {", "}"):
-                    page.line("const Int q0 = q + row * bq, q1 = q + minimum(row * bq + bq, q_len) - 1;")
-                    self._lines(page, self.lines.lines, ROW)
-                    (self._intervals if self.plan.seen else self._pieces)(page)
-                    page.line("if (found.failed()) return 2;", "overflow |= found.records(most, bounds, count);")
-            page.line("return overflow;")
-        return str(page)
+        seen, hidden = self.plan.seen, self.plan.hidden
+        lines = self.lines.lines
+        return filled(
+            PLAN_SPANS["cpp"],
+            mask=[f"//     {line}" for line in show(self.plan.mask).split("\n")],
+            name=name,
+            arguments=self._arguments(),
+            of_slices=_constants(x for x in lines if x.level == SCALAR),
+            of_rows=_constants(x for x in lines if x.level == ROW),
+            seen=len(seen),
+            hidden=len(hidden) + 2,
+            intervals=[
+                {"first": self._end(first), "last": self._end(last), "kind": kind}
+                for kind, pairs in (("seen", seen), ("hidden", hidden))
+                for first, last in pairs
+            ],
+            tk="tk" in self.free,
+            **({} if seen else self._questions()),
+        )
 
-    def _begin(self, page: Page) -> None:
+    def _end(self, e: Expr) -> str:
+        return self.lines.values[machine(wrapping(e))]
+
+    def _arguments(self) -> list[str]:
+        """The lines that read the words of a call, and build what is made of tables first."""
         at = self.places
-        page.line(f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[:3])};  // lengths in tokens")
-        page.line(f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[3:7])};  // pieces and records of a row")
-        page.line(f"const Int {', '.join(f'*{n} = (const Int *)word[{at[n]}]' for n in HEAD[7:11])};")
-        page.line(f"int32_t {', '.join(f'*{n} = (int32_t *)word[{at[n]}]' for n in HEAD[11:])};")
-        for size in SIZES:
-            if size in self.free:
-                page.line(f"const Int {size} = word[{at[size]}];")
+        lines = [
+            f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[:3])};  // lengths in tokens",
+            f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[3:7])};  // pieces and records of a row",
+            f"const Int {', '.join(f'*{n} = (const Int *)word[{at[n]}]' for n in HEAD[7:11])};",
+            f"int32_t {', '.join(f'*{n} = (int32_t *)word[{at[n]}]' for n in HEAD[11:])};",
+            *(f"const Int {size} = word[{at[size]}];" for size in SIZES if size in self.free),
+        ]
         for name, type in self.plan.scalars.items():
             value = f"word[{at[f'scalar {name}']}]"
             value = {INT: value, FLOAT: f"real({value})", BOOL: f"{value} != 0"}[type]
-            page.line(f"const {TYPES[type]} {self.known[name]} = {value};")
+            lines.append(f"const {TYPES[type]} {self.known[name]} = {value};")
         for name in self.plan.tables:
-            page.line(
-                f"const Table<{TYPES[self.types[name]]}> {self.known[name]}(word + {at[f'table {name}']}, "
-                f"{self.ranks[name]});"
-            )
+            place, rank = at[f"table {name}"], self.ranks[name]
+            lines.append(f"const Table<{TYPES[self.types[name]]}> {self.known[name]}(word + {place}, {rank});")
         for text, name in self.built.items():
             # 2 says that memory ran out: no exception crosses the C interface
-            page.line(f"const {text.replace('NAME', name)};", f"if ({name}.failed()) return 2;")
-        # lengths and tiles are words of the call: a planner is compiled once for a mask
-        page.line("const Int rows = (q_len + bq - 1) / bq, columns = (kv_len + bk - 1) / bk;")
-        page.line("Pieces found(columns);", "bool overflow = false;")
+            lines += [f"const {text.replace('NAME', name)};", f"if ({name}.failed()) return 2;"]
+        return lines
 
-    def _lines(self, page: Page, lines: Iterable[Line], *levels: int) -> None:
-        for line in lines:
-            if not levels or line.level in levels:
-                page.line(f"const {TYPES[line.node.type]} {line.name} = {line.text};")
-
-    def _intervals(self, page: Page) -> None:
-        seen, hidden = self.plan.seen, self.plan.hidden
-        # two more hidden intervals, for the tiles that the lengths cut
-        page.line(f"Sweep<{len(seen)}, {len(hidden) + 2}> sweep(columns, k0, bk);")
-        for name, pairs in (("seen", seen), ("hidden", hidden)):
-            for pair in pairs:
-                first, last = (self.lines.values[machine(wrapping(e))] for e in pair)
-                page.line(f"sweep.keys({first}, {last});  // {name}")
-        page.line("if (kv_len % bk) sweep.tiles(columns - 1, columns);  // cut tiles hold positions outside")
-        page.line("if (q_len % bq && row == rows - 1) sweep.tiles(0, columns);")
-        page.line("sweep.into(found);")
-
-    def _pieces(self, page: Page) -> None:
+    def _questions(self) -> dict[str, Any]:
+        """The holes of the questions about a piece: each with the lines that no question before it has written."""
         done: set[str] = set()
 
-        def ask(*roots: Expr) -> list[str]:
-            lines = [x for x in self._lines_for(roots) if x.name not in done]
-            done.update(x.name for x in lines)
-            self._lines(page, lines)
-            return [self.lines.values[e] for e in roots]
+        def lines(*roots: Expr) -> list[str]:
+            new = [x for x in self._lines_for(roots) if x.name not in done]
+            done.update(x.name for x in new)
+            return _constants(new)
 
         always, never, mixed, *disjoint = self.roots
-        with page.block("overflow |= found.refine(room, [&](Int start, Int stop) -> int {", "});"):
-            page.line("const Int k0 = k + start * bk, k1 = k + minimum(stop * bk, kv_len) - 1;")
-            page.line("const bool single = stop - start == 1;")
-            if "tk" in self.free:
-                page.line("const Int tk = stop == columns ? kv_len - (columns - 1) * bk : bk;  // its narrowest tile")
-            for empty in (never, *disjoint):  # most pieces are empty, so that this is asked first
-                page.line(f"if ({ask(empty)[0]}) return EMPTY;")
-            with page.block("if (stop * bk <= kv_len && row * bq + bq <= q_len) {", "}"):
-                outer = set(done)
-                page.line(f"if ({ask(always)[0]}) return FULL;")
-                done.clear()
-                done.update(outer)  # names of the block are not seen below it
-            page.line("if (single) return PARTIAL;")
-            page.line(f"return {ask(mixed)[0]} ? PARTIAL : OPEN;")
+        empty = [{"lines": lines(e), "condition": self.lines.values[e]} for e in (never, *disjoint)]
+        outer = set(done)
+        of_always = lines(always)
+        done = outer  # names of the block are not seen below it
+        return {**self.kinds(), "never": empty, "of_always": of_always, "of_mixed": lines(mixed)}
 
     def _lines_for(self, roots: Sequence[Expr]) -> list[Line]:
         """The lines of a piece that these roots need."""
         below = set(walk(*roots))
         return [x for x in self.lines.lines if x.level not in (SCALAR, ROW) and x.node in below]
+
+
+def _constants(lines: Iterable[Line]) -> list[str]:
+    return [f"const {TYPES[line.node.type]} {line.name} = {line.text};" for line in lines]
 
 
 # the names of `_CppBody.text`

@@ -10,18 +10,17 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from frisket.dsl.ir import SIZES, Expr
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
-from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Language, Text, machine
+from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Language, Text
 from frisket.lowering.kernels.text import Names, Page, filled, parts
 from frisket.lowering.kernels.triton import expr as expr_triton
 
-from .arrays import PlannerBody, sides
+from .arrays import PLAN_SPANS, PlannerBody, sides
 from .cpp import table_types
 from .planner import SEARCHES, Planner
 
@@ -163,96 +162,51 @@ class _TritonBody(PlannerBody):
         ends = 2 * (len(self.plan.seen) + len(self.plan.hidden) + 2) + 1
         # tl.sort takes powers of two
         pieces = 1 << (ends - 1).bit_length() if self.plan.seen else 0
-        body = Page()
         names = [*HEAD, *sizes, *(self.known[n] for n in self.plan.scalars)]
         for t in self.entries.values():
             names += [t.name, *t.sizes, *t.strides]
         for r in ranges:
             names += [r.least, r.most, r.rows, *r.sizes]
-        # lengths change from call to call: specialised, each would compile again
-        body.line("@triton.jit(do_not_specialize=[", *_listed([f'"{n}"' for n in names]), "])")
-        body.line("def plan_spans(", *_listed([*names, "ROWS: tl.constexpr", "PIECES: tl.constexpr"]))
-        with body.block("):"):
-            self._begin(body, sizes)
-            left = self._intervals(body) if self.plan.seen else self._pieces(body)
-            body.line("left = record(pieces, end, records, line, inside, Bounds, Count, Work)")
-            body.line(f"tl.store(Left + line, {left}, mask=inside)")
+        intervals, hidden = self._intervals(), len(self.plan.hidden)
+        cut = [f"hidden{hidden + i}" for i in range(2)]
+        body = filled(
+            PLAN_SPANS["triton"],
+            names=_listed([f'"{n}"' for n in names]),
+            parameters=_listed([*names, "ROWS: tl.constexpr", "PIECES: tl.constexpr"]),
+            arguments=[*(f"{n} = {n}.to(tl.int64)" for n in sizes), *self._scalars()],
+            of_rows=self.written(SCALAR, ROW),
+            intervals=intervals,
+            cut_by_keys=cut[0],
+            cut_by_queries=cut[1],
+            ends=[
+                {"at": 2 * i + 1, "after": 2 * i + 2, "name": name, "kind": name.rstrip("0123456789")}
+                for i, name in enumerate([*(x["name"] for x in intervals), *cut])
+            ],
+            tk="tk" in self.free,
+            of_pieces=self.written(COLUMN, POSITION),
+            **self.kinds(),
+        )
         scalars, entries = tuple(self.plan.scalars.items()), tuple(self.entries.values())
-        return PlannerText(self._module(str(body)), sizes, scalars, entries, ranges, pieces)
+        return PlannerText(self._module(body), sizes, scalars, entries, ranges, pieces)
 
-    def _begin(self, page: Page, sizes: Iterable[str]) -> None:
-        page.line(*(f"{n} = {n}.to(tl.int64)" for n in sizes))
+    def _scalars(self) -> list[str]:
+        """The lines that read the scalars."""
+        lines = []
         for name, type in self.plan.scalars.items():
             known = self.known[name]
             # a tensor on the device or a number of Python: the text is the same for both
             value = f"number({known}, {TYPES[INT if type is BOOL else type]})"
-            page.line(f"{known} = {value}{' != 0' if type is BOOL else ''}")
-        page.line("line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]")
-        # lines past the last repeat it, so that no load needs a mask
-        page.line("inside = line < line_count", "line = tl.minimum(line, line_count - 1)")
-        page.line("at_slice = Place + (line // rows) * 4", "row = (line % rows).to(tl.int64)")
-        page.line("b, h = tl.load(at_slice), tl.load(at_slice + 1)")
-        page.line("q, k = tl.load(at_slice + 2), tl.load(at_slice + 3)")
-        # a piece is 4 * its first tile + its kind: one number to sort
-        page.line("columns = (kv_len + bk - 1) // bk", "end = 4 * columns")
-        page.line("slot = tl.arange(0, PIECES)[None, :]")
-        page.line("q0, q1 = q + row * bq, q + tl.minimum(row * bq + bq, q_len) - 1")
+            lines.append(f"{known} = {value}{' != 0' if type is BOOL else ''}")
+        return lines
 
-    def _intervals(self, page: Page) -> str:
-        page.line("k0, k1 = k, k + kv_len - 1")
-        self.write(page, SCALAR, ROW)
-        page.comment("Ends of intervals of tiles; the first is where the row begins.")
-        page.line("starts = tl.where(slot == 0, row * 0, columns)")
-        at = 1
-        for name, pairs in (("seen", self.plan.seen), ("hidden", self.plan.hidden)):
-            for i, pair in enumerate(pairs):
-                for end, e in zip(("first", "last"), pair, strict=True):
-                    page.line(f"{end} = {self.lines.values[machine(e)]}")
-                page.line(f"{name}{i}, {name}{i}_end = tiles(first, last, k0, bk, columns)")
-        page.comment("Cut tiles hold positions outside.")
-        n = len(self.plan.hidden)
-        page.line(f"hidden{n}, hidden{n}_end = tl.where(kv_len % bk != 0, columns - 1, columns), columns")
-        page.line("cut = (row == rows - 1) & (q_len % bq != 0)")
-        page.line(f"hidden{n + 1}, hidden{n + 1}_end = tl.where(cut, 0, columns), columns")
-        # kinds change only at these ends, so that each piece between two of them has one kind
-        sides = [f"seen{i}" for i in range(len(self.plan.seen))] + [f"hidden{i}" for i in range(n + 2)]
-        for side in sides:
-            page.line(f"starts = tl.where(slot == {at}, {side}, tl.where(slot == {at + 1}, {side}_end, starts))")
-            at += 2
-        # tiles fit 32 bits, and a sort of 64 bits takes twice the registers
-        page.line("starts = tl.sort(starts.to(tl.int32))", "seen, hidden = starts < 0, starts < 0")
-        for side in sides:
-            name = "seen" if side.startswith("seen") else "hidden"
-            page.line(f"{name} |= ({side} <= starts) & (starts < {side}_end)")
-        page.line("kind = tl.where(seen, tl.where(hidden, PARTIAL, FULL), EMPTY)")
-        page.line("pieces = 4 * starts + kind")
-        page.line("pieces = joined(kept(pieces, (at(pieces, slot + 1, end) >> 2) > starts, end), end)")
-        return "left"
-
-    def _pieces(self, page: Page) -> str:
-        self.write(page, SCALAR, ROW)
-        # each round asks pieces of a quarter of the width, until they are single tiles
-        page.line("room = tl.minimum(room, columns)", "pieces = tl.where(slot == 0, OPEN, end + line * 0)")
-        page.line("half = tl.maximum(room // 2, 1)")
-        page.line("width = tl.where(columns <= room, 1, (columns + half - 1) // half)", "coarse = columns > 0")
-        with page.block("while coarse:"):
-            page.line("pieces = split(joined(pieces, end), width, room, end)")
-            page.line("start, stop = (pieces >> 2).to(tl.int64), (at(pieces, slot + 1, end) >> 2).to(tl.int64)")
-            page.line("k0, k1 = k + start * bk, k + tl.minimum(stop * bk, kv_len) - 1")
-            page.line("single, whole = stop - start == 1, (stop * bk <= kv_len) & (row * bq + bq <= q_len)")
-            if "tk" in self.free:
-                page.line("tk = tl.where(stop == columns, kv_len - (columns - 1) * bk, bk)  # its narrowest tile")
-            self.write(page, COLUMN, POSITION)
-            always, never, mixed = (self.lines.values[e] for e in self.roots)
-            page.line(f"kind = tl.where(single | ({mixed}), PARTIAL, OPEN)")
-            page.line(f"kind = tl.where(whole & ({always}), FULL, kind)")
-            page.line(f"kind = tl.where({never}, EMPTY, kind)")
-            page.line("pieces = tl.where((pieces & 3) == OPEN, (pieces & -4) | kind, pieces)")
-            page.line("coarse = width > 1", "width = (width + 3) // 4")
-        # what stays open is read with the mask, which is slower and never wrong
-        page.line("open = (pieces & 3) == OPEN", "lacking = tl.max(open.to(tl.int32), 1)[:, None] > 0")
-        page.line("pieces = joined(tl.where(open, (pieces & -4) | PARTIAL, pieces), end)")
-        return "left | lacking"
+    def _intervals(self) -> list[dict[str, str]]:
+        """The intervals of keys, none where the planner splits pieces: a name, and the text of the ends."""
+        kinds = {"seen": self.plan.seen, "hidden": self.plan.hidden} if self.plan.seen else {}
+        return [
+            {"name": f"{kind}{i}", **dict(zip(("first", "last"), self.ends(pair), strict=True))}
+            for kind, pairs in kinds.items()
+            for i, pair in enumerate(pairs)
+        ]
 
     def _module(self, body: str) -> str:
         head = Page()

@@ -72,12 +72,7 @@ RULES = [
     rule("max-decided", maximum(y, x), x, lambda y, x: ordered(x, y)),
     rule("min-absorbs-max", minimum(x, maximum(x, y)), x),
     rule("max-absorbs-min", maximum(x, minimum(x, y)), x),
-    rule(
-        "clamp-low-first",
-        maximum(minimum(x, m), n),
-        lambda x, m, n: minimum(maximum(x, n), m),
-        lambda x, m, n: n.name <= m.name,
-    ),
+    rule("clamp-low-first", maximum(minimum(x, m), n), minimum(maximum(x, n), m), lambda x, m, n: n.name <= m.name),
     rule("pow-zero", x**0, ONE),
     rule("pow-one", x**1, x),
     rule("square", x**2, x * x),

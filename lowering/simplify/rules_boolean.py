@@ -292,14 +292,10 @@ def _under(cond: Expr, e: Expr) -> Expr:
     return e if all(x is y for x, y in zip(parts, e.args, strict=True)) else join(unit, *parts)
 
 
+ON_JUNCTIONS = (junction, merge_bounds, absorb, resolve, factor, substitute_equal)
 RULES = [
     rule("push-not", "not", push_not),
-    *(rule("junction", op, junction) for op in ("and", "or")),
-    *(rule("merge-bounds", op, merge_bounds) for op in ("and", "or")),
-    *(rule("absorb", op, absorb) for op in ("and", "or")),
-    *(rule("resolve", op, resolve) for op in ("and", "or")),
-    *(rule("factor", op, factor) for op in ("and", "or")),
-    *(rule("substitute-equal", op, substitute_equal) for op in ("and", "or")),
+    *(rule(f.__name__.replace("_", "-"), op, f) for f in ON_JUNCTIONS for op in ("and", "or")),
     rule("xor", "xor", exclusive),
     rule("where-true-false", where(p, True, False), p),
     rule("where-false-true", where(p, False, True), lambda p: negate(p)),

@@ -187,12 +187,10 @@ RULES = [
     rule("mod-sees-through", x % n, remainder_sees_through),
     rule("div-turns", x // n, lambda x, n: -((minus(x) + (n.name - 1)) // n), ceiling),
     # which multiples: one sign, and one remainder instead of two
-    rule("same-remainder", eq(x % z, y % z), eq((x - y) % z, 0), affine_pair),
-    rule("same-remainder", ne(x % z, y % z), ne((x - y) % z, 0), affine_pair),
+    *(rule("same-remainder", is_(x % z, y % z), is_((x - y) % z, 0), affine_pair) for is_ in (eq, ne)),
     rule("multiple-sign", eq(x % y, 0), lambda x, y: eq(minus(x) % y, 0), lambda x, y: turned_down(x)),
     rule("multiple-sign", ne(x % y, 0), lambda x, y: ne(minus(x) % y, 0), lambda x, y: turned_down(x)),
-    rule("abs-divides", eq(abs(x) % y, 0), eq(x % y, 0)),
-    rule("abs-divides", ne(abs(x) % y, 0), ne(x % y, 0)),
+    *(rule("abs-divides", is_(abs(x) % y, 0), is_(x % y, 0)) for is_ in (eq, ne)),
     # shifts and masks of bits are divisions and remainders
     rule("shl-is-mul", x << n, lambda x, n: x * (1 << n.name), small_shift),
     rule("shr-is-div", x >> n, lambda x, n: x // (1 << n.name), small_shift),
@@ -206,8 +204,6 @@ RULES = [
     rule("bitxor-zero", x ^ 0, x),
     rule("bitnot-twice", ~~x, x),
     rule("bitnot-is-affine", ~x, -1 - x),
-    rule("bitxor-equal", eq(x ^ y, 0), eq(x, y)),
-    rule("bitxor-equal", ne(x ^ y, 0), ne(x, y)),
-    rule("bitxor-equal", eq(x ^ m, n), lambda x, m, n: eq(x, m.name ^ n.name)),
-    rule("bitxor-equal", ne(x ^ m, n), lambda x, m, n: ne(x, m.name ^ n.name)),
+    *(rule("bitxor-equal", is_(x ^ y, 0), is_(x, y)) for is_ in (eq, ne)),
+    *(rule("bitxor-equal", is_(x ^ m, n), lambda x, m, n, is_=is_: is_(x, m.name ^ n.name)) for is_ in (eq, ne)),
 ]

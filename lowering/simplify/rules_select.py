@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from frisket.dsl.ir import FALSE, FLOAT_FUNCTIONS, TRUE, Expr, build, lit
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
@@ -17,8 +18,7 @@ NEG_ZERO = lit(-0.0)
 
 def _select(type: Type) -> list[object]:
     """The rules of `where` for one type."""
-    s, t = hole("s", type), hole("t", type)
-    w = hole("w", type)
+    s, t, w = (hole(n, type) for n in "stw")
     return [
         rule("where-same", where(p, s, s), s),
         rule("where-literal", "where", _literal),
@@ -79,62 +79,42 @@ def whole_divisor(x: Expr, c: Expr) -> bool:
     return position(x) and 0 < c.name < 2**31 and c.name == math.floor(c.name)
 
 
+def natural_quotient(x: Expr, c: Expr) -> bool:
+    return natural(x) and whole_divisor(x, c)
+
+
+def in_branches(op: str) -> Callable[..., Expr]:
+    """The right side of a rule that moves an operator, and its second operand, into both branches of a `where`."""
+    return lambda p, c, d, *bound: where(p, build(op, c, *bound), build(op, d, *bound))
+
+
 bound = hole("bound", FLOAT, literal=True)
 
 RULES = [
-    *_select(INT),
-    *_select(FLOAT),
+    *_select(INT), *_select(FLOAT),
     # Bools as numbers
-    rule("int-of-choice", where(p, 1, 0), flag(p)),
-    rule("int-of-choice", where(p, 0, 1), flag(~p)),
-    rule("int-product", flag(p) * flag(r), flag(p & r)),
-    rule("int-product", flag(p) & flag(r), flag(p & r)),
+    rule("int-of-choice", where(p, 1, 0), flag(p)), rule("int-of-choice", where(p, 0, 1), flag(~p)),
+    rule("int-product", flag(p) * flag(r), flag(p & r)), rule("int-product", flag(p) & flag(r), flag(p & r)),
     rule("int-product", minimum(flag(p), flag(r)), flag(p & r)),
     rule("int-union", flag(p) | flag(r), flag(p | r)),
     rule("int-union", maximum(flag(p), flag(r)), flag(p | r)),
     rule("int-xor", flag(p) ^ flag(r), flag(p ^ r)),
     rule("float-of-choice", build("float", flag(p)), where(p, 1.0, 0.0)),
     rule("float-of-choice", build("float", where(p, m, n)), lambda p, m, n: where(p, float(m.name), float(n.name))),
-    *(
-        rule("function-of-choice", build(f, where(p, c, d)), lambda p, c, d, f=f: where(p, build(f, c), build(f, d)))
-        for f in ("neg", *sorted(FLOAT_FUNCTIONS))
-    ),
-    *(
-        rule(
-            "compare-choice",
-            build(op, where(p, c, d), bound),
-            lambda p, c, d, bound, op=op: where(p, build(op, c, bound), build(op, d, bound)),
-        )
-        for op in MIRRORED
-    ),
+    *(rule("function-of-choice", build(f, where(p, c, d)), in_branches(f)) for f in ("neg", *sorted(FLOAT_FUNCTIONS))),
+    *(rule("compare-choice", build(op, where(p, c, d), bound), in_branches(op)) for op in MIRRORED),
     rule("sub-choice", u - where(p, c, d), lambda u, p, c, d: u + where(p, -c.name, -d.name)),
     # positions through Float: exact below 2 ** 53, where every position is
     *(rule("compare-positions", op, positions, of=FLOAT) for op in MIRRORED),
     rule("floor-of-quotient", build("floor", build("float", x) / c), lambda x, c: x // int(c.name), whole_divisor),
-    rule(
-        "int-of-quotient",
-        build("int", build("float", x) / c),
-        lambda x, c: x // int(c.name),
-        lambda x, c: natural(x) and whole_divisor(x, c),
-    ),
+    rule("int-of-quotient", build("int", build("float", x) / c), lambda x, c: x // int(c.name), natural_quotient),
     rule("float-of-floor", build("floor", build("float", x)), x),
     rule("int-of-float", build("int", build("float", x)), x),
-    rule("add-negative-zero", u + NEG_ZERO, u),
-    rule("sub-zero", u - 0.0, u),
-    rule("mul-one", u * 1.0, u),
-    rule("div-one", u / 1.0, u),
-    rule("neg-neg", build("neg", -u), u),
-    rule("sub-neg", u - (-v), u + v),
-    rule("add-neg", u + (-v), u - v),
-    rule("abs-neg", abs(-u), abs(u)),
-    rule("abs-abs", abs(abs(u)), abs(u)),
-    rule("min-self", minimum(u, u), u),
-    rule("max-self", maximum(u, u), u),
-    rule("pow-one", u**1.0, u),
-    rule("pow-two", u**2.0, u * u),
-    rule("less-than-self", u < u, FALSE),
-    rule("less-than-self", u > u, FALSE),
-    rule("at-most-self", u <= u, eq(u, u)),
-    rule("at-most-self", u >= u, eq(u, u)),
+    rule("add-negative-zero", u + NEG_ZERO, u), rule("sub-zero", u - 0.0, u), rule("mul-one", u * 1.0, u),
+    rule("div-one", u / 1.0, u), rule("neg-neg", build("neg", -u), u), rule("sub-neg", u - (-v), u + v),
+    rule("add-neg", u + (-v), u - v), rule("abs-neg", abs(-u), abs(u)), rule("abs-abs", abs(abs(u)), abs(u)),
+    rule("min-self", minimum(u, u), u), rule("max-self", maximum(u, u), u), rule("pow-one", u**1.0, u),
+    rule("pow-two", u**2.0, u * u), rule("less-than-self", u < u, FALSE), rule("less-than-self", u > u, FALSE),
+    rule("at-most-self", u <= u, eq(u, u)), rule("at-most-self", u >= u, eq(u, u)),
     rule("isfinite-float", build("isfinite", build("float", x)), TRUE),
-]
+]  # fmt: skip

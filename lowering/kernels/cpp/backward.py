@@ -6,16 +6,18 @@ weight of its gradient (lowering/derive.py); the rest is backward*.hpp.
 
 from __future__ import annotations
 
+from typing import Any
+
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import call as cpp_call
-from .forward import ARITHMETIC, CppArrays, CppKernel, part
+from .forward import ARGUMENTS, ARITHMETIC, TEXT, CppArrays, CppKernel, part
 
 OVER = {"head": "HEADS", "row": "ROWS_OF_QUERIES", "column": "COLUMNS", "diagonal": "DIAGONALS", "scatter": "ENTRIES"}
-ARGUMENTS = "const Fixed &fixed, const Row &row, const Column &column, Vec score"
 # Whether items agree in a coordinate, and where it ends.
 APART = {
     "b": ("call->batch == 1", "call->b_origin + call->batch"),
@@ -56,59 +58,39 @@ class BackwardKernel(CppKernel):
         return "}  // namespace\n\n" + kernel + cpp_call.bridged("frisket_backward")
 
     def expressions(self) -> str:
-        super().expressions()
-        line = self.page.line
         derived = backward_of(self.plan)
-        line("", "// -- derivatives of the score mod " + "-" * 80, "")
-        self._function("slope", f"Vec slope({ARGUMENTS})", "reals(1)")
+        arguments = f"{ARGUMENTS}, Vec score"
+        functions = self._function("slope", f"Vec slope({arguments})", "reals(1)")
+        gradients: list[dict[str, Any]] = []
         for n, g in enumerate(derived.gradients):
-            self._function(f"weight{n}", f"Vec weight{n}({ARGUMENTS})", "reals(1)")
-            for axis in range(len(g.index) if g.over == "scatter" else 0):
-                self._function(f"index{n}_{axis}", f"Ints index{n}_{axis}({ARGUMENTS})", "ints(0)")
-        over = ", ".join(OVER[g.over] for g in derived.gradients) or "HEADS"  # C++ has no empty array
-        # a row that sees nothing has an lse of -inf, whose exponent is no number
-        guarded = self.plan.guard or derived.guard
-        line("enum Over { HEADS, ROWS_OF_QUERIES, COLUMNS, DIAGONALS, ENTRIES };")
-        line(f"const int CAPTURED = {len(derived.gradients)};")
-        line(f"const Over OVER[CAPTURED + 1] = {{{over}}};  // on what the index of a captured value depends")
-        line(f"const bool SLOPED = {'false' if derived.slope is None else 'true'};")
-        line(f"const bool GUARDED = {'true' if guarded else 'false'};  // a weight of 0 may meet infinity", "")
-        self._collect(derived.gradients)
-        self._entries(derived.gradients)
-        return str(self.page)
-
-    def _collect(self, gradients: tuple[Gradient, ...]) -> None:
-        line = self.page.line
-        line("// dm times the weight of each captured value, added to its gradient; p is the weight of the softmax.")
-        line("template <bool CHECKED, class C>")
-        where = "const Fixed &fixed, const Row &row, const Column &column, int i, int j"
-        with self.page.block(f"INLINE void collect(C &captured, {where}, Vec p, Vec dm, Vec score) {{", "}"):
-            for n, g in enumerate(gradients):
-                # a call may want some of the gradients: one text for all choices
-                with self.page.block(f"if (captured.buffer[{n}]) {{  // {self.names[g.source]}", "}"):
-                    line(f"Vec x = dm * weight{n}(fixed, row, column, score);")
-                    line("if (CHECKED) x = select(p != 0, x, Vec{});")
-                    if g.over == "scatter":
-                        index = "".join(f", index{n}_{a}(fixed, row, column, score)" for a in range(len(g.index)))
-                        line(f"captured.add_entries({n}, fixed.{self.names[g.source]}.size, x{index});")
-                    else:
-                        line(f"captured.add_{g.over}({n}, i, j, x);")
-        self.page.blank()
-
-    def _entries(self, gradients: tuple[Gradient, ...]) -> None:
-        """Write the functions about tables whose gradient is scattered."""
-        line = self.page.line
-        scattered = [(n, g) for n, g in enumerate(gradients) if g.over == "scatter"]
-        with self.page.block("INLINE int64_t entries(const Fixed &fixed, int n) {", "}"):
-            for n, g in scattered:
-                size = " * ".join(f"fixed.{self.names[g.source]}.size[{a}]" for a in range(len(g.index)))
-                line(f"if (n == {n}) return {size};")
-            line("return 0;")  # for gradients that are not scattered, which have no entries to count
-        line("", "// Whether work items never meet at an entry, because they differ in its index.")
-        with self.page.block("INLINE bool apart(const Call *call, const Fixed &fixed, int n, bool parts) {", "}"):
-            line(*(f"if (n == {n}) return {self._apart(g)};" for n, g in scattered))
-            line("return true;")
-        line("")
+            functions += self._function(f"weight{n}", f"Vec weight{n}({arguments})", "reals(1)")
+            index = [f"index{n}_{axis}" for axis in range(len(g.index) if g.over == "scatter" else 0)]
+            for name in index:
+                functions += self._function(name, f"Ints {name}({arguments})", "ints(0)")
+            table = self.names[g.source]
+            gradients.append(
+                {
+                    "n": n,
+                    "name": table,
+                    "over": g.over,
+                    "index": "".join(f", {name}(fixed, row, column, score)" for name in index),
+                    "size": " * ".join(f"fixed.{table}.size[{axis}]" for axis in range(len(index))),
+                    "apart": self._apart(g),
+                }
+            )
+        derivatives = filled(
+            TEXT["derivatives"],
+            functions=functions,
+            captured=len(gradients),
+            over=", ".join(OVER[g.over] for g in derived.gradients) or "HEADS",  # C++ has no empty array
+            sloped="false" if derived.slope is None else "true",
+            # a row that sees nothing has an lse of -inf, whose exponent is no number
+            guarded="true" if self.plan.guard or derived.guard else "false",
+            arguments=ARGUMENTS,
+            gradients=gradients,
+            scattered=[g for g in gradients if g["index"]],
+        )
+        return f"{super().expressions()}\n{derivatives}"
 
     def _apart(self, g: Gradient) -> str:
         """The condition under which work items never meet: they differ in batch entry, key head and, where there are

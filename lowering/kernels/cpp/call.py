@@ -31,26 +31,23 @@ def _array(name: str, meaning: str) -> Field:
     return Field(name, f"Array {name};", meaning, words=4)
 
 
+def _numbers(type: str, names: str, meaning: str = "") -> list[Field]:
+    """Fields of one type and meaning, which stands at the first."""
+    return [Field(name, f"{type}{name};", "" if i else meaning) for i, name in enumerate(names.split())]
+
+
 FIELDS = (
     Field("threads", "int64_t threads;", "how many workers may run at once, at least 1"),
     Field("parallel", "Parallel parallel;", "runs work(task, worker) on up to `threads` workers; null: one worker"),
     Field("pool", "void *pool;", "first argument of parallel"),
-    Field("batch", "int64_t batch;", "lengths of this call, in tokens"),
-    Field("heads", "int64_t heads;", ""),
+    *_numbers("int64_t ", "batch heads", "lengths of this call, in tokens"),
     Field("kv_heads", "int64_t kv_heads;", "query head h reads key head h / (heads / kv_heads)"),
-    Field("q_len", "int64_t q_len;", ""),
-    Field("kv_len", "int64_t kv_len;", ""),
+    *_numbers("int64_t ", "q_len kv_len"),
     Field("scale", "double scale;", ""),
-    Field("size_b", "int64_t size_b;", "B, H, Q_LEN, KV_LEN of the whole problem"),
-    Field("size_h", "int64_t size_h;", ""),
-    Field("size_q", "int64_t size_q;", ""),
-    Field("size_k", "int64_t size_k;", ""),
-    Field("b_origin", "int64_t b_origin;", "where the call begins in the whole problem"),
-    Field("h_origin", "int64_t h_origin;", ""),
-    Field("q_origin", "const int64_t *q_origin;", "one, or one for each batch entry"),
-    Field("k_origin", "const int64_t *k_origin;", ""),
-    Field("q_origin_step", "int64_t q_origin_step;", "0: the same for all batch entries; 1: one each"),
-    Field("k_origin_step", "int64_t k_origin_step;", ""),
+    *_numbers("int64_t ", "size_b size_h size_q size_k", "B, H, Q_LEN, KV_LEN of the whole problem"),
+    *_numbers("int64_t ", "b_origin h_origin", "where the call begins in the whole problem"),
+    *_numbers("const int64_t *", "q_origin k_origin", "one, or one for each batch entry"),
+    *_numbers("int64_t ", "q_origin_step k_origin_step", "0: the same for all batch entries; 1: one each"),
     Field("slots", "const Slot *slots;", "run-time numbers: the plan's, then literals"),
     Field("tables", "const int64_t *tables;", "for each table its data, sizes and strides, in the plan's order"),
     Field("spans", "const int32_t *spans;", "[slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles"),

@@ -20,7 +20,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR, levels
-from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.kernels.text import Names, filled, parts
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Slot, TableUse, Target
 
 from . import call as cpp_call
@@ -104,7 +104,6 @@ class CppKernel:
         self.printed = expr.printed(inner, expr_cpp.LANGUAGE, self.forms.leaf, self._name, inner, expr_cpp.WHEN, early)
         # of the prepared roots: a name that was simplified away needs no argument
         self.used = frozenset[str]().union(*map(uses, self.ready.values()))
-        self.page = Page()
 
     def source_roots(self) -> dict[str, Expr | None]:
         """The Exprs that become functions of positions, by the function's name; None: a trivial function."""
@@ -163,37 +162,26 @@ class CppKernel:
 
     def head(self) -> str:
         """The head of the source: a comment, the constants, and the record of a call."""
-        page, t = Page(), self.target
         real, half = DTYPES[self.arrays.dtype]
         dim, v_dim, dtype = self.arrays.head_dim, self.arrays.v_dim, self.arrays.dtype
-        size = f"{dim}" if dim == v_dim else f"{dim} (values {v_dim})"
-        page.line("// Attention in C++, written by frisket for", "//")
-        page.line(*(f"//     {line}".rstrip() for line in self._shown().split("\n")), "//")
-        note = "" if self.kv_dtype == dtype else f" beside keys and values of {self.kv_dtype}"
-        page.line(f"// Head size {size}, {dtype}{note}; tiles of {t.block_k} keys by as many queries as the call says.")
-        page.line("", "#include <stddef.h>", "#include <stdint.h>", "")
-        page.line(f"#define REAL_BYTES {8 if self.double else 4}")
-        page.line(f"#define INT_BYTES {8 if self.plan.int64 else 4}")
-        page.line(f"#define HALF {half}  // 0: entries are Real, 1: bfloat16, 2: float16")
-        if t.precision == "bf16x6":
-            page.line("#define SIX  // a matrix unit, if there is one, multiplies float32 by six products of bfloat16")
-        page.line(f"typedef {'double' if self.double else 'float'} Real;  // scores, weights, sums")
-        page.line(f"typedef {'int64_t' if self.plan.int64 else 'int32_t'} Int;")
         entry, eight = EIGHT.get(self.kv_dtype, ("Entry", 0))
-        kinds = ", ".join(["0: as those of q", *(f"{n}: {x}" for x, (_, n) in EIGHT.items())])
-        page.line(f"#define EIGHT {eight}  // entries of k and v are {kinds}")
-        page.line(f"typedef {real} Entry;  // of q and out", f"typedef {entry} Stored;  // of k and v", "")
-        page.line(*(f"const int {name} = {value};" for name, value in self.constants().items()))
-        for name, root in {"SCORED": "modified", "DROPPED": "kept", "SCALED": "scale_of_value"}.items():
-            page.line(f"const bool {name} = {'true' if root in self.ready else 'false'};")
-        # constants rather than macros: the compiler checks the branches that it drops
-        page.line(f"const bool BY_HEAD = {'true' if 'h' in self.used else 'false'};  // heads differ")
-        page.line(
-            f"const bool MOVED = {'true' if self.arrays.permuted else 'false'};  // rows are in the order of tables"
-        )
-        page.line("// Tiles without a predicate look at positions too.")
-        page.line("const bool POSITIONS = SCORED || DROPPED || SCALED;", "")
-        return f"{page}{cpp_call.text()}\nnamespace {{\n"
+        text = filled(
+            TEXT["head"],
+            mask=[f"//     {line}" for line in self._shown().split("\n")],
+            size=f"{dim}" if dim == v_dim else f"{dim} (values {v_dim})",
+            dtype=dtype,
+            note="" if self.kv_dtype == dtype else f" beside keys and values of {self.kv_dtype}",
+            block_k=self.target.block_k, real_bytes=8 if self.double else 4, int_bytes=8 if self.plan.int64 else 4,
+            half=half, six=self.target.precision == "bf16x6", real="double" if self.double else "float",
+            int="int64_t" if self.plan.int64 else "int32_t", eight=eight,
+            kinds=", ".join(["0: as those of q", *(f"{n}: {x}" for x, (_, n) in EIGHT.items())]),
+            entry=real, stored=entry,
+            constants=[f"const int {name} = {value};" for name, value in self.constants().items()],
+            scored=_boolean("modified" in self.ready), dropped=_boolean("kept" in self.ready),
+            scaled=_boolean("scale_of_value" in self.ready), by_head=_boolean("h" in self.used),
+            moved=_boolean(self.arrays.permuted),
+        )  # fmt: skip
+        return f"{text}{cpp_call.text()}\nnamespace {{\n"
 
     def constants(self) -> dict[str, int]:
         head_dim, v_dim = self.arrays.head_dim, self.arrays.v_dim
@@ -228,61 +216,39 @@ class CppKernel:
 
     def expressions(self) -> str:
         """The text of `Fixed`, `Row`, `Column` and the functions of positions."""
-        line, page = self.page.line, self.page
-        line("// -- the mask and the score mod, over a vector of keys " + "-" * 59, "")
-        self._fixed()
-        self._row()
-        self._repeated()
-        self._column()
-        arguments = "const Fixed &fixed, const Row &row, const Column &column"
-        self._tabulate(arguments)
-        self._function("visible", f"Bits visible({arguments})", "bits(true)")
-        self._function("modified", f"Vec modified({arguments}, Vec score)", "score")
-        self._function("kept", f"Bits kept({arguments})", "bits(true)")
-        self._function("scale_of_value", f"Vec scale_of_value({arguments})", "reals(1)")
-        rate = self.plan.rate
-        value = f"fixed.{self.names[rate]} < 1 ? 1 / (1 - fixed.{self.names[rate]}) : 0" if rate else "1"
-        line(
-            "// What survives dropout weighs more.", f"INLINE Real survivors(const Fixed &fixed) {{ return {value}; }}"
+        functions = self._function("visible", f"Bits visible({ARGUMENTS})", "bits(true)")
+        functions += self._function("modified", f"Vec modified({ARGUMENTS}, Vec score)", "score")
+        functions += self._function("kept", f"Bits kept({ARGUMENTS})", "bits(true)")
+        functions += self._function("scale_of_value", f"Vec scale_of_value({ARGUMENTS})", "reals(1)")
+        of_distance = [self._function(name, f"Vec {name}({ARGUMENTS})", "reals(0)") for name in self.distances]
+        calls = [f"store(to + {n} * SPAN, {name}(fixed, row, column));" for n, name in enumerate(self.distances)]
+        rate = f"fixed.{self.names[self.plan.rate]}" if self.plan.rate else ""
+        return filled(
+            TEXT["positions"],
+            **self._fixed(),
+            **self._known("row", ROW),
+            **self._known("column", COLUMN),
+            **self._repeated(),
+            of_distance=[line for lines in of_distance for line in lines],
+            distances=len(self.distances),
+            tabulated=calls,
+            functions=functions,
+            survivors=f"{rate} < 1 ? 1 / (1 - {rate}) : 0" if rate else "1",
         )
-        return str(page)
-
-    def _tabulate(self, arguments: str) -> None:
-        line = self.page.line
-        for name in self.distances:
-            self._function(name, f"Vec {name}({arguments})", "reals(0)")
-        line("// Functions of the distance of query and key alone, computed for the diagonals of a tile.")
-        line(f"const int DISTANCES = {len(self.distances)}, SPAN = BLOCK_Q + BLOCK_K + 32;")
-        with self.page.block(f"INLINE void tabulate({arguments}, Real *to) {{", "}"):
-            line(*(f"store(to + {n} * SPAN, {name}(fixed, row, column));" for n, name in enumerate(self.distances)))
 
     def storage(self) -> str:
-        """The constants of stored keys: the places of keys, and whether the heads that share them agree in all else."""
-        page, pages, share = Page(), self.plan.pages, self._sharing()
-        line = page.line
-        where = "0" if pages is None else f"at(fixed.{self.names[pages]}, (Int)batch, (Int)page)"
-        # a head that is read as h // n is the same for n heads in a row, from a multiple of n on
-        alike = f"{share} % group == 0 && call->h_origin % group == 0" if share else "false"
-        line("// The page of the pool that is a batch entry's.")
-        line(f"INLINE int64_t page_of(const Fixed &fixed, int64_t batch, int64_t page) {{ return {where}; }}")
-        line("// Whether the query heads of a key head differ in nothing that depends on the head.")
-        with page.block("INLINE bool alike_in_group(const Call *call) {", "}"):
-            line("const int64_t group = call->heads / call->kv_heads;", f"return {alike};")
-        self._interval(page)
-        return str(page)
-
-    def _interval(self, page: Page) -> None:
-        """Write the keys of a tile that a row sees, where they are one interval."""
-        line, texts = page.line, {name: self.printed.values[e] for name, e in self.ready.items()}
-        condition, first, last = map(texts.get, ("asked", "first_key", "last_key"))
-        line("// Whether the keys that a query sees are one interval, and its part of a tile: from begin, before end.")
-        line(f"const bool INTERVAL = {'false' if first is last is None else 'true'};")
-        arguments = "const Fixed &fixed, const Row &row, int64_t tile, int64_t keys, int64_t &begin, int64_t &end"
-        with page.block(f"INLINE void interval({arguments}) {{", "}"):
-            if condition is not None:  # begin and end are 0 until they are set: a query that sees nothing has no keys
-                line(f"if (!{condition}) return;")
-            line("end = keys;" if last is None else f"end = between(0, (int64_t){last} + 1 - tile, keys);")
-            line("begin = 0;" if first is None else f"begin = between(0, (int64_t){first} - tile, end);")
+        """The constants of stored keys: the places of keys, whether the heads that share them agree in all else, and
+        the keys of a tile that a row sees, where they are one interval."""
+        pages, share = self.plan.pages, self._sharing()
+        ends = {n: self.printed.values[self.ready[n]] if n in self.ready else "" for n in INTERVAL}
+        return filled(
+            TEXT["storage"],
+            page="0" if pages is None else f"at(fixed.{self.names[pages]}, (Int)batch, (Int)page)",
+            # a head that is read as h // n is the same for n heads in a row, from a multiple of n on
+            alike=f"{share} % group == 0 && call->h_origin % group == 0" if share else "false",
+            interval=_boolean(bool(ends["first_key"] or ends["last_key"])),
+            **{name: ends[root] for root, name in INTERVAL.items()},
+        )
 
     def _sharing(self) -> int:
         """The number n where the head is read as h // n and in no other way, otherwise 0."""
@@ -294,94 +260,54 @@ class CppKernel:
         sizes = divisors - {1}
         return sizes.pop() if len(sizes) == 1 else 0  # two divisors would agree only on a common multiple
 
-    def _function(self, name: str, head: str, otherwise: str) -> None:
-        line = self.page.line
-        root = self.ready.get(name)
-        plain = self.roots.get(name)
-        if plain is not None:
-            line(*self.quoted(plain))
-        with self.page.block(f"INLINE {head} {{", "}"):
-            if root is None:
-                line(f"return {otherwise};")
-            else:
-                for one in self.printed.needed([root], POSITION):
-                    line(f"const {self.forms.type(one.node)} {one.name} = {one.text};")
-                text = self.printed.values[root]
-                # a value that is the same for all keys is spread here, once, and not at every use
-                line(f"return {text if self.forms.wide[root] else spread(root, text)};")
-        self.page.blank()
+    def _function(self, name: str, head: str, otherwise: str) -> list[str]:
+        root, plain = self.ready.get(name), self.roots.get(name)
+        lines, value = [], otherwise
+        if root is not None:
+            needed = self.printed.needed([root], POSITION)
+            lines = [f"    const {self.forms.type(one.node)} {one.name} = {one.text};" for one in needed]
+            text = self.printed.values[root]
+            # a value that is the same for all keys is spread here, once, and not at every use
+            value = text if self.forms.wide[root] else spread(root, text)
+        quoted = [] if plain is None else self.quoted(plain)
+        return [*quoted, f"INLINE {head} {{", *lines, f"    return {value};", "}", ""]
 
-    def _fixed(self) -> None:
-        line, names, plan = self.page.line, self.names, self.plan
-        lines = self.printed.needed(self.ready.values(), SCALAR)
+    def _known(self, name: str, level: int) -> dict[str, list[str]]:
+        """The fields of the record `name` that are known at a level, and the lines that fill them."""
+        lines = self.printed.needed(self.ready.values(), level)
+        return {
+            f"{name}_fields": [f"{self.forms.type(one.node)} {one.name.split('.')[1]};" for one in lines],
+            f"{name}_lines": [f"{one.name} = {one.text};" for one in lines],
+        }
+
+    def _fixed(self) -> dict[str, list[str]]:
+        names, plan, known = self.names, self.plan, self._known("fixed", SCALAR)
         variables = [n for n in NUMBERS if n in self.used]
-        with self.page.block("struct Fixed {  // known once: sizes, parameters, tables, batch entry and head", "};"):
-            line(*(f"Int {n};" for n in variables))
-            line(*(f"{SINGLE[s.type]} {names[s.name]};" for s in plan.slots))
-            line(*(f"Real {name};" for name in self.lifted.values()))
-            line(*(f"Table<{STORED[t.type]}, {t.rank}> {names[t.name]};" for t in plan.tables))
-            line(*(f"{self.forms.type(one.node)} {one.name.split('.')[1]};" for one in lines))
-        line("")
-        with self.page.block("INLINE Fixed fixed_of(const Call *call, int64_t batch, int64_t head) {", "}"):
-            line("Fixed fixed;")
-            line(*(f"fixed.{n} = (Int)({SOURCES[n]});" for n in variables))
-            for i, s in enumerate(plan.slots):
-                line(f"fixed.{names[s.name]} = {VALUES[s.type].format(f'call->slots[{i}]')};")
-            for i, name in enumerate(self.lifted.values(), len(plan.slots)):
-                line(f"fixed.{name} = (Real)call->slots[{i}].f;")
-            if plan.tables:
-                # tables of any rank follow one another, each with sizes and strides
-                line("const int64_t *words = call->tables;")
-            line(*(f"words = read(fixed.{names[t.name]}, words);" for t in plan.tables))
-            line(*(f"{one.name} = {one.text};" for one in lines))
-            line("return fixed;")
-        line("")
+        fields = [f"Int {n};" for n in variables]
+        fields += [f"{SINGLE[s.type]} {names[s.name]};" for s in plan.slots]
+        fields += [f"Real {name};" for name in self.lifted.values()]
+        fields += [f"Table<{STORED[t.type]}, {t.rank}> {names[t.name]};" for t in plan.tables]
+        lines = [f"fixed.{n} = (Int)({SOURCES[n]});" for n in variables]
+        for i, s in enumerate(plan.slots):
+            lines.append(f"fixed.{names[s.name]} = {VALUES[s.type].format(f'call->slots[{i}]')};")
+        for i, name in enumerate(self.lifted.values(), len(plan.slots)):
+            lines.append(f"fixed.{name} = (Real)call->slots[{i}].f;")
+        if plan.tables:
+            # tables of any rank follow one another, each with sizes and strides
+            lines.append("const int64_t *words = call->tables;")
+        lines += [f"words = read(fixed.{names[t.name]}, words);" for t in plan.tables]
+        return {"fixed_fields": fields + known["fixed_fields"], "fixed_lines": lines + known["fixed_lines"]}
 
-    def _row(self) -> None:
-        line = self.page.line
-        lines = self.printed.needed(self.ready.values(), ROW)
-        with self.page.block("struct Row {  // known once per query", "};"):
-            line("Int q;")
-            line(*(f"{self.forms.type(one.node)} {one.name.split('.')[1]};" for one in lines))
-        line("")
-        with self.page.block("INLINE Row row_of(const Fixed &fixed, Int q) {", "}"):
-            line("Row row;", "row.q = q;")
-            line(*(f"{one.name} = {one.text};" for one in lines))
-            line("return row;")
-        line("")
-
-    def _repeated(self) -> None:
-        """Write whether two rows see the same keys, where neighbours may: what the mask knows of a query is read by
-        blocks or from a table."""
-        line, root = self.page.line, self.ready.get("visible")
+    def _repeated(self) -> dict[str, str]:
+        """The condition that two rows see the same keys, where neighbours may: what the mask knows of a query is read
+        by blocks or from a table."""
+        root = self.ready.get("visible")
         known = levels(root, when=expr_cpp.WHEN) if root is not None else {}
         above = {a for node in known if known[node] == POSITION for a in node.args}
         read = [node for node in known if known[node] == ROW and (node in above or node is root)]
         distinct = root is None or any(_tells_apart(node) for node in read)
         same = " & ".join(f"(a.{x} == b.{x})" for x in (self.printed.texts[n].removeprefix("row.") for n in read))
-        line(f"const bool REPEATED = {'false' if distinct else 'true'};  // rows that see the same keys are neighbours")
-        line(
-            f"INLINE bool alike(const Row &a, const Row &b) {{ return {'false' if distinct else same or 'true'}; }}", ""
-        )
-
-    def _column(self) -> None:
-        line = self.page.line
-        lines = self.printed.needed(self.ready.values(), COLUMN)
-        with self.page.block("struct Column {  // known once per vector of keys", "};"):
-            line(
-                "Int first;",
-                "const Real *distances;  // where those of query 0 are",
-                "Ints k;",
-                "Bits inside;  // before the end of the keys",
-            )
-            line(*(f"{self.forms.type(one.node)} {one.name.split('.')[1]};" for one in lines))
-        line("")
-        with self.page.block("INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {", "}"):
-            line("Column column;", "column.first = first;", "column.k = first + counting();")
-            line("column.inside = cast<Bits>(counting()) < (Lane)(left < LANES ? left : LANES);")
-            line(*(f"{one.name} = {one.text};" for one in lines))
-            line("return column;")
-        line("")
+        return {"repeated": _boolean(not distinct), "alike": "false" if distinct else same or "true"}
 
 
 def by_distance(roots: Mapping[str, Expr]) -> tuple[dict[str, Expr], dict[str, Expr]]:
@@ -417,12 +343,19 @@ def _slopes(e: Expr, args: list[tuple[int, int] | None]) -> tuple[int, int] | No
     return q, k
 
 
+TEXT = parts(__package__, "source")
+ARGUMENTS = "const Fixed &fixed, const Row &row, const Column &column"
+INTERVAL = {"first_key": "first", "last_key": "last", "asked": "asked"}  # roots, and holes of their texts
 LOOKUPS = ("lookup", "ahead", "behind")
 SINGLE = {INT: "Int", FLOAT: "Real", BOOL: "bool"}
 VALUES = {INT: "(Int){}.i", FLOAT: "(Real){}.f", BOOL: "{}.i != 0"}
 STORED = {INT: "Int", FLOAT: "Real", BOOL: "uint8_t"}
 SOURCES = {name: f"call->size_{axis}" for name, axis in zip(SIZES, "bhqk", strict=True)}
 SOURCES |= {"b": "call->b_origin + batch", "h": "call->h_origin + head"}
+
+
+def _boolean(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def spread(node: Expr, text: str) -> str:

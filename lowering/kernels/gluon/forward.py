@@ -161,16 +161,13 @@ class GluonForward(RowKernel):
             "rows": self.queries,
             "halves": [{"half": half} for half in range(self.groups)],
             "results": "".join(f" {n}," for n, use in results if use),
-            "sinks": optional.sinks,
-            "largest": optional.row_max,
-            "low": optional.lse_residual,
+            **optional.holes,
             "guard": self.plan.guard,
             "walk": "Spans, Count, entry, records" if self.tabled else "lo, full_lo, full_hi, hi",
             "passed": self._passed(common),
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
             "hoisted": self.before_tiles(),
             "tiles": self.tiles(),
-            "rescale": "rescale" if optional.sinks else "1.0",
             "whole": "total" if rate is None else f"(total * (1.0 - {self.arguments[rate].name}))",
         }
 

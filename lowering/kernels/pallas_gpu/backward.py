@@ -18,7 +18,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, lit, walk
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
-from frisket.lowering.kernels.text import filled
+from frisket.lowering.kernels.text import fields, filled
 from frisket.lowering.kernels.text import parts as texts
 from frisket.lowering.kernels.triton.cotangents import sums
 from frisket.lowering.plan import Geometry, LoopPlan, Target
@@ -105,6 +105,9 @@ class _GpuKernel:
 
     owned: Literal["q", "k"]
     what: str
+    name: str
+    head: str  # the axis of the grid
+    length: str  # of the axis across
 
     def __init__(
         self, plan: LoopPlan, target: Target, geometry: Geometry, grad_names: frozenset[str], interpretable: bool
@@ -185,6 +188,7 @@ class _GpuKernel:
 
     def filled(self, skeleton: str, **holes: Any) -> str:
         t, g, plan, e = self.target, self.geometry, self.plan, self.e
+        holes |= {"weights": self.weights(), "cotangents": self.cotangents()}
         sides = {"BLOCK_Q": t.block_q, "BLOCK_K": t.block_k}
         owned, across = sides if self.owned == "q" else reversed(sides)
         check_tile(t, sides[owned], sides[across], g)
@@ -196,25 +200,18 @@ class _GpuKernel:
             functions += ["\n\n", filled(shared["distances"], down=self.owned, across=across_axis)]
         narrow = [NARROW] if sides[across] == 32 else []
         head = filled(
-            TEXT["head"],
-            what=self.what,
+            TEXT["head"], what=self.what,
             text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
-            block_q=t.block_q,
-            block_k=t.block_k,
-            own=owned,
-            across=across,
-            dim=dims(g.head_dim),
-            dim_v=dims(g.v_dim),
-            group=g.heads // g.kv_heads,
-            stages=stages(g, sides[owned], sides[across]),
-            scale=repr(float(g.scale)),
-            narrow=narrow,
-            shared="".join(functions).strip("\n").splitlines(),
-        )
+            block_q=t.block_q, block_k=t.block_k, own=owned, across=across, dim=dims(g.head_dim), dim_v=dims(g.v_dim),
+            group=g.heads // g.kv_heads, stages=stages(g, sides[owned], sides[across]), scale=repr(float(g.scale)),
+            narrow=narrow, shared="".join(functions).strip("\n").splitlines(),
+        )  # fmt: skip
         products = TEXT["products_interpreted"] if self.interpretable else TEXT["products"]
         before = [*pallas_inputs.before(plan, e.inputs), *e.lined()]
-        holes["walk"] = "GpuWalk.in_order" if owned == "q" else "pallas_gpu.walked"
-        body = filled(skeleton + TEXT["call"], once=e.once(plan), before=before, fast=str(not self.exact), **holes)
+        holes |= {f"d{n}": n in self.grad_names for n in "qkv"} | fields(self, "name head length")
+        body = filled(
+            skeleton + TEXT["call"], once=e.once(plan), before=before, across=across, fast=str(not self.exact), **holes
+        )
         sections = [head, products, "\n".join(e.definitions(plan)), body]
         return "\n\n".join(part.strip("\n") + "\n" for part in sections if part)
 
@@ -225,11 +222,10 @@ class _GpuKernel:
 class _GpuQueryGradients(_GpuKernel):
     """The kernel of dq, and of sums of captured gradients over keys."""
 
-    owned, what = "q", "dq"
+    owned, what, name, head, length = "q", "dq", "attention_dq", "head", "kv_len"
 
     def text(self) -> str:
         dq = "q" in self.grad_names
-        totals = ["dq"] * dq + [s.total for s in self.sums]
         parts = [f"{s.total}_here" for s in self.sums]
         buffers = [s.buffer for s in self.sums]
         refs = [*self.operands(), "q_ref", "k_ref", "v_ref", "dout_ref", "lse_ref", "low_ref", "delta_ref"]
@@ -240,43 +236,15 @@ class _GpuQueryGradients(_GpuKernel):
         return self.filled(
             TEXT["queries"],
             refs=", ".join([*refs, *outs, *scratch, "*", "length"]),
-            weights=self.weights(),
-            cotangents=self.cotangents(),
             found=_tuple(["ds.astype(query.dtype)"] * dq + parts),
             names=_tuple(["ds"] * dq + parts),
-            sums=_tuple(totals),
-            accumulate=[
-                *["(dq,) = added((dq,), (ds, key.at[slot]))"] * dq,
-                *(f"{s.total} = {s.total} + {part}" for s, part in zip(self.sums, parts, strict=True)),
-            ],
+            sums=_tuple(["dq"] * dq + [s.total for s in self.sums]),
+            summed=[{"total": s.total, "part": f"{s.total}_here", "buffer": s.buffer} for s in self.sums],
             zeros=_tuple(["zeros(HALF, DIM)"] * dq + ["zeros(HALF)"] * len(buffers)),
-            results=[
-                *["query[wg] = (dq * SCALE).astype(query.dtype)"] * dq,
-                *(f"{s.buffer}[wg] = {s.total}" for s in self.sums),
-            ],
-            stored=[
-                *["plgpu.copy_smem_to_gmem(query.at[wg], dq_ref.at[here])"] * dq,
-                *(f"plgpu.copy_smem_to_gmem({b}.at[wg], {b}_ref.at[batch, head, line])" for b in buffers),
-            ],
-            name="attention_dq",
             doc=", ".join(["dq"] * dq + ["sums of captured gradients over keys"] * bool(buffers)),
-            outs=[
-                *["jax.ShapeDtypeStruct(query.shape, query.dtype),"] * dq,
-                *["jax.ShapeDtypeStruct(lse.shape, Float),"] * len(buffers),
-            ],
-            grid_heads="heads",
-            grid_head="head",
-            length="kv_len",
-            scratch_types=[
-                "tiles(2, HALF, DIM),",
-                "tiles(2, HALF, DIM_V),",
-                "tiles(STAGES, BLOCK_K, DIM),",
-                "tiles(STAGES, BLOCK_K, DIM_V),",
-                *["plgpu.SMEM((2, HALF), Float),"] * len(buffers),
-                "signals(2, 2),",
-                "signals(STAGES, 2),",
-                "signals(STAGES, 2),",
-            ],
+            vectors=[{"shape": "(2, HALF)"}] * len(buffers),
+            own_loads=2,
+            loads=2,
             operands=", ".join([*self.operands(), "query", "key", "value", "dout", "lse", "low", "delta"]),
             returned=_tuple(returned),
         )
@@ -286,80 +254,31 @@ class _GpuKeyGradients(_GpuKernel):
     """The kernel of dk and dv. Tiles are [keys, queries]: so neither p nor ds has to be transposed before it is
     multiplied."""
 
-    owned, what = "k", "dk and dv"
+    owned, what, name, head, length = "k", "dk and dv", "attention_dkv", "kv_head", "q_len"
 
     def text(self) -> str:
         dk, dv = "k" in self.grad_names, "v" in self.grad_names
         weight = "p" if self.plan.keep_mask is None else "(p * kept)"
         arrays = ["query", "key", *["value"] * dk, "dout", "lse", "low", *["delta"] * dk]
-        refs = {"query": "q_ref", "key": "k_ref", "value": "v_ref"}
+        refs_of = {"query": "q_ref", "key": "k_ref", "value": "v_ref"}
         outs = ["dv_ref"] * dv + ["dk_ref"] * dk
         scratch = ["key", "value", "query", "dout", "lses", "lows", *["deltas"] * dk, "own_ready", "ready", "free"]
-        loaded = [("k_ref", "key"), *[("v_ref", "value")] * dk]
-        fetched = [
-            ("q_ref", "line, head", "query"),
-            ("dout_ref", "line, head", "dout"),
-            ("lse_ref", "head, line", "lses"),
-            ("low_ref", "head, line", "lows"),
-        ]
-        fetched += [("delta_ref", "head, line", "deltas")] * dk
         factors = ["(p, dout.at[slot])"] * dv + ["(ds, query.at[slot])"] * dk
-        totals = _tuple(["dv"] * dv + ["dk"] * dk)
-        rows = ["lse, low = load(lses.at[slot], 1), load(lows.at[slot], 1)"]
-        delta = ["delta = load(deltas.at[slot], 1)"] * dk
-        ordered = "plgpu.commit_smem()  # lse and its like were read as any memory is, and TMA writes there next"
         start = ", across(-delta)" * self.starts
         pairs = ["(key.at[wg], query.at[slot])", *[f"(value.at[wg], dout.at[slot]{start})"] * dk]
         dims = ["v_dim"] * dv + ["dim"] * dk
+        refs = [*self.operands(), *(refs_of.get(n, f"{n}_ref") for n in arrays), *outs, *scratch, "*", "length"]
         return self.filled(
-            TEXT["keys"],
-            refs=", ".join(
-                [*self.operands(), *(refs.get(n, f"{n}_ref") for n in arrays), *outs, *scratch, "*", "length"]
-            ),
-            own=[f"plgpu.copy_gmem_to_smem({ref}.at[here], {to}.at[wg], own_ready.at[wg])" for ref, to in loaded],
-            products=", ".join(["scores"] + ["inner"] * dk),
-            pairs=", ".join(pairs),
-            weights=self.weights(),
-            before_products=delta * self.starts,
-            after_products=[ordered],
-            scores=["s = scores()", *rows],
-            cotangents=["dp = inner()"] * dk + delta * (not self.starts) + self.cotangents(),
+            TEXT["keys"], refs=", ".join(refs), products=", ".join(["scores"] + ["inner"] * dk), pairs=", ".join(pairs),
+            starts=self.starts,
             found=_tuple([f"{weight}.astype(query.dtype)"] * dv + ["ds.astype(query.dtype)"] * dk),
-            names=_tuple(["p"] * dv + ["ds"] * dk),
-            sums=totals,
-            accumulate=[f"{totals} = added({totals}, {', '.join(factors)})"],
+            names=_tuple(["p"] * dv + ["ds"] * dk), sums=_tuple(["dv"] * dv + ["dk"] * dk), summed=[],
+            factors=", ".join(factors),
             zeros=_tuple(["zeros(HALF, DIM_V)"] * dv + ["zeros(HALF, DIM)"] * dk),
-            results=[*["key[wg] = (dk * SCALE).astype(key.dtype)"] * dk, *["value[wg] = dv.astype(value.dtype)"] * dv],
-            stored=[
-                *["plgpu.copy_smem_to_gmem(key.at[wg], dk_ref.at[here])"] * dk,
-                *["plgpu.copy_smem_to_gmem(value.at[wg], dv_ref.at[here])"] * dv,
-            ],
-            fetched=[
-                f"plgpu.copy_gmem_to_smem({ref}.at[batch, {at}], {to}.at[slot], ready.at[slot])"
-                for ref, at, to in fetched
-            ],
-            name="attention_dkv",
-            doc=" and ".join(["dv"] * dv + ["dk"] * dk),
-            outs=[
-                *["jax.ShapeDtypeStruct(value.shape, value.dtype),"] * dv,
-                *["jax.ShapeDtypeStruct(key.shape, key.dtype),"] * dk,
-            ],
-            grid_heads="kv_heads",
-            grid_head="kv_head",
-            length="q_len",
-            scratch_types=[
-                "tiles(2, HALF, DIM),",
-                "tiles(2, HALF, DIM_V),",
-                "tiles(STAGES, BLOCK_Q, DIM),",
-                "tiles(STAGES, BLOCK_Q, DIM_V),",
-                *["plgpu.SMEM((STAGES, BLOCK_Q), Float),"] * (2 + dk),
-                f"signals(2, {len(loaded)}),",
-                f"signals(STAGES, {len(fetched)}),",
-                "signals(STAGES, 2),",
-            ],
-            operands=", ".join([*self.operands(), *arrays]),
+            doc=" and ".join(["dv"] * dv + ["dk"] * dk), vectors=[{"shape": "(STAGES, BLOCK_Q)"}] * (2 + dk),
+            own_loads=1 + dk, loads=4 + dk, operands=", ".join([*self.operands(), *arrays]),
             returned=_tuple([f"found[{i}][:, :kv_len, :, :{n}]" for i, n in enumerate(dims)]),
-        )
+        )  # fmt: skip
 
 
 def _tuple(names: list[str]) -> str:

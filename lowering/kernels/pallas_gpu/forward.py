@@ -170,36 +170,26 @@ def emit(
     return filled(
         TEXT["forward"],
         text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
-        block_q=target.block_q,
-        block_k=target.block_k,
-        dim=dim,
-        dim_v=v_dim,
-        group=geometry.heads // geometry.kv_heads,
+        block_q=target.block_q, block_k=target.block_k, dim=dim, dim_v=v_dim, group=geometry.heads // geometry.kv_heads,
         stages=min(target.num_stages, stages(target.block_q, target.block_k, dim, v_dim)),
         scale=repr(float(geometry.scale)),
         unit="SCALE * 1.4426950408889634" if folded else "1.4426950408889634",
         shared=_lines(TEXT["shared"], TEXT["interpreted"] if interpreted else TEXT["on_device"], *_readers(e)),
         products=["", "", *_lines(TEXT["products_interpreted"] if interpreted else TEXT["products"])],
-        prelude=e.definitions(plan),
-        refs=listed,
-        operands=listed,
+        prelude=e.definitions(plan), refs=listed, operands=listed,
         arguments=f"slots=(), tables=(),{' sinks=None,' * sinks} interpret=None",
         once=e.once(plan),
         score=([] if folded else ["s *= SCALE"]) + _written(plan, e, plan.score, "y", "s = {}"),
         seen=_written(plan, e, plan.mask, "x", "s = jnp.where({}, s, -jnp.inf)"),
         kept=_written(plan, e, plan.keep_mask, "z", "weights = jnp.where({}, p, 0.0)"),
-        finish=_finish(plan, sinks, lse_residual),
-        ends=["ends[wg, 2] = low"] if lse_residual else [],
-        stored=["plgpu.copy_smem_to_gmem(ends.at[wg, 2], low_ref.at[batch, head, line])"] if lse_residual else [],
-        low_ref=" low_ref," * lse_residual,
-        named=", low" * lse_residual,
-        rows=2 + lse_residual,
+        guard=plan.guard, sinks=sinks, lse_residual=lse_residual, own_result=dim != v_dim,
+        low="(top - jnp.maximum(lse * LOG2E, LOWEST) + jnp.log2(total)) * LN2",
+        divisor="total" if plan.rate is None else f"(total * (1.0 - {plan.rate}))",
+        low_ref=" low_ref," * lse_residual, named=", low" * lse_residual, rows=2 + lse_residual,
         before=[*pallas_inputs.before(plan, e.inputs), *e.lined(), *["sinks = jnp.asarray(sinks, Float)"] * sinks],
-        result="query" if dim == v_dim else "result",
-        room="" if dim == v_dim else " result,",
-        rooms=[] if dim == v_dim else ["plgpu.SMEM((2, HALF, DIM_V), dtype, transforms=TILED),"],
+        result="query" if dim == v_dim else "result", room="" if dim == v_dim else " result,",
         fast=str(rough),
-    )
+    )  # fmt: skip
 
 
 def _lines(*texts: str) -> list[str]:
@@ -218,33 +208,3 @@ def _written(plan: LoopPlan, e: Expressions, root: Expr | None, temporary: str, 
         return []
     assignments, value = e.written(root, temporary)
     return [*e.each(plan, root), *assignments, use.format(value)]
-
-
-def _finish(plan: LoopPlan, sinks: bool, lse_residual: bool) -> list[str]:
-    """The lines of `lse`, `largest`, `weight`, the factor of the accumulator, and with `lse_residual` of `low`, the
-    rounding error of lse."""
-    # the kernel works in exponents of 2, which the machine has an instruction for
-    lines = ["largest = top * LN2", "weight = 1.0"]
-    if plan.guard:
-        lines[0] = "largest = jnp.where(total == 0.0, -jnp.inf, top * LN2)"
-    if sinks:
-        lines[1:] = [
-            "sink = sinks[head] * LOG2E  # one more logit, without a value",
-            "peak = jnp.maximum(top, sink)",
-            "weight = jnp.exp2(top - peak)",
-            "total = total * weight + jnp.exp2(sink - peak)",
-            "top = peak",
-        ]
-    if plan.guard:
-        lines += ["empty = total == 0.0  # a row without a visible key gives 0, and lse -inf"]
-        lines += ["total = jnp.where(empty, 1.0, total)"]
-    formula = "(top + jnp.log2(total)) * LN2"
-    lines.append(f"lse = jnp.where(empty, -jnp.inf, {formula})" if plan.guard else f"lse = {formula}")
-    if lse_residual:
-        formula = "(top - jnp.maximum(lse * LOG2E, LOWEST) + jnp.log2(total)) * LN2"
-        lines += ["# by the product that the backward begins with, rounded, so that no compiler joins it to the sum"]
-        lines.append(f"low = jnp.where(empty, 0.0, {formula})" if plan.guard else f"low = {formula}")
-    rate = "" if plan.rate is None else f" * (1.0 - {plan.rate})"
-    # one division per row instead of one per entry of the accumulator
-    lines.append(f"weight = weight / {f'(total{rate})' if rate else 'total'}")
-    return lines

@@ -285,27 +285,20 @@ class _TpuKernel:
         opening = head(self.title, plan, self.target, self.geometry, self.dtype, inputs.needs_math, constants)
         functions = [line for text in self.functions for line in f"\n\n{text.strip()}".splitlines()]
         text = opening + filled(
-            TEXT["skeleton"],
-            **holes,
-            definitions=[*pallas_inputs.definitions(inputs), *functions],
+            TEXT["skeleton"], **holes, definitions=[*pallas_inputs.definitions(inputs), *functions],
             locate=locate(self.search, self.program.heads, grouped=not down).splitlines(),
-            walk=", ".join(walk),
-            tables=len(walk),
-            refs=wrap(f"{', '.join(refs)},", 112),
+            walk=", ".join(walk), tables=len(walk), refs=wrap(f"{', '.join(refs)},", 112),
             outputs=", ".join(self.outputs),
             scratch=", ".join([*inputs.scratch_values.values(), *self.scratch]),
-            static=", ".join(static),
-            given=", ".join(f"{n}={x}" for n, x in static.items()),
+            static=", ".join(static), given=", ".join(f"{n}={x}" for n, x in static.items()),
             sizes=static_arguments(self.search, not down, holes["programs"], *tiles),
             head=self.program.head,
             clear=["", "@pl.when(step == 0)", "def clear():", *_indented(self.clear)] if self.clear else [],
-            start=self.start,
-            visit=visit,
+            start=self.start, visit=visit,
             finish=["", "@pl.when(ends)", "def finish():", *_indented(self.finish)] if self.finish else [],
             entry=self.entry,
             arguments=", ".join([*(f"*, {n}" for n in self.zeros), *["fold=1"] * (not down), "interpret=False"]),
-            said=self.descriptions,
-            cast=CAST if self.dtype == "float16" else [],
+            said=self.descriptions, cast=CAST if self.dtype == "float16" else [],
             before=[*pallas_inputs.before(plan, inputs), *[LINES] * bool(self.clear)],
             passed=", ".join(
                 [*passed(self.search), *numbers[len(walk) :], *(inputs.picked.get(n, n) for n in inputs.scalars)]
@@ -317,9 +310,8 @@ class _TpuKernel:
             scratch_shapes=[*pallas_inputs.scratch(inputs), *self.scratch_shapes],
             out_shapes=self.out_shapes,
             aliases=[f"input_output_aliases={{{len(refs) - 1}: 0}},"] * len(self.zeros),
-            operands=", ".join(["*scalars", *arrays.values(), *blocks]),
-            result=f"[{', '.join(self.shown)}]",
-        )
+            operands=", ".join(["*scalars", *arrays.values(), *blocks]), result=f"[{', '.join(self.shown)}]",
+        )  # fmt: skip
         return Source(text, self.entry, tuple(self.results))
 
 

@@ -145,33 +145,25 @@ def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, options
     shapes = [f"{n}_shape" for n in inputs.picked]
     at_key = TEXT["at_page" if plan.pages else "at_key"]
     return head("Attention forward", plan, target, geometry, dtype, inputs.needs_math, program.constants) + filled(
-        TEXT["skeleton"],
-        **words,
-        wide=pallas_inputs.TEXT["wide"].strip().splitlines(),
+        TEXT["skeleton"], **words, wide=pallas_inputs.TEXT["wide"].strip().splitlines(),
         definitions=_paged(plan, target, parts) + pallas_inputs.definitions(inputs, turns=unwritten),
         locate=pallas_walk.locate(search, options.program_heads, grouped=False).splitlines(),
-        walk=", ".join(walk),
-        tables=len(walk),
+        walk=", ".join(walk), tables=len(walk),
         sizes=pallas_walk.static_arguments(search, False, words["programs"], "q_tiles", "k_tiles"),
         head=program.head,
         refs=wrap(f"{', '.join([*refs, *(f'{n}_ref' for n in blocks)])},", 116),
         kept="".join(f"{n}, " for n in inputs.scratch_values.values()),
-        static=", ".join(["at", *lengths, *shapes]),
-        turned=pallas_inputs.turned(inputs),
+        static=", ".join(["at", *lengths, *shapes]), turned=pallas_inputs.turned(inputs),
         here=pallas_inputs.coordinate_lines(plan, inputs),
         score=_assigned(plan.score, inputs, "y", "s = jnp.broadcast_to({}, s.shape)"),
-        stored=[f"v = {_together(value, options.kv_8bit)}"],
-        keys=_together(key, options.kv_8bit),
+        stored=[f"v = {_together(value, options.kv_8bit)}"], keys=_together(key, options.kv_8bit),
         seen=_seen(plan, inputs, unwritten),
         drop=_assigned(plan.keep_mask, inputs, "z", "p = jnp.where({}, p, 0.0)"),
         # in a tile with the mask a weight may be the scale of a value that was never written
         weigh=_assigned(plan.weight, inputs, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)"),
-        sink=TEXT["sink"].strip().splitlines() if sinks else [],
-        low_ref=" low_ref," * lse_residual,
+        sink=TEXT["sink"].strip().splitlines() if sinks else [], low_ref=" low_ref," * lse_residual,
         low=filled(TEXT["low"], part=words["part"]).splitlines() if lse_residual else [],
-        named=", low" * lse_residual,
-        rows=2 + lse_residual,
-        out=_out(plan, sinks, words["own"]),
+        named=", low" * lse_residual, rows=2 + lse_residual, out=_out(plan, sinks, words["own"]),
         lengths=_lengths(plan),
         cast=[] if dtype != "float16" else CAST_QUERY if options.kv_8bit else CAST_ALL,
         narrowed=".astype(dtype)" if dtype == "float16" else "",
@@ -190,12 +182,11 @@ def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, options
         at_key=filled(at_key, pages=3 + len(numbers) - 1 - 2, kv_head=words["kv_head"]).splitlines(),
         of_keys=_specs(plan, parts),
         given=", ".join([f"{n}={n}" for n in lengths] + [f"{n}_shape={n}.shape" for n in inputs.picked]),
-        specs=pallas_inputs.specs(inputs),
-        scratch=pallas_inputs.scratch(inputs),
+        specs=pallas_inputs.specs(inputs), scratch=pallas_inputs.scratch(inputs),
         operands=", ".join(
             ["*scalars", "query", "key, value" if parts == 1 else "*[key] * PARTS, *[value] * PARTS", *blocks]
         ),
-    )
+    )  # fmt: skip
 
 
 def _paged(plan: LoopPlan, target: Target, parts: int) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from frisket.dsl.errors import LoweringError
 from frisket.lowering.kernels.expr import Text
-from frisket.lowering.kernels.text import filled, skeleton
+from frisket.lowering.kernels.text import fields, filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import writer
@@ -111,8 +111,7 @@ class _DqKernel(GradientKernel):
     def holes(self) -> dict[str, Any]:
         return {
             **super().holes(),
-            "dq": self.dq,
-            "described": self.described,
+            **fields(self, "dq described"),
             "dim_e": "DIM" if self.e == "d" else "DIM_V",
             **self.before_loops(),
         }
@@ -161,14 +160,10 @@ class _DkvKernel(GradientKernel):
     def holes(self) -> dict[str, Any]:
         return {
             **super().holes(),
-            "name": self.name,
-            "dk": self.dk,
-            "dv": self.dv,
+            **fields(self, "name dk dv described by_pairs"),
             "dout": self.dv or self.inner,
-            "described": self.described,
             "arrays": "Q, K, V, DOut" if self.inner else "Q, K, DOut",
             # With fewer entries than threads the compiler loads what each thread uses, past shared memory.
-            "by_pairs": self.by_pairs,
             "numbers_a_load": 2 if self.by_pairs else 4,
             "results": ", ".join(n for n, use in (("DK", self.dk), ("DV", self.dv)) if use),
             "dim_e": "DIM" if self.e == "d" else "DIM_V",

@@ -21,7 +21,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, alone, backward_of
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
-from frisket.lowering.kernels.text import skeleton
+from frisket.lowering.kernels.text import fields, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from .forward import PartSums
@@ -100,11 +100,10 @@ class GradientKernel(RowKernel):
         common = super().holes()
         return {
             **common,
+            **fields(self, "e inner"),
             "apart": self.e == "e",
-            "e": self.e,
             "dropped": self.keep_mask is not None,
             "rate": "" if self.keep_mask is None else self.arguments[str(self.plan.rate)].name,
-            "inner": self.inner,
             "by_length": self.dims.by_length,
             "own_d": self.tile_mask("d", "present"),
             "own_e": self.tile_mask("e", "present"),

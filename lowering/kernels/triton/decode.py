@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from frisket.dsl.ir import Expr, build, transform, var
-from frisket.lowering.kernels.text import skeleton
+from frisket.lowering.kernels.text import fields, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from .forward import NO_ARRAYS, ForwardKernel, OptionalArrays, combine
@@ -69,13 +69,7 @@ class DecodeKernel(ForwardKernel):
     skeleton, name = DECODE, "attention_decode"
 
     def __init__(
-        self,
-        plan: LoopPlan,
-        target: Target,
-        dims: Dims,
-        optional: OptionalArrays,
-        packs: bool,
-        balanced: bool = False,
+        self, plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays, packs: bool, balanced: bool = False
     ) -> None:
         self.group, self.pack = dims.group, packed(plan, dims) if packs else 1
         self.balanced = balanced
@@ -101,7 +95,8 @@ class DecodeKernel(ForwardKernel):
         whole = self.pack == self.dims.group  # all query heads of a key head in one tile
         first_head = "head" if not self.traits.packs else "kv_head * GROUP" if whole else "first_head"
         return common | {
-            "balanced": self.balanced,
+            **fields(self, "balanced pack"),
+            "first_head": first_head,
             "tiles_seen": [
                 "of_sequences = tiles_seen(",
                 f"    first + lanes, rows_of_tiles, batches, heads, {first_head}, Spans, Count, SliceOf, records",
@@ -111,11 +106,9 @@ class DecodeKernel(ForwardKernel):
             "parts": "parts" if self.balanced else "splits",
             "queries": "QUERIES" if self.traits.packs else "BLOCK_Q",
             "partly": self.traits.packs and not whole,
-            "pack": self.pack,
             "packed_heads": "GROUP" if whole else "PACK",
             "of_heads": "the GROUP" if whole else "PACK",
             "own_head": "head" if not self.traits.packs else "kv_head" if whole else "first_head",
-            "first_head": first_head,
             "by_group": FIRST.name in self.used,
         }
 

@@ -21,7 +21,7 @@ from frisket.dsl.ir import Expr, lookup, make, transform, var
 from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, Text
-from frisket.lowering.kernels.text import filled, skeleton
+from frisket.lowering.kernels.text import fields, filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from .rows import RowKernel
@@ -39,6 +39,11 @@ class OptionalArrays:
     sinks: bool = False  # read: attention sinks
     row_max: bool = False  # written: the largest score of each row
     lse_residual: bool = False  # written, for a backward: the rounding error of lse
+
+    @property
+    def holes(self) -> dict[str, Any]:
+        """The holes of a forward's skeleton about them; `rescale` is the factor of the sums."""
+        return {**vars(self), "rescale": "rescale" if self.sinks else "1.0"}
 
 
 NO_ARRAYS = OptionalArrays()
@@ -93,6 +98,11 @@ class HeadPart:
 
     def pad(self, axes: str) -> str:
         return f"{self.index}{axes} < {self.length}" if self.length else ""
+
+    def holes(self, rows: str, axes: str = "[None, :]", other: str = ", other=0.0") -> dict[str, str]:
+        """The holes of a part: its names, and the mask of its tile whose `rows` exist."""
+        mask = masked(rows, self.pad(axes), other=other)
+        return {"mark": self.mark, "d": self.index, "width": self.width, "mask": mask}
 
 
 def parts_of(dim: int, index: str, constant: str, length: str) -> list[HeadPart]:
@@ -162,7 +172,7 @@ class ForwardKernel(RowKernel):
         return any(index is x for x in self.placed.values())
 
     @property
-    def _cast(self) -> str:
+    def cast(self) -> str:
         """The conversion of keys of 8 bits for a product. GPUs convert float8 to float16, and from there to float32 by
         an addition; a conversion to bfloat16 has a quarter of the rate of other instructions."""
         wide = self.dims.kv_dtype.startswith("float8") and self.dims.dtype == "bfloat16"
@@ -178,51 +188,25 @@ class ForwardKernel(RowKernel):
         return {
             **super().holes(),
             "axes": [f"{', '.join(p.index for p in a)} = {', '.join(p.positions for p in a)}" for a in axes],
-            "sinks": self.optional.sinks,
-            "largest": self.optional.row_max,
-            "low": self.optional.lse_residual,
-            "guard": self.plan.guard,
-            "paged": self.paged,
-            "numbered": self.numbered,
-            "described": self.described,
-            "unwritten": self.unwritten,
-            "pages": pages and pages.name,
-            "pages_size": pages and pages.sizes[1],
-            "pages_step": pages and pages.strides[0],
-            "pages_stride": pages and pages.strides[1],
-            "page_size": self.plan.page,
-            "key": "at" if self.numbered else "tile * BLOCK_K",
-            "within": self._within,
-            "first_key": self._first("k", "[None, :]"),
-            "first_value": self._first("v", "[:, None]"),
-            "cast": self._cast,
-            "head": [
-                {"mark": p.mark, "d": p.index, "present": masked("present[:, None]", p.pad("[None, :]"))}
-                for p in self.head
-            ],
-            "values": [
-                {
-                    "mark": p.mark,
-                    "d": p.index,
-                    "width": p.width,
-                    "present": masked("present[:, None]", p.pad("[None, :]"), other=""),
-                }
-                for p in self.values
-            ],
+            **self.optional.holes,
+            **fields(self, "paged numbered described unwritten within cast"),
+            "guard": self.plan.guard, "pages": pages and pages.name, "pages_size": pages and pages.sizes[1],
+            "pages_step": pages and pages.strides[0], "pages_stride": pages and pages.strides[1],
+            "page_size": self.plan.page, "key": "at" if self.numbered else "tile * BLOCK_K",
+            "first_key": self._first("k", "[None, :]"), "first_value": self._first("v", "[:, None]"),
+            "head": [p.holes("present[:, None]") for p in self.head],
+            "values": [p.holes("present[:, None]", other="") for p in self.values],
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
-            **self.closed_form(),
-            "hoisted": self.before_tiles(),
-            "weighed": bool(self.weight),
+            **self.closed_form(), "hoisted": self.before_tiles(), "weighed": bool(self.weight),
             "scaled": self.value(self.weight[0]) if self.weight else "",
             "tiles": self.tiles(),
-            "rescale": "rescale" if self.optional.sinks else "1.0",
             "whole": f"(total * {self.survival})" if self.survival else "total",
             "survived": f" * (1.0 / {self.survival})" if self.survival else "",
             "v_dim": self.v,
-        }
+        }  # fmt: skip
 
     @property
-    def _within(self) -> str:
+    def within(self) -> str:
         """The condition that keys of a tile exist: with one subtraction a tile, not an addition a key, where registers
         are left for it. A tile of 128 x 128 at head size 128 would spill 16 bytes with Triton 3.9."""
         few = self.traits.bounded and self.target.block_k <= 64
@@ -240,21 +224,14 @@ class ForwardKernel(RowKernel):
         written = set(self.hoisted)
         roots = self.positions if inside else [*self.score, *self.keep_mask, *self.weight]  # full tiles ask no mask
         row, column = (f"{inside}[None, :]", f"{self._seen}[:, None]") if inside else ("", "")
-        first, last = self.head[0], self.head[-1]
+        first, last, scale = self.head[0], self.head[-1], self.units()["scale"]
         keep_mask, weight = (next(iter(roots), None) for roots in (self.keep_mask, self.weight))
         return {
             "head": [
-                {
-                    "mark": p.mark,
-                    "mask": masked(row, p.pad("[:, None]")),
-                    "sum": ", score" * (p is not first),
-                    "scale": self.units()["scale"] if p is last else "",
-                }
+                {**p.holes(row, "[:, None]"), "sum": ", score" * (p is not first), "scale": scale * (p is last)}
                 for p in self.head
             ],
-            "values": [
-                {"mark": p.mark, "width": p.width, "mask": masked(column, p.pad("[None, :]"))} for p in self.values
-            ],
+            "values": [p.holes(column) for p in self.values],
             "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
             "visible": self.visible(written) if inside else [],
             "score_mod": self.score_mod("score", written, inside and "visible"),
@@ -285,24 +262,11 @@ def combine(
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
     ragged = padded(dims.v_dim) != dims.v_dim  # without a mask loads are wider
     text = filled(
-        COMBINE,
-        wrapped,
-        d=e,
-        dim=dim,
-        v_dim=length,
+        COMBINE, wrapped, d=e, dim=dim, v_dim=length,
         load=masked("part[:, None] < splits", f"{e}[None, :] < {length}" if ragged else ""),
-        store=masked(f"{e} < {length}" if ragged else "", other=""),
-        sinks=optional.sinks,
-        largest=optional.row_max,
-        low=optional.lse_residual,
-        guard=plan.guard,
-        rescale="rescale" if optional.sinks else "1.0",
-        balanced=balanced,
-        listed=listed,
-        of_place="place",
-        length="q_len",
-        part_at="first_at" if balanced or listed else "row_at",
-    )
+        store=masked(f"{e} < {length}" if ragged else "", other=""), guard=plan.guard, balanced=balanced, listed=listed,
+        of_place="place", length="q_len", part_at="first_at" if balanced or listed else "row_at", **optional.holes,
+    )  # fmt: skip
     rows = "queries of rows in parts" if listed else "q_len"
     return TritonKernel("attention_combine", text, f"attention_combine: grid ({rows}, heads, batch).")
 

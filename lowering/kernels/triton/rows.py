@@ -12,7 +12,7 @@ from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.intervals import K0, K1
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
-from frisket.lowering.kernels.text import filled
+from frisket.lowering.kernels.text import fields, filled
 from frisket.lowering.plan import LoopPlan, Target
 from frisket.lowering.simplify.curves import Ends
 
@@ -109,23 +109,18 @@ class RowKernel(TritonWriter):
             "grouped": self.dims.group > 1,
             "kv_head": "head" if self.dims.group == 1 else "kv_head",
             "masked": self.plan.mask is not None,
-            "parted": self.traits.parted,
-            "listed": self.traits.listed,
+            **vars(self.traits),
             "place": "place",
-            "near": self.near,
-            "swapped": self.traits.swapped,
+            **fields(self, "near precision wide"),
             "several": self.traits.swapped and self.dims.group > 1,  # heads that a program walks, one after another
             "rows_of_slice": "tl.cdiv(kv_len, BLOCK_K)" if self.traits.swapped else "tl.cdiv(q_len, BLOCK_Q)",
-            "precision": self.precision,
             **self.units(),
-            "wide": self.wide,
             "open": "(" if self.wide else "",
             "close": f"){self.wide}" if self.wide else "",
             "vectors": [f"{n}_origin = tl.load({n}_origin + batch)" for n in common["moved"]],
             "conversions": self.conversions(),
             "by_batch": "b" in self.used,
             "by_head": "h" in self.used,
-            "packs": self.traits.packs,
         }
 
     def closed_form(self) -> dict[str, Any]:

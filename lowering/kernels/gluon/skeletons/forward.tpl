@@ -43,8 +43,8 @@ def consume(
     store_tile(Out, [batch, head, start + half * HALF, 0], out)
     row_at = place.to(gl.int64) * q_len + start + rows
     gl.store(Lse + row_at, lse, mask=present)
-    gl.store(Top + row_at, largest, mask=present)  $if largest
-    gl.store(Low + row_at, low, mask=present)  $if low
+    gl.store(Top + row_at, largest, mask=present)  $if row_max
+    gl.store(Low + row_at, low, mask=present)  $if lse_residual
     tma.store_wait(0)
 
 

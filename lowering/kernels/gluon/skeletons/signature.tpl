@@ -1,6 +1,6 @@
 Lse,  # float32 [batch, heads, q_len], contiguous
-Top,  # the largest scores, as Lse  $if largest
-Low,  # the rounding error of Lse  $if low
+Top,  # the largest scores, as Lse  $if row_max
+Low,  # the rounding error of Lse  $if lse_residual
 Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
 scale, $numbers,
 $include triton.parameters

@@ -144,15 +144,21 @@ def kernel($refs):
                 return $found
 
             $names = with_products(cotangents, (query.at[wg], key.at[slot]), (dout.at[wg], value.at[slot]))
-            $accumulate
+            (dq,) = added((dq,), (ds, key.at[slot]))  $if dq
+            $for summed:
+                $total = $total + $part
             plgpu.barrier_arrive(free.at[slot])
             return step + 1, $sums
 
         border, full = (functools.partial(visit, border=border) for border in (True, False))
         _, $sums = walk(slice_, place, count, records, border, full, (Int(0), $zeros))
-        $results
+        query[wg] = (dq * SCALE).astype(query.dtype)  $if dq
+        $for summed:
+            $buffer[wg] = $total
         plgpu.commit_smem()
-        $stored
+        plgpu.copy_smem_to_gmem(query.at[wg], dq_ref.at[here])  $if dq
+        $for summed:
+            plgpu.copy_smem_to_gmem($buffer.at[wg], ${buffer}_ref.at[batch, head, line])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == 2)
@@ -189,7 +195,8 @@ def kernel($refs):
         start = row * BLOCK_K + wg * HALF
         line = pl.ds(start, HALF)
         here = batch, line, kv_head
-        $own
+        plgpu.copy_gmem_to_smem(k_ref.at[here], key.at[wg], own_ready.at[wg])
+        plgpu.copy_gmem_to_smem(v_ref.at[here], value.at[wg], own_ready.at[wg])  $if dk
         plgpu.barrier_wait(own_ready.at[wg])
 
         def of_head(head, slice_, carry):
@@ -200,17 +207,20 @@ def kernel($refs):
                 slot = slot_of(step)
                 plgpu.barrier_wait(ready.at[slot])
 
-                $before_products
+                delta = load(deltas.at[slot], 1)  $if dk and starts
 
                 def cotangents($products):
-                    $scores
+                    s = scores()
+                    lse, low = load(lses.at[slot], 1), load(lows.at[slot], 1)
                     $weights
+                    dp = inner()  $if dk
+                    delta = load(deltas.at[slot], 1)  $if dk and not starts
                     $cotangents
                     return $found
 
                 $names = with_products(cotangents, $pairs)
-                $accumulate
-                $after_products
+                $sums = added($sums, $factors)
+                plgpu.commit_smem()  # lse and its like were read as any memory is, and TMA writes there next
                 plgpu.barrier_arrive(free.at[slot])
                 return step + 1, $sums
 
@@ -218,9 +228,11 @@ def kernel($refs):
             return walk(slice_, row, count, records, border, full, carry)
 
         _, $sums = heads(of_head, (Int(0), $zeros))
-        $results
+        key[wg] = (dk * SCALE).astype(key.dtype)  $if dk
+        value[wg] = dv.astype(value.dtype)  $if dv
         plgpu.commit_smem()
-        $stored
+        plgpu.copy_smem_to_gmem(key.at[wg], dk_ref.at[here])  $if dk
+        plgpu.copy_smem_to_gmem(value.at[wg], dv_ref.at[here])  $if dv
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == 2)
@@ -231,7 +243,11 @@ def kernel($refs):
             def fetch(tile, step):
                 slot, line = slot_of(step), pl.ds(tile * BLOCK_Q, BLOCK_Q)
                 pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
-                $fetched
+                plgpu.copy_gmem_to_smem(q_ref.at[batch, line, head], query.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(dout_ref.at[batch, line, head], dout.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(lse_ref.at[batch, head, line], lses.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(low_ref.at[batch, head, line], lows.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(delta_ref.at[batch, head, line], deltas.at[slot], ready.at[slot])  $if dk
                 return step + 1
 
             return walk(slice_, row, count, records, fetch, fetch, step)
@@ -248,7 +264,7 @@ def $name(
     took from it, both to base 2, and `delta` [batch, heads, q_len].
 
     `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
-    rows, runs, 4] are those of `$walk`; `origin` and `sizes` place the call in the whole problem.
+    rows, runs, 4] are those of `pallas_gpu.walked`; `origin` and `sizes` place the call in the whole problem.
     """
     batch, q_len, heads, dim = query.shape
     _, kv_len, kv_heads, v_dim = value.shape
@@ -267,14 +283,26 @@ def $name(
     found = plgpu.kernel(
         functools.partial(kernel, length=$length),
         out_type=(
-            $outs
+            jax.ShapeDtypeStruct(query.shape, query.dtype),  $if dq
+            $for summed:
+                jax.ShapeDtypeStruct(lse.shape, Float),
+            jax.ShapeDtypeStruct(value.shape, value.dtype),  $if dv
+            jax.ShapeDtypeStruct(key.shape, key.dtype),  $if dk
         ),
-        grid=(batch, $grid_heads, order.shape[1]),
-        grid_names=("batch", "$grid_head", "tile"),
+        grid=(batch, ${head}s, order.shape[1]),
+        grid_names=("batch", "$head", "tile"),
         num_threads=3,
         thread_name="wg",
         scratch_types=[
-            $scratch_types
+            tiles(2, HALF, DIM),
+            tiles(2, HALF, DIM_V),
+            tiles(STAGES, $across, DIM),
+            tiles(STAGES, $across, DIM_V),
+            $for vectors:
+                plgpu.SMEM($shape, Float),
+            signals(2, $own_loads),
+            signals(STAGES, $loads),
+            signals(STAGES, 2),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=$fast, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,

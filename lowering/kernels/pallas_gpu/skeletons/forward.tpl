@@ -229,16 +229,36 @@ def kernel(
         acc, top, total, _ = lax.fori_loop(Int(0), runs, walk, nothing)
         pl.when(wg == 0)(take_turns)
 
-        $finish
+        $# The kernel works in exponents of 2, which the machine has an instruction for.
+        largest = top * LN2  $if not guard
+        largest = jnp.where(total == 0.0, -jnp.inf, top * LN2)  $if guard
+        weight = 1.0  $if not sinks
+        $if sinks:
+            sink = sinks[head] * LOG2E  # one more logit, without a value
+            peak = jnp.maximum(top, sink)
+            weight = jnp.exp2(top - peak)
+            total = total * weight + jnp.exp2(sink - peak)
+            top = peak
+        $if guard:
+            empty = total == 0.0  # a row without a visible key gives 0, and lse -inf
+            total = jnp.where(empty, 1.0, total)
+        lse = (top + jnp.log2(total)) * LN2  $if not guard
+        lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * LN2)  $if guard
+        $if lse_residual:
+            # by the product that the backward begins with, rounded, so that no compiler joins it to the sum
+            low = $low  $if not guard
+            low = jnp.where(empty, 0.0, $low)  $if guard
+        $# One division per row instead of one per entry of the accumulator.
+        weight = weight / $divisor
         ends[wg, 0] = lse
         ends[wg, 1] = largest
-        $ends
+        ends[wg, 2] = low  $if lse_residual
         ${result}[wg] = (acc * lax.broadcast_in_dim(weight, acc.shape, [0])).astype(query.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(${result}.at[wg], out_ref.at[batch, line, head])
         plgpu.copy_smem_to_gmem(ends.at[wg, 0], lse_ref.at[batch, head, line])
         plgpu.copy_smem_to_gmem(ends.at[wg, 1], top_ref.at[batch, head, line])
-        $stored
+        plgpu.copy_smem_to_gmem(ends.at[wg, 2], low_ref.at[batch, head, line])  $if lse_residual
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == 2)
@@ -299,7 +319,7 @@ def attention_forward(
             plgpu.SMEM((STAGES, BLOCK_K, DIM), dtype, transforms=TILED),
             plgpu.SMEM((STAGES, BLOCK_K, DIM_V), dtype, transforms=TILED),
             plgpu.SMEM((2, $rows, HALF), Float),
-            $rooms
+            plgpu.SMEM((2, HALF, DIM_V), dtype, transforms=TILED),  $if own_result
             plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(num_barriers=STAGES),

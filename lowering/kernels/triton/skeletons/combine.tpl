@@ -10,8 +10,8 @@ def attention_combine(
     Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's parts, and how many it has  $if balanced
     Out,  # [batch, heads, q_len, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
-    Top,  # the largest scores, as Lse  $if largest
-    Low,  # the rounding error of Lse  $if low
+    Top,  # the largest scores, as Lse  $if row_max
+    Low,  # the rounding error of Lse  $if lse_residual
     Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
     stride_ob, stride_oh, stride_os, stride_od,
     heads, q_len, splits,  $if not balanced and not listed
@@ -55,5 +55,5 @@ def attention_combine(
     out = acc * ($rescale / total)
     tl.store(Out + $d * stride_od, out.to(Out.dtype.element_ty)$store)
     tl.store(Lse + row_at, lse)
-    tl.store(Top + row_at, largest)  $if largest
-    tl.store(Low + row_at, low)  $if low
+    tl.store(Top + row_at, largest)  $if row_max
+    tl.store(Low + row_at, low)  $if lse_residual

@@ -13,8 +13,8 @@ def attention_decode(
     $if not parted:
         Out,  # [batch, heads, length, dim], any strides
         Lse,  # float32 [batch, heads, q_len], contiguous
-        Top,  # the largest scores, as Lse  $if largest
-        Low,  # the rounding error of Lse  $if low
+        Top,  # the largest scores, as Lse  $if row_max
+        Low,  # the rounding error of Lse  $if lse_residual
         Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -88,7 +88,7 @@ def attention_decode(
     present = (packed < QUERIES * $packed_heads) & (start + rows < q_len)  $if packs
     present = start + rows < q_len  $if not packs
     $for head:
-        query$mark = tl.load(Q + query_at[:, None] + $d[None, :] * stride_qd$present)
+        query$mark = tl.load(Q + query_at[:, None] + $d[None, :] * stride_qd$mask)
 
     $include scalars
     h = (h_origin + head)[:, None]$wide  $if by_head and packs
@@ -129,11 +129,11 @@ def attention_decode(
         out_at = head.to(tl.int64) * stride_oh + (start + rows).to(tl.int64) * stride_os
         $for values:
             out = (acc$mark * weight[:, None]).to(Out.dtype.element_ty)
-            tl.store(Out + out_at[:, None] + $d[None, :] * stride_od, out$present)
+            tl.store(Out + out_at[:, None] + $d[None, :] * stride_od, out$mask)
         row_at = (batch.to(tl.int64) * heads + head) * q_len + start + rows
         tl.store(Lse + row_at, lse, mask=present)
-        tl.store(Top + row_at, largest, mask=present)  $if largest
-        tl.store(Low + row_at, low, mask=present)  $if low
+        tl.store(Top + row_at, largest, mask=present)  $if row_max
+        tl.store(Low + row_at, low, mask=present)  $if lse_residual
     $else:
         $if balanced:
             queries = tl.minimum(q_len, QUERIES)
@@ -143,4 +143,4 @@ def attention_decode(
         tl.store(Totals + row_at, total, mask=present)
         $for values:
             out_at = row_at[:, None] * $v_dim + $d[None, :]
-            tl.store(Acc + out_at, acc$mark$survived$present)
+            tl.store(Acc + out_at, acc$mark$survived$mask)

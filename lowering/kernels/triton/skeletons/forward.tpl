@@ -6,8 +6,8 @@ def attention_forward(
     Q, Out,  # [batch, heads, length, dim], any strides  $if paged
     K, V,  # [pages, heads, tokens of a page, dim], any strides  $if paged
     Lse,  # float32 [batch, heads, q_len], contiguous
-    Top,  # the largest scores, as Lse  $if largest
-    Low,  # the rounding error of Lse  $if low
+    Top,  # the largest scores, as Lse  $if row_max
+    Low,  # the rounding error of Lse  $if lse_residual
     Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
     $if listed:
         Acc,  # float32 [places, BLOCK_Q, dim]: of the parts of rows, values by their weights
@@ -37,7 +37,7 @@ def attention_forward(
     $include first_record
     query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths  $if described
     $for head:
-        query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$present)  $if not described
+        query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$mask)  $if not described
 
     lo, full_lo = 0, 0  $if everything
     full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
@@ -59,15 +59,15 @@ def attention_forward(
             tl.store(Totals + row_at, total, mask=present)
             $for values:
                 out_at = row_at[:, None] * $v_dim + $d[None, :]
-                tl.store(Acc + out_at, acc$mark$survived$present)
+                tl.store(Acc + out_at, acc$mark$survived$mask)
             return
     $include lse
     weight = $rescale / $whole
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
     $for values:
         out_at = rows[:, None] * stride_os + $d[None, :] * stride_od
-        tl.store(Out + out_at, (acc$mark * weight[:, None]).to(Out.dtype.element_ty)$present)
+        tl.store(Out + out_at, (acc$mark * weight[:, None]).to(Out.dtype.element_ty)$mask)
     row_at = place.to(tl.int64) * q_len + start + rows
     tl.store(Lse + row_at, lse, mask=present)
-    tl.store(Top + row_at, largest, mask=present)  $if largest
-    tl.store(Low + row_at, low, mask=present)  $if low
+    tl.store(Top + row_at, largest, mask=present)  $if row_max
+    tl.store(Low + row_at, low, mask=present)  $if lse_residual

@@ -1,6 +1,6 @@
 $# `lse` of a row from its largest score and sum of weights.
-largest = tl.where(total == 0.0, -INFINITY, top * LN2)  $if largest and guard
-largest = top * LN2  $if largest and not guard
+largest = tl.where(total == 0.0, -INFINITY, top * LN2)  $if row_max and guard
+largest = top * LN2  $if row_max and not guard
 $if sinks:
     # The sink is one more logit, without a value.
     sink = tl.load(Sinks + head) * LOG2E
@@ -15,7 +15,7 @@ $if guard:
     lse = tl.where(empty, -INFINITY, (top + tl.log2(total)) * LN2)
 $else:
     lse = (top + tl.log2(total)) * LN2
-$if low:
+$if lse_residual:
     # By the product that attention_delta stores: a maximum is not joined to the sum without rounding.
     near = tl.maximum(lse * LOG2E, LOWEST)
     low = (top - near + tl.log2(total)) * LN2

@@ -61,23 +61,20 @@ class Functions(cpp.CppKernel):
         return "\n".join([self.head(), *map(cpp.part, cpp.ARITHMETIC), self.functions()])
 
     def functions(self):
-        self._fixed(), self._row(), self._column()
-        arguments = "const Fixed &fixed, const Row &row, const Column &column"
-        heads = [f"{MANY[root.type]} {name}_({arguments})" for name, root in self.given.items()]
+        heads = [f"{MANY[root.type]} {name}_({cpp.ARGUMENTS})" for name, root in self.given.items()]
+        lines = [self.expressions()]
         for name, head in zip(self.given, heads, strict=True):
-            self._function(name, head, "")
-        line = self.page.line
-        line("}  // namespace", "", 'extern "C" void all(const Call *call, int64_t count, void **out) {')
-        line("    const Fixed fixed = fixed_of(call, 0, 0);", "    for (int64_t i = 0; i < count; i += NEXT) {")
-        line("        const Row row = row_of(fixed, (Int)i);")
-        line("        const Column column = column_of(fixed, (Int)i, count - i);")
+            lines += self._function(name, head, "")
+        lines += ["}  // namespace", "", 'extern "C" void all(const Call *call, int64_t count, void **out) {']
+        lines += ["    const Fixed fixed = fixed_of(call, 0, 0);", "    for (int64_t i = 0; i < count; i += NEXT) {"]
+        lines += ["        const Row row = row_of(fixed, (Int)i);"]
+        lines += ["        const Column column = column_of(fixed, (Int)i, count - i);"]
         for n, (name, root) in enumerate(self.given.items()):
             one = "Real" if root.type is FLOAT else "int64_t"
-            line(f"        const auto x{n} = {name}_(fixed, row, column);")
-            line("        for (int j = 0; j < NEXT && i + j < count; j++)")
-            line(f"            (({one} *)out[{n}])[i + j] = ({one})x{n}[j];")
-        line("    }", "}")
-        page = str(self.page)
+            lines += [f"        const auto x{n} = {name}_(fixed, row, column);"]
+            lines += ["        for (int j = 0; j < NEXT && i + j < count; j++)"]
+            lines += [f"            (({one} *)out[{n}])[i + j] = ({one})x{n}[j];"]
+        page = "\n".join([*lines, "    }", "}", ""])
         for head, root in zip(heads, self.given.values(), strict=True):
             if "k" in ir.uses(root):  # vectors: all of them in one function take g++ three times as long
                 page = page.replace(f"INLINE {head}", f"__attribute__((noinline)) {head}")
