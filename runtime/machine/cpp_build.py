@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import resources
@@ -93,7 +93,7 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     with _guard:
         if (cached := _loaded.get(key)) is not None:
             return cached  # type: ignore[no-any-return]
-        if _defers.get() and underway(key):
+        if _defers.get() and key in _threads:
             raise PendingError
         lock = _building.setdefault(key, threading.Lock())
     with lock:  # one thread builds, the others wait for it
@@ -175,29 +175,25 @@ if hasattr(os, "register_at_fork"):
 
 # -- builds in threads beside the program, on half of the cores -----------------------------------
 
-_threads: dict[Hashable, threading.Thread] = {}  # of builds that wait or run
+_threads: dict[tuple[str, ...], threading.Thread] = {}  # of builds that wait or run
 HALF = max(1, (os.cpu_count() or 1) // 2)
 _slots = threading.Semaphore(HALF)
 
 
-def underway(key: Hashable) -> bool:
-    """Whether a build waits or runs."""
-    return key in _threads
+def _begin(source: str, variant: str, key: tuple[str, ...]) -> bool:
+    """Build a kernel in a thread, once at a time; False where no thread can be had. The interpreter ends after the
+    builds that run, without those that wait."""
 
-
-def begin(key: Hashable, build: Callable[[], object]) -> bool:
-    """Run `build` in a thread, once at a time for each key; False where no thread can be had. The interpreter ends
-    after the builds that run, without those that wait."""
-
-    def work() -> None:
+    def build() -> None:
+        _defers.set(False)
         try:
-            with _slots:
+            with _slots, suppress(FrisketError):  # the next call finds the kernel, or why it is not there
                 if threading.main_thread().is_alive():
-                    build()
+                    library(source, variant)
         finally:
             _threads.pop(key, None)
 
-    thread = threading.Thread(target=work, name="frisket compiler", daemon=False)
+    thread = threading.Thread(target=build, name="frisket compiler", daemon=False)
     if _threads.setdefault(key, thread) is thread:
         try:
             thread.start()
@@ -311,13 +307,7 @@ def _find_or_build(source: str, variant: str, key: tuple[str, ...]) -> ctypes.CD
     if (lib := _on_disk(name)) is not None:
         kernel_step.set(kernel_step.get() or "loaded")
         return lib
-
-    def in_background() -> None:
-        _defers.set(False)
-        with suppress(FrisketError):  # the next call finds the kernel, or why it is not there
-            library(source, variant)
-
-    if _defers.get() and begin(key, in_background):
+    if _defers.get() and _begin(source, variant, key):
         raise PendingError
     return _build(source, name, command)
 
@@ -490,15 +480,10 @@ def of_torch() -> Threads:
 
 
 def pool_threads(count: int | None = None) -> Threads:
-    """Threads of frisket's own pool: `count`, else OMP_NUM_THREADS, else a thread for each CPU of the process."""
-    count = count or setting()
+    """Threads of frisket's own pool: `count`, else OMP_NUM_THREADS, else a thread for each CPU that the process may use."""
+    nested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first of a list of nesting levels
+    count = count or (nested.isdigit() and int(nested)) or len(os.sched_getaffinity(0))
     return (count, _address(_library().frisket_own), 0) if count > 1 else ONE_THREAD
-
-
-def setting() -> int:
-    """OMP_NUM_THREADS, whose list is one of nesting levels, otherwise the CPUs this process may use."""
-    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(text) if text.isdigit() and int(text) else len(os.sched_getaffinity(0))
 
 
 @memo(1)
