@@ -480,7 +480,7 @@ def of_torch() -> Threads:
 
 
 def pool_threads(count: int | None = None) -> Threads:
-    """Threads of frisket's own pool: `count`, else OMP_NUM_THREADS, else a thread for each CPU that the process may use."""
+    """Threads of frisket's own pool: `count`, else OMP_NUM_THREADS, else one for each CPU that the process may use."""
     nested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first of a list of nesting levels
     count = count or (nested.isdigit() and int(nested)) or len(os.sched_getaffinity(0))
     return (count, _address(_library().frisket_own), 0) if count > 1 else ONE_THREAD

@@ -82,7 +82,7 @@ class DeviceTiledPlan:
     simplified: ProgramExprs
     rules: Counter[str]
     unchecked: tuple[str, ...] = ()
-    layout = shared = None
+    layout = None
 
     @property
     def facts(self) -> str:
