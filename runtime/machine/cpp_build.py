@@ -147,8 +147,9 @@ def fall_back(error: BuildError) -> None:
     warn_once(text)
 
 
-def reason() -> str:
-    """A reason why native kernels cannot be built and loaded here; empty when they can. `library` remembers both."""
+def reason(framework: str | None = None) -> str:
+    """A reason why native kernels cannot be built and loaded here, on arrays of any framework; empty when they can.
+    `library` remembers both."""
     if not sys.platform.startswith("linux"):
         return f"native kernels are built on Linux only; this is {sys.platform}"
     try:

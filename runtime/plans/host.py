@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import Geometry, Problem, Spans, Target
 from frisket.lowering.simplify import ProgramExprs
-from frisket.runtime.backends.engines.proof import engines_for
-from frisket.runtime.backends.registry import automatic
 from frisket.runtime.calls.arrays import Stored
-from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 
 from .compiled import TiledPlan, simplified_program, work
@@ -40,12 +37,12 @@ class Plan:
 
     on_device = by_table = False
     common, planner = None, ""  # of plans on a device
-    options = Options()  # of the attention that made it
     captured: Mapping[str, Any] = MappingProxyType({})  # arrays that its functions captured, as they were
 
-    def __init__(self, program: CallProgram, problem: Problem, dropout: bool = False) -> None:
+    def __init__(self, program: CallProgram, problem: Problem, dropout: bool, ask_engines: Callable[..., str]) -> None:
+        """`ask_engines` is `engines_text` of the backends, which import plans, for the options of the attention."""
         self.program = self.host_program = program  # all values are the host's
-        self.problem, self.dropout = problem, dropout
+        self.problem, self.dropout, self.ask_engines = problem, dropout, ask_engines
         self.batch, self.heads, self.q_len, self.kv_len = problem.batch, problem.heads, problem.q_len, problem.kv_len
         self.origin, self.sizes = problem.origin, problem.sizes
         self.calls: dict[Any, Any] = {}  # key of a call -> its `PreparedCall`
@@ -64,7 +61,7 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the program, its place and the options; a copy lays out tiles again."""
-        return Plan, (self.program, self.problem, self.dropout), {"options": self.options}
+        return Plan, (self.program, self.problem, self.dropout, self.ask_engines)
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> TiledPlan:
         """The compilation for tiles of `block`."""
@@ -93,8 +90,7 @@ class Plan:
             return self
         if how not in self._others:
             # a new one: prepared calls are for keys that are stored otherwise
-            self._others[how] = Plan(self.program.stored_as(how), self.problem, self.dropout)
-            self._others[how].options = self.options
+            self._others[how] = Plan(self.program.stored_as(how), self.problem, self.dropout, self.ask_engines)
         return self._others[how]
 
     def with_tables(self, values: dict[str, Any]) -> Plan:
@@ -118,9 +114,7 @@ class Plan:
         `sdpa: causal, window 255 to the left: SDPA has no window`."""
         lengths = self.batch, self.heads, kv_heads or self.heads, self.q_len, self.kv_len
         g = Geometry(*lengths, head_dim, head_dim, head_dim**-0.5, self.origin, self.sizes)
-        generated = automatic(framework, device)
-        choice = engines_for(self, g, dtype, framework, device, generated, self.options, named=False)
-        return "generated kernels are asked for" if choice is None else str(choice)
+        return self.ask_engines(self, g, dtype, framework, device)
 
     def __repr__(self) -> str:
         return f"Plan({self.program}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"

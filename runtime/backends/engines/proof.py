@@ -21,6 +21,7 @@ from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, Backend, ranked
+from frisket.runtime.backends.registry import automatic
 from frisket.runtime.calls.options import AS_CHOSEN, Options
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import simplified_program
@@ -188,6 +189,12 @@ def engines_for(
         return choose_engine(call)
     proof = prove(record, call)
     return EngineChoice(proof, {}) if isinstance(proof, Proof) else EngineChoice(None, {record.name: proof})
+
+
+def engines_text(options: Options, plan: Any, geometry: Geometry, dtype: str, framework: str, device: str) -> str:
+    """The engines for a plan of the host, a line each: `Plan.engines`."""
+    choice = engines_for(plan, geometry, dtype, framework, device, automatic(framework, device), options, named=False)
+    return "generated kernels are asked for" if choice is None else str(choice)
 
 
 # Where an engine was compared with the reference as frisket calls it. On the CPU the tests do so, on other platforms

@@ -518,7 +518,7 @@ def test_a_link_of_another_user_is_no_cache(tmp_path, monkeypatch):
 
 
 def test_triton_sources_are_kept_where_others_cannot_write(tmp_path, monkeypatch):
-    from frisket.runtime.backends.triton.source import write
+    from frisket.runtime.machine.triton_source import write
 
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
