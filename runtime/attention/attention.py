@@ -366,8 +366,13 @@ class Attention:
             check_used(params, self.program.names)  # a plan would have checked both
             check_bound(self.program, {**self.constants, **self.traced, **params})
         elif plan is None:
-            values = self._plan_values(params, arrays.framework) if params or self.captured else ({}, {})
-            plan = self._cached_plan(geometry, *values, how)
+            host, device_values = {}, {}
+            if params or self.captured:
+                host, device_values = split_host_device(params, None, self.program.learnable, arrays.framework)
+                # JAX reads copies of torch's tensors
+                captured = {**(self.learned if arrays.framework == "torch" else {}), **self.traced}
+                device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
+            plan = self._cached_plan(geometry, host, device_values, how)
         # an empty call has no plan
         return CheckedCall(arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs)
 
@@ -423,13 +428,6 @@ class Attention:
         if plan.dropout != bool(self.options.dropout):
             have, want = ("with", "without") if plan.dropout else ("without", "with")
             raise ParameterError(f"the plan is for attention {have} dropout, this one is {want}\n  {remedy}")
-
-    def _plan_values(self, params: dict[str, Any], framework: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The values of a plan for a call: those of the host, and those that stay where they are."""
-        host, device_values = split_host_device(params, None, self.program.learnable, framework)
-        # JAX reads copies of torch's tensors
-        captured = {**(self.learned if framework == "torch" else {}), **self.traced}
-        return host, {**{n: x for n, x in captured.items() if n not in params}, **device_values}
 
     def _cached_plan(
         self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None = None

@@ -130,15 +130,12 @@ def build(inputs: KernelInputs, dtype: Any, stored: Any) -> None:
 
 def target(plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: bool = False) -> Target:
     """The tiles of a call, or the caller's, and how float32 is multiplied: `exact`, by vectors alone."""
-    six = not exact and products_pay(g, dtype, narrow) and not lacking("amx") and _in_long_runs(plan)
+    six = not exact and products_pay(g, dtype, narrow) and not lacking("amx")
+    if six and plan is not None:  # do rows see long runs of keys? of masks of q - k alone, `narrow` has told the others
+        mask = plan.mask if isinstance(plan, LoopPlan) else plan.simplified.mask
+        six = mask is None or distance_only(mask) or long_runs(mask)
     block_q, block_k = tile or tiles(g, dtype, narrow, six)
     return Target("cpp", block_q, block_k, precision="bf16x6" if six else "ieee")
-
-
-def _in_long_runs(plan: Any) -> bool:
-    """Whether rows see long runs of keys; of masks of q - k alone, a plan's `narrow` has told the others."""
-    mask = None if plan is None else plan.mask if isinstance(plan, LoopPlan) else plan.simplified.mask
-    return mask is None or distance_only(mask) or long_runs(mask)
 
 
 def call_target(plan: Any, g: Geometry, dtype: str, tile: Any, tuning: Any, device: Any, arch: Any) -> Target:

@@ -140,11 +140,8 @@ def _unfit(engine: Backend, call: EngineCall) -> str:
     """A reason why an engine does not take a call, whatever its mask."""
     if call.platform not in engine.lowered_for:
         return f"it runs on {' and '.join(engine.platforms)}, and q is on {call.platform}"
-    return engine.reason(call.framework) or engine.refused_dtype(call.dtype) or _unlike(engine, call)
-
-
-def _unlike(engine: Backend, call: EngineCall) -> str:
-    """A reason why engines like this one do not take a call, whatever its mask."""
+    if why := engine.reason(call.framework) or engine.refused_dtype(call.dtype):
+        return why
     if call.dropout:
         return "dropout is drawn by position, which generated kernels do"
     if call.on_device:
@@ -218,14 +215,11 @@ class CostRow:
     where: str = ""
     source: str = ""
 
-    def covers(self, platform: str, dtype: str) -> bool:
-        """Whether the row is about such arrays."""
-        return platform == self.platform and dtype in self.dtypes
-
     def pays(self, platform: str, dtype: str, g: Geometry, generated: str) -> bool:
         """Whether the engine wins."""
         return (
-            self.covers(platform, dtype)
+            platform == self.platform
+            and dtype in self.dtypes
             and self.queries[0] <= g.q_len <= self.queries[1]
             and (not self.head_dims or (g.head_dim == g.v_dim and g.head_dim in self.head_dims))
             and self.generated in ("", generated)
@@ -235,9 +229,9 @@ class CostRow:
 
 def _rows(engine: str, call: EngineCall) -> list[tuple[int, CostRow, bool]]:
     """(place, row, whether it says that the engine wins) of the rows about an engine and the arrays of a call."""
-    about = call.platform, call.dtype
-    rows = [(i, row) for i, row in enumerate(COSTS) if row.engine == engine and row.covers(*about)]
-    return [(i, row, row.pays(*about, call.geometry, call.generated)) for i, row in rows]
+    about = call.platform, call.dtype, call.geometry, call.generated
+    mine = [(i, row) for i, row in enumerate(COSTS) if row.engine == engine and row.platform == call.platform]
+    return [(i, row, row.pays(*about)) for i, row in mine if call.dtype in row.dtypes]
 
 
 def turn(engine: str, call: EngineCall) -> int:
