@@ -366,7 +366,8 @@ class Attention:
             check_used(params, self.program.names)  # a plan would have checked both
             check_bound(self.program, {**self.constants, **self.traced, **params})
         elif plan is None:
-            host, device_values = {}, {}
+            host: dict[str, Any] = {}
+            device_values: dict[str, Any] = {}
             if params or self.captured:
                 host, device_values = split_host_device(params, None, self.program.learnable, arrays.framework)
                 # JAX reads copies of torch's tensors

@@ -165,14 +165,7 @@ def allowed(options: Options) -> bool | tuple[str, ...]:
 
 
 def engines_for(
-    plan: Any,
-    geometry: Geometry,
-    dtype: str,
-    framework: str,
-    device: str,
-    generated: str,
-    options: Options,
-    named: bool,
+    plan: Any, g: Geometry, dtype: str, framework: str, device: str, generated: str, options: Options, named: bool
 ) -> EngineChoice | None:
     """The engines for a plan of the host, beside the usual backend; None where generated kernels are asked for."""
     record = RECORDS[generated]
@@ -181,7 +174,7 @@ def engines_for(
     platform = device or (record.platforms or ("cpu",))[0]
     asks: dict[str, Any] = {"dropout": bool(options.dropout), "sinks": options.sinks is not None}
     asks |= {"deterministic": options.deterministic, "engines": allowed(options), "generated": generated, "plan": plan}
-    call = EngineCall(plan.host_program, geometry, dtype, framework, platform, **asks)
+    call = EngineCall(plan.host_program, g, dtype, framework, platform, **asks)
     if not record.is_engine:
         return choose_engine(call)
     proof = prove(record, call)
