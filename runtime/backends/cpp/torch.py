@@ -250,8 +250,8 @@ class NativeKernel:
         """The kernel, the record of its slots, and the literals that end it."""
         function = self.functions.get(name)
         if function is None:
-            emitted = KERNELS[name.removeprefix("frisket_")](*self.text, named=False)
-            run, literals = getattr(library(emitted.source()), name), emitted.literals
+            text, literals = _text(name, *self.text)
+            run = getattr(library(text), name)
             # bytes are passed by address: nothing is copied
             run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
             function = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
@@ -335,6 +335,12 @@ class NativeLaunch:
         record = RECORD.pack(0, 0, 0, *self.before, values[2], at, *self.behind, *[0] * (WORDS - OFFSET["sinks"]))
         # the pool of threads stands before these words, the arrays behind: both differ from call to call
         return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words, read)
+
+
+@memo(group="sources")  # by value: calls of other lengths have equal plans, and a text takes a quarter of a first call
+def _text(name: str, plan: LoopPlan, target: Target, arrays: CppArrays) -> tuple[str, tuple[float, ...]]:
+    emitted = KERNELS[name.removeprefix("frisket_")](plan, target, arrays, named=False)
+    return emitted.source(), emitted.literals
 
 
 _kernel = memo(KEPT, by="weak")(NativeKernel)  # of a plan by its identity
