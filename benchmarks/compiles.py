@@ -68,7 +68,7 @@ def script(name: str) -> dict[str, Any]:
     from frisket.runtime.machine import cpp_build
 
     compiled: list[tuple[str, float, float]] = []
-    asked, build = "", cpp_build._build
+    asked, build = "", cpp_build._compile
 
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -80,7 +80,7 @@ def script(name: str) -> dict[str, Any]:
         if "frisket_forward" in source or "frisket_backward" in source:
             compiled.append((asked, time.perf_counter() - start, spent() - before))
 
-    cpp_build._build = timed
+    cpp_build._compile = timed
     begun = time.perf_counter()
     lengths, training, sizes = SCRIPTS[name]
     for title in tries_of(name, 1):

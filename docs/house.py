@@ -183,7 +183,7 @@ class Tree:
         command = [str(own) if own.exists() else sys.executable, str(ROOT / "docs" / "house_call.py"), str(self.root)]
         environment = {n: x for n, x in os.environ.items() if not n.startswith("FRISKET_")}
         with tempfile.TemporaryDirectory() as cache:
-            environment["FRISKET_CACHE_DIR"] = cache
+            environment["XDG_CACHE_HOME"] = cache  # of platformdirs: FRISKET_CACHE_DIR would be a setting
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr)

@@ -16,8 +16,8 @@ from frisket.lowering.kernels.triton.module import emit
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.runtime.backends.triton import kernels as triton_kernels
-from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import TABLE, of_kernel, ordered
+from frisket.runtime.machine.triton_source import load
 
 from .compiled import Compiled, kept
 

@@ -30,8 +30,8 @@ from frisket.lowering.plan import Geometry, LoopPlan, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.grids import Shares, shares
-from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import MEDIUM, ProgramTraits, default_target, of_kernel
+from frisket.runtime.machine.triton_source import load
 
 from . import flex as flex_kernels
 from .compiled import Compiled, kept, remembered

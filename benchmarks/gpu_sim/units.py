@@ -16,7 +16,7 @@ import frisket as fk
 from frisket.lowering.kernels.gluon import forward
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.backends.gluon.torch import compiled_for
-from frisket.runtime.backends.triton.source import load
+from frisket.runtime.machine.triton_source import load
 
 from .compiled import kept
 from .ours import HEADS, LENGTH, MASKS

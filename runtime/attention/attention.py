@@ -23,7 +23,7 @@ from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
-from frisket.runtime.backends.engines.proof import engines_for
+from frisket.runtime.backends.engines.proof import engines_for, engines_text
 from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
 from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, new_history, records
 from frisket.runtime.calls import arrays as call_arrays
@@ -348,8 +348,8 @@ class Attention:
             geometry = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
         else:
             geometry = self._planned_geometry(arrays, plan, origin, sizes)
-        # a layout that is named is meant, and the lengths of a plan tell it
-        if layout is None and plan is None and not geometry.is_empty:
+        # a layout that is named is meant, and the lengths of a plan tell it; tokens are mostly more than heads
+        if layout is None and plan is None and geometry.q_len < geometry.kv_heads and not geometry.is_empty:
             check_order(arrays, geometry, self.program, params)
         how, kv_inputs = call_arrays.kv_format(arrays, geometry, kv_inputs) if kv_inputs else (None, kv_inputs)
         if plan is not None:
@@ -366,8 +366,14 @@ class Attention:
             check_used(params, self.program.names)  # a plan would have checked both
             check_bound(self.program, {**self.constants, **self.traced, **params})
         elif plan is None:
-            values = self._plan_values(params, arrays.framework) if params or self.captured else ({}, {})
-            plan = self._cached_plan(geometry, *values, how)
+            host: dict[str, Any] = {}
+            device_values: dict[str, Any] = {}
+            if params or self.captured:
+                host, device_values = split_host_device(params, None, self.program.learnable, arrays.framework)
+                # JAX reads copies of torch's tensors
+                captured = {**(self.learned if arrays.framework == "torch" else {}), **self.traced}
+                device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
+            plan = self._cached_plan(geometry, host, device_values, how)
         # an empty call has no plan
         return CheckedCall(arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs)
 
@@ -424,13 +430,6 @@ class Attention:
             have, want = ("with", "without") if plan.dropout else ("without", "with")
             raise ParameterError(f"the plan is for attention {have} dropout, this one is {want}\n  {remedy}")
 
-    def _plan_values(self, params: dict[str, Any], framework: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The values of a plan for a call: those of the host, and those that stay where they are."""
-        host, device_values = split_host_device(params, None, self.program.learnable, framework)
-        # JAX reads copies of torch's tensors
-        captured = {**(self.learned if framework == "torch" else {}), **self.traced}
-        return host, {**{n: x for n, x in captured.items() if n not in params}, **device_values}
-
     def _cached_plan(
         self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None = None
     ) -> CallPlan:
@@ -456,9 +455,7 @@ class Attention:
         program = self.program if how is None else self.program.stored_as(how)
         if device_values:
             return device_plan(program, host, device_values, g.problem, block, Settings.read().check, dropout)
-        plan = Plan(program.bind(host) if host else program, g.problem, dropout)
-        plan.options = self.options
-        return plan
+        return Plan(program.bind(host) if host else program, g.problem, dropout, partial(engines_text, self.options))
 
     @counting
     @usual_promotion()
@@ -603,7 +600,7 @@ class Attention:
             name = backend or self.options.backend or Settings.read().backend or library("torch")
         check_name(name)
         name = backend_named(name, "torch").name
-        plan = Plan(program, g.problem, bool(self.options.dropout))
+        plan = Plan(program, g.problem, bool(self.options.dropout), partial(engines_text, self.options))
         sinks = self.options.sinks is not None
         where = ("torch", "") if q is None else (arrays.framework, arrays.device)
         chosen = engines_for(plan, g, dtype, *where, name, self.options, named=backend is not None)

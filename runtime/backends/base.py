@@ -244,7 +244,12 @@ def names() -> tuple[str, ...]:
     return tuple(b.name for b in records) + tuple(dict.fromkeys(b.tier for b in records if b.tier))
 
 
-settings.offer(backends=names, engines=offered)
+def planning(where: str) -> tuple[str, ...]:
+    """The names that a call may use of backends whose own planners plan on the "host" or the "device"."""
+    return tuple(n for b in RECORDS.values() if b.plans == where for n in (b.name, b.tier))
+
+
+settings.offer(backends=names, engines=offered, host=lambda: planning("host"), device=lambda: planning("device"))
 
 
 def no_gradients(name: str) -> BackwardError:

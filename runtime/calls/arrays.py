@@ -153,16 +153,11 @@ class Arrays:
     device: str  # "cpu", "cuda", "tpu", ...: where the call runs
     pages: tuple[int, ...] = ()
     unbatched: bool = False
+    kv_dtype: str = ""  # of k and v, where it is an 8-bit type and so differs from q's
 
     def as_called(self, *results: Any) -> tuple[Any, ...]:
         """Results with the axes that the arrays of the call had."""
         return tuple(x if x is None or not self.unbatched else x[0] for x in results)
-
-    @property
-    def kv_dtype(self) -> str:
-        """The dtype of k and v, where it is an 8-bit type and so differs from q's."""
-        kind = str(self.k.dtype).removeprefix("torch.")
-        return "" if kind == self.dtype else kind
 
     @property
     def page(self) -> int:
@@ -182,8 +177,10 @@ class Arrays:
         self, scale: float | None, enable_gqa: bool, origin: Origin | None = None, sizes: Sizes | None = None
     ) -> Geometry:
         """The sizes of the call, or `ShapeError`."""
-        (b, h, s, d), (kb, hkv, n, kd), (vb, hv, vn, dv) = (_ordered(x.shape, self.layout) for x in self.qkv)
-        shapes = "".join(f"\n  {name} {tuple(x.shape)}" for name, x in zip("qkv", self.qkv))
+        (b, h, s, d), (kb, hkv, n, kd), (vb, hv, vn, dv) = (
+            _ordered(x.shape, self.layout) for x in (self.q, self.k, self.v)
+        )
+        shapes = "".join(f"\n  {name} {tuple(getattr(self, name).shape)}" for name in "qkv")
         shapes += f'\n  read as {LAYOUTS[self.layout]}; layout="bhsd" or "bshd" says otherwise'
         if self.pages:
             (kb, n), (vb, vn) = self._paged(b, (kb, n), (vb, vn), shapes)
@@ -285,14 +282,15 @@ def arrays(
         raise ShapeError(f"q, k and v have dtypes {', '.join(dtypes.values())}; convert them to one")
     if dtypes["q"] not in FLOATS:
         raise ShapeError(f"q, k and v are {dtypes['q']}; attention takes {', '.join(FLOATS)}")
-    if framework == "torch":
+    if framework == "torch" and not q.device == k.device == v.device:
         check_devices(q, k, v)
     # traced pages have a shape, too
     table = () if pages is None else tuple(int(n) for n in getattr(pages, "shape", ()))
     if pages is not None and not table:
         raise ShapeError(f"pages are {pages!r}; they are an array int32 [batch, pages of a sequence]")
-    order, device = layout or NATURAL[framework], device_of(q, framework)
-    return Arrays(q, k, v, framework, order, dtypes["q"], device, table, "q" in bare)
+    order, device = layout or NATURAL[framework], q.device.type if framework == "torch" else device_of(q, framework)
+    stored = dtypes["k"] if dtypes["k"] != dtypes["q"] else ""
+    return Arrays(q, k, v, framework, order, dtypes["q"], device, table, "q" in bare, stored)
 
 
 def like_jax(x: Any, *others: Any) -> Any:

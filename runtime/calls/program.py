@@ -9,6 +9,7 @@ from itertools import count
 from operator import or_
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import CALLED, MaskSyntaxError, ParameterError, keyword
@@ -64,11 +65,11 @@ class CallProgram:
 
     @property
     def scalars(self) -> dict[str, Any]:
-        return {n: x for p in self.parts for n, x in p.scalars.items()}
+        return {n: x for p in self.parts for n, x in p.params.items() if not isinstance(x, np.ndarray)}
 
     @property
     def tables(self) -> dict[str, Array]:
-        return {n: x for p in self.parts for n, x in p.tables.items()}
+        return {n: x for p in self.parts for n, x in p.params.items() if isinstance(x, np.ndarray)}
 
     @property
     def origin(self) -> parameters.Origin:

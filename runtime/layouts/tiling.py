@@ -70,17 +70,13 @@ class Tiling:
         self.work, self.look = budget, exact
         self._analysis: Analysis | None = None
 
-    def _analyse(self, *, transposed: bool) -> Analysis:
-        scope = self.scope()
-        return analyse(self.mask, self.problem, self.block, scope, look=self.look, transposed=transposed)
-
     # -- tiles ------------------------------------------------------------------------------------
 
     @property
     def analysis(self) -> Analysis:
         """The analysis, made when it is first asked for."""
         if self._analysis is None:
-            self._analysis = self._analyse(transposed=False)
+            self._analysis = analyse(self.mask, self.problem, self.block, self.scope(), look=self.look)
         return self._analysis
 
     @cached_property
@@ -136,7 +132,8 @@ class Tiling:
     @cached_property
     def transposed(self) -> Side:
         """The tiles by columns: for each tile of keys, the runs of query tiles that read it."""
-        return Side(self._analyse(transposed=True).spans, self.columns)
+        analysis = analyse(self.mask, self.problem, self.block, self.scope(), look=self.look, transposed=True)
+        return Side(analysis.spans, self.columns)
 
     def __getstate__(self) -> dict[str, Any]:
         return parameters.own_state(self)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import resources
@@ -89,11 +89,11 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     `BackendError`: a CPU without what the variant needs; `BuildError`: no compiler, or it refuses the source;
     `LaterError`: the compiler is killed, or no directory can be written to; `PendingError`: see `deferring`.
     """
-    key = _key(source, variant)
+    key = source, variant, os.environ.get("CXX", ""), os.environ.get("PATH", ""), Settings.read().cache_dir or ""
     with _guard:
         if (cached := _loaded.get(key)) is not None:
             return cached  # type: ignore[no-any-return]
-        if _defers.get() and underway(key):
+        if _defers.get() and key in _threads:
             raise PendingError
         lock = _building.setdefault(key, threading.Lock())
     with lock:  # one thread builds, the others wait for it
@@ -101,7 +101,7 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
         if time.monotonic() < until:
             raise kind(why)
         try:
-            lib: ctypes.CDLL = _loaded.get(key) or _find_or_build(source, variant)
+            lib: ctypes.CDLL = _loaded.get(key) or _find_or_build(source, variant, key)
         except BuildError as error:
             with _guard:
                 if not isinstance(error, PendingError):
@@ -115,25 +115,14 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     return lib
 
 
-def _key(source: str, variant: str) -> tuple[str, ...]:
-    return source, variant, os.environ.get("CXX", ""), os.environ.get("PATH", ""), Settings.read().cache_dir or ""
-
-
-def _in_thread(source: str, variant: str) -> None:
-    """Build a kernel in the background; calls to come find it, or why it is not there."""
-    _defers.set(False)
-    with suppress(FrisketError):  # the next call has it
-        library(source, variant)
-
-
 def build_ahead(source: str) -> bool:
     """Build a library on disk unless it is there; returns whether it was built. Raises as `library` does."""
-    return not there(source) and bool(_built(source, _sought(source, "native")))
+    return not there(source) and bool(_build(source, *_sought(source, "native")))
 
 
 def there(source: str) -> bool:
     """Whether a library is on disk."""
-    return _found(_sought(source, "native")) is not None
+    return _on_disk(_sought(source, "native")[0]) is not None
 
 
 @contextmanager
@@ -158,33 +147,26 @@ def fall_back(error: BuildError) -> None:
     warn_once(text)
 
 
-def reason() -> str:
-    """A reason why native kernels cannot be built and loaded here; empty when they can."""
-    try:
-        return _reason(*[os.environ.get(n, "") for n in ("CXX", "PATH", "FRISKET_CACHE_DIR")])  # asked in warm calls
-    except LaterError as error:  # which is not remembered
-        fall_back(error)
-        return str(error).splitlines()[0]
-
-
-@memo(group="once")
-def _reason(*_environment: str) -> str:
+def reason(framework: str | None = None) -> str:
+    """A reason why native kernels cannot be built and loaded here, on arrays of any framework; empty when they can.
+    `library` remembers both."""
     if not sys.platform.startswith("linux"):
         return f"native kernels are built on Linux only; this is {sys.platform}"
     try:
         return "" if library(PROBE).frisket_probe() == 1 else "a library just built does not work"
-    except LaterError:
-        raise
     except FrisketError as error:
+        if isinstance(error, LaterError):  # a later call may have kernels
+            fall_back(error)
         return str(error).splitlines()[0]
 
 
 def _after_fork() -> None:
-    """Replace the locks: a thread of the parent that held one does not exist in the child."""
-    global _guard, _forked
+    """Replace the locks, and forget the builds: a thread of the parent does not exist in the child."""
+    global _guard, _slots, _forked
     _guard = threading.Lock()
     _building.clear()
-    _reset()
+    _threads.clear()
+    _slots = threading.Semaphore(HALF)
     _forked = True
 
 
@@ -194,38 +176,25 @@ if hasattr(os, "register_at_fork"):
 
 # -- builds in threads beside the program, on half of the cores -----------------------------------
 
-_threads: dict[Hashable, threading.Thread] = {}  # of builds that wait or run
-_slots: threading.Semaphore
+_threads: dict[tuple[str, ...], threading.Thread] = {}  # of builds that wait or run
+HALF = max(1, (os.cpu_count() or 1) // 2)
+_slots = threading.Semaphore(HALF)
 
 
-def _reset() -> None:
-    """Forget all builds: the child of a fork does not have the threads of its parent."""
-    global _slots
-    _slots = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
-    _threads.clear()
+def _begin(source: str, variant: str, key: tuple[str, ...]) -> bool:
+    """Build a kernel in a thread, once at a time; False where no thread can be had. The interpreter ends after the
+    builds that run, without those that wait."""
 
-
-_reset()
-
-
-def underway(key: Hashable) -> bool:
-    """Whether a build waits or runs."""
-    return key in _threads
-
-
-def begin(key: Hashable, build: Callable[[], object]) -> bool:
-    """Run `build` in a thread, once at a time for each key; False where no thread can be had. The interpreter ends
-    after the builds that run, without those that wait."""
-
-    def work() -> None:
+    def build() -> None:
+        _defers.set(False)
         try:
-            with _slots:
+            with _slots, suppress(FrisketError):  # the next call finds the kernel, or why it is not there
                 if threading.main_thread().is_alive():
-                    build()
+                    library(source, variant)
         finally:
             _threads.pop(key, None)
 
-    thread = threading.Thread(target=work, name="frisket compiler", daemon=False)
+    thread = threading.Thread(target=build, name="frisket compiler", daemon=False)
     if _threads.setdefault(key, thread) is thread:
         try:
             thread.start()
@@ -325,23 +294,27 @@ def _sought(source: str, variant: str) -> tuple[str, list[str]]:
     return hashlib.sha256("\0".join(words).encode()).hexdigest(), [*command, *flags]
 
 
-def _found(sought: tuple[str, list[str]]) -> ctypes.CDLL | None:
-    loaded = (_load(folder / f"{sought[0]}.so", sought[0]) for folder in directories() if ours(folder))
-    return next((x for x in loaded if x is not None), None)
+def _on_disk(name: str) -> ctypes.CDLL | None:
+    """The library of a name, loaded; None where none of the folders has it, or not what was built under this name."""
+    for folder in directories():
+        with suppress(OSError):  # also from a directory without the right to execute
+            if ours(folder) and (lib := _opened(folder / f"{name}.so", name)) is not None:
+                return lib
+    return None
 
 
-def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
-    sought = _sought(source, variant)
-    if (lib := _found(sought)) is not None:
+def _find_or_build(source: str, variant: str, key: tuple[str, ...]) -> ctypes.CDLL:
+    name, command = _sought(source, variant)
+    if (lib := _on_disk(name)) is not None:
         kernel_step.set(kernel_step.get() or "loaded")
         return lib
-    if _defers.get() and begin(_key(source, variant), lambda: _in_thread(source, variant)):
+    if _defers.get() and _begin(source, variant, key):
         raise PendingError
-    return _built(source, sought)
+    return _build(source, name, command)
 
 
-def _built(source: str, sought: tuple[str, list[str]]) -> ctypes.CDLL:
-    name, command = sought
+def _build(source: str, name: str, command: list[str]) -> ctypes.CDLL:
+    """A library that is compiled, kept in the first folder that takes it, and loaded."""
     failed = []
     for folder in directories():
         if why := barred(folder):
@@ -349,13 +322,15 @@ def _built(source: str, sought: tuple[str, list[str]]) -> ctypes.CDLL:
             continue
         path = folder / f"{name}.so"
         try:
-            with _alone(folder / f"{name}.lock"):  # another process that built it meanwhile has left it here
-                if (lib := _load(path, name)) is not None:
-                    return lib
-                _build(source, command, folder, name)
+            with _alone(folder / f"{name}.lock"):
+                with suppress(OSError):  # another process that built it meanwhile has left it here
+                    if (lib := _opened(path, name)) is not None:
+                        return lib
+                _compile(source, command, path)
                 kernel_step.set("built")
                 if "compiles" in Settings.read().show:
                     print(f"frisket: {command[0]} built {folder / name}.cpp", file=sys.stderr)
+                lib = None
                 try:
                     lib = _opened(path, name)
                 finally:
@@ -394,15 +369,8 @@ def _alone(path: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)  # whoever waits for this file finds the kernel; whoever comes, too
 
 
-def _load(path: Path, name: str) -> ctypes.CDLL | None:
-    """The library at `path`; None where there is none, or not the one that was built under this name."""
-    try:
-        return _opened(path, name)
-    except OSError:  # also from a directory without the right to execute
-        return None
-
-
 def _opened(path: Path, name: str) -> ctypes.CDLL | None:
+    """The library at `path`; None where it is not the one that was built under this name."""
     content = path.read_bytes()
     if not ours(path) or content[-DIGEST:] != _digest(name, content[:-DIGEST]):
         return None
@@ -415,9 +383,9 @@ def _digest(name: str, content: bytes) -> bytes:
     return hashlib.sha256(name.encode() + content).digest()
 
 
-def _build(source: str, command: list[str], folder: Path, name: str) -> None:
-    """Compile into the folder: the source beside the library, and the checksum at the end of the library."""
-    text = folder / f"{name}.cpp"
+def _compile(source: str, command: list[str], path: Path) -> None:
+    """Compile to `path`: the source beside the library, and the checksum at the end of the library."""
+    text, folder = path.with_suffix(".cpp"), path.parent
     put(text, source.encode())
     with tempfile.TemporaryDirectory(suffix=".tmp", dir=folder, ignore_cleanup_errors=True) as scratch:
         output = Path(scratch) / "library.so"
@@ -434,8 +402,8 @@ def _build(source: str, command: list[str], folder: Path, name: str) -> None:
             f"{command[0]} reports no error, and what it makes of {text} is no library: {lost}{words}\n"
             "  set CXX to another compiler"
         )
-    put(folder / f"{name}.so", content + _digest(name, content))
-    _evict(folder)
+    put(path, content + _digest(path.stem, content))
+    sweep(folder)
 
 
 def _lacks(content: bytes, source: str) -> str:
@@ -482,28 +450,20 @@ def put(path: Path, content: bytes) -> None:
         raise
 
 
-def _evict(folder: Path) -> None:
-    """Delete the libraries used longest ago beyond `ENTRIES`, and what processes that died left behind; others may be
-    deleting at the same time."""
-
-    def used(path: Path) -> float:
-        try:
-            return path.stat().st_mtime
-        except OSError:
-            return 0.0
-
-    for old in sorted(folder.glob("*.so"), key=used)[:-ENTRIES]:
-        old.with_suffix(".cpp").unlink(missing_ok=True)
-        old.unlink(missing_ok=True)
-    sweep(folder)
-
-
 def sweep(folder: Path) -> None:
-    """Delete temporary files and locks that processes left when they died."""
-    for left in (*folder.glob("*.tmp"), *folder.glob("*.lock")):
+    """Delete the libraries used longest ago beyond `ENTRIES`, and the temporary files and locks that processes left
+    when they died; others may be deleting at the same time."""
+    times: dict[Path, float] = {}
+    for path in (*folder.glob("*.so"), *folder.glob("*.tmp"), *folder.glob("*.lock")):
         with suppress(OSError):  # gone meanwhile
-            if left.stat().st_mtime < time.time() - ORPHANED:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            times[path] = path.stat().st_mtime
+    for path in sorted((x for x in times if x.suffix == ".so"), key=times.__getitem__)[:-ENTRIES]:
+        path.with_suffix(".cpp").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    for path, used in times.items():
+        if path.suffix != ".so" and used < time.time() - ORPHANED:
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 # the first words of a `Call`: the number of workers; a function, 0 for one worker; the first argument of this function
@@ -521,15 +481,10 @@ def of_torch() -> Threads:
 
 
 def pool_threads(count: int | None = None) -> Threads:
-    """Threads of frisket's own pool: `count`, else OMP_NUM_THREADS, else a thread for each CPU of the process."""
-    count = count or setting()
+    """Threads of frisket's own pool: `count`, else OMP_NUM_THREADS, else one for each CPU that the process may use."""
+    nested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first of a list of nesting levels
+    count = count or (nested.isdigit() and int(nested)) or len(os.sched_getaffinity(0))
     return (count, _address(_library().frisket_own), 0) if count > 1 else ONE_THREAD
-
-
-def setting() -> int:
-    """OMP_NUM_THREADS, whose list is one of nesting levels, otherwise the CPUs this process may use."""
-    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(text) if text.isdigit() and int(text) else len(os.sched_getaffinity(0))
 
 
 @memo(1)

@@ -59,20 +59,17 @@ def _compile(text: str) -> str:
     return text
 
 
-def _switch(name: str) -> Callable[[str], bool]:
-    def read(text: str) -> bool:
-        if text not in ("0", "1"):
-            raise ParameterError(f"{name}={text}: write 0 or 1")
-        return text == "1"
-
-    return read
+def _check(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ParameterError(f"FRISKET_CHECK={text}: write 0 or 1")
+    return text == "1"
 
 
 VARIABLES = (
     Variable("FRISKET_SHOW", _stages, "stages to print to stderr at each compilation; compiles: why it compiled"),
     Variable("FRISKET_CACHE_DIR", str, "where generated kernels are kept"),
     Variable("FRISKET_BACKEND", _backend, "the backend of every call that names none"),
-    Variable("FRISKET_CHECK", _switch("FRISKET_CHECK"), "1: check every call against the float64 reference"),
+    Variable("FRISKET_CHECK", _check, "1: check every call against the float64 reference"),
     Variable("FRISKET_ENGINES", _engines, "0: no engines; flash,cudnn: these alone may run, compared in full or not"),
     Variable("FRISKET_COMPILE", _compile, "background: library calls run while a thread compiles a native kernel"),
 )

@@ -22,7 +22,7 @@ from frisket.lowering.analysis.table import Table
 from frisket.lowering.kernels.cpp.tiles import MAX_DECODE_QUERIES
 from frisket.lowering.plan import RATE, SEED, Bounds, LoopPlan, Problem, ProgramFacts, Sizes, Spans, make_plan
 from frisket.lowering.simplify import ProgramExprs, prepare, simplify
-from frisket.lowering.simplify.curves import Fact, facts_of
+from frisket.lowering.simplify.curves import facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.layouts.tiling import check_block, check_reach
@@ -57,11 +57,6 @@ class SimplifiedProgram:
         return frozenset(names_of(self.simplified.visible))
 
     @cached_property
-    def facts(self) -> frozenset[Fact]:
-        """The facts of tables that hold, among those that solve terms of the mask."""
-        return frozenset(f for f in facts_of(self.simplified.visible) if holds(self.tables, *f))
-
-    @cached_property
     def decode(self) -> DecodeSpans | None:
         return decode_spans(self.analysed, self.scalars, self.tables)
 
@@ -76,8 +71,6 @@ class SimplifiedProgram:
 
     def check_reach(self, problem: Problem) -> None:
         """Refuse a table that is read past its end."""
-        if not (self.arrays and self.reads):
-            return
         places = dict(zip("bhqk", zip(problem.origin, problem.ends, strict=True), strict=True))
         # the exact check takes long: only where a position may be outside
         if any(np.min(places[c][0]) < start or places[c][1] > stop for c, start, stop in self.reads):
@@ -96,29 +89,14 @@ class SimplifiedProgram:
             return 0 <= ahead <= room
         return bool(np.all((ahead >= 0) & (ahead <= room)))
 
-    def inputs(self, bounds: Bounds | None, nonempty: bool, limits: Mapping[str, float], dropout: bool) -> PlanValues:
-        mod = self.simplified.score
-        facts = ProgramFacts(bounds, nonempty, mod is None or finite(mod, self.sane), limits, self.facts)
-        arguments = self.program.plan_arguments(self.arrays, dropout)
-        plan = make_plan(self.simplified, self.program.expanded, facts, **arguments)
-        arrays = {n: np.asarray(t) for n, t in plan.table_values(self.arrays).items()}
-        return PlanValues(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)  # seeds come with calls
-
 
 @dataclass(frozen=True, eq=False)
-class PlanValues:
-    """A `LoopPlan` with values for slots and tables: the part of a `TiledPlan` that is the same for every tile size."""
+class TiledPlan:
+    """The inputs of the kernels of a `Plan` at one tile size: a `LoopPlan` with values, and the spans of its tiles."""
 
-    plan: LoopPlan
+    plan: LoopPlan  # of many tile sizes: the tables that are uploaded for it are remembered on it
     slots: Mapping[str, Any]
     tables: Mapping[str, Array]
-
-
-@dataclass(frozen=True, eq=False)
-class TiledPlan(PlanValues):
-    """The inputs of the kernels of a `Plan` at one tile size: `PlanValues`, and the spans of its tiles."""
-
-    shared: PlanValues  # of all tile sizes: what is uploaded is remembered on it
     compiled: SimplifiedProgram
     problem: Problem
     block: tuple[int, int]
@@ -162,42 +140,43 @@ def work(
         return cached
     check_block(block, problem)
     base = simplified_program(program)
-    base.check_reach(problem)
+    if base.arrays:
+        base.check_reach(problem)
     with locating(*program.parts):
-        # steps of decoding plan at each token, too often for a layout
-        if problem.q_len <= MAX_DECODE_QUERIES:
-            return _works.put(key, _decode_work(base, problem, block, dropout))
-        return _works.put(key, _work(base, problem, block, dropout, proofs))
-
-
-def _work(base: SimplifiedProgram, problem: Problem, block: tuple[int, int], dropout: bool, proofs: bool) -> TiledPlan:
-    layout = base.layout(problem, block)
-    nonempty = base.no_empty_row(problem) or bool(proofs and layout.facts.rows_nonempty)
-    try:
-        inputs = _inputs(base, layout.bounds, nonempty, problem.full, dropout)
-    except LoweringError:  # the closed form may leave 64 bits where the mask does not
-        inputs = _inputs(base, layout.analysis.bounds, nonempty, problem.full, dropout)
-    return TiledPlan(inputs.plan, inputs.slots, inputs.tables, inputs, base, problem, block, analysed=layout)
-
-
-def _decode_work(base: SimplifiedProgram, problem: Problem, block: tuple[int, int], dropout: bool) -> TiledPlan:
-    """The work of a call with few queries. Integers have room to grow: later steps of decoding take the same kernel."""
-    spans = base.decode.spans(problem, block) if base.decode else None
-    # keys of a row that are no one interval need the analysis
-    layout = None if spans else base.layout(problem, block)
-    bounds = layout.analysis.bounds if layout else base.decode.formula if base.decode else None
-    room: Any = tuple(1 << (n - 1).bit_length() for n in problem.full)
-    nonempty = base.no_empty_row(problem)
-    try:
-        inputs = _inputs(base, bounds, nonempty, room, dropout)
-    except LoweringError:  # too much room: 64 bits are not enough for it
-        inputs = _inputs(base, bounds, nonempty, problem.full, dropout)
-    return TiledPlan(inputs.plan, inputs.slots, inputs.tables, inputs, base, problem, block, spans, layout)
+        nonempty, room, spans = base.no_empty_row(problem), problem.full, None
+        layout: Layout | None
+        if problem.q_len > MAX_DECODE_QUERIES:
+            layout = base.layout(problem, block)
+            bounds = layout.bounds
+            nonempty = nonempty or bool(proofs and layout.facts.rows_nonempty)
+        else:  # steps of decoding plan at each token, too often for a layout
+            spans = base.decode.spans(problem, block) if base.decode else None
+            # keys of a row that are no one interval need the analysis
+            layout = None if spans else base.layout(problem, block)
+            bounds = layout.analysis.bounds if layout else base.decode.formula if base.decode else None
+            # integers have room to grow: later steps of decoding take the same kernel
+            room = tuple(1 << (n - 1).bit_length() for n in room)  # type: ignore[assignment]
+        try:
+            values = _values(base, bounds, nonempty, room, dropout)
+        except LoweringError:  # 64 bits are too few for the room, or for a closed form though not for the mask
+            bounds = layout.analysis.bounds if layout else bounds
+            values = _values(base, bounds, nonempty, problem.full, dropout)
+        return _works.put(key, TiledPlan(*values, base, problem, block, spans, layout))
 
 
 @memo(group="plans")
-def _inputs(base: SimplifiedProgram, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool) -> PlanValues:
-    return base.inputs(bounds, nonempty, limits_of(full, base.scalars, base.arrays), dropout)
+def _values(
+    base: SimplifiedProgram, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool
+) -> tuple[LoopPlan, Mapping[str, Any], Mapping[str, Array]]:
+    """A `LoopPlan`, and values for its slots and tables: the part of a `TiledPlan` that is the same for tile sizes."""
+    mod = base.simplified.score
+    limits, tables = limits_of(full, base.scalars, base.arrays), base.tables
+    table_facts = frozenset(f for f in facts_of(base.simplified.visible) if holds(tables, *f))
+    facts = ProgramFacts(bounds, nonempty, mod is None or finite(mod, base.sane), limits, table_facts)
+    arguments = base.program.plan_arguments(base.arrays, dropout)
+    plan = make_plan(base.simplified, base.program.expanded, facts, **arguments)
+    arrays = {n: np.asarray(t) for n, t in plan.table_values(base.arrays).items()}
+    return plan, plan.slot_values({**base.scalars, **UNDRAWN}), arrays  # seeds come with calls
 
 
 @memo(group="plans")

@@ -82,7 +82,7 @@ class DeviceTiledPlan:
     simplified: ProgramExprs
     rules: Counter[str]
     unchecked: tuple[str, ...] = ()
-    layout = shared = None
+    layout = None
 
     @property
     def facts(self) -> str:
@@ -116,7 +116,8 @@ class FlatPlan:
 
     def __init__(self, key: DevicePlanSpec, values: dict[str, Any], works: dict[Any, Any]) -> None:
         self.key, self.device_values = key, values
-        self._spans_by_tile: dict[tuple[tuple[int, int], bool], Any] = works  # by tile, and whether transposed
+        # the spans it holds, by tile and whether they are transposed
+        self.spans_by_tile: dict[tuple[tuple[int, int], bool], Any] = works
         self._read: dict[str, Any] = {}  # the tables that spans were made of, as they were
         self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
         self.static = device_plan_template(key)
@@ -153,7 +154,7 @@ class FlatPlan:
             return self
         if how not in self._others:  # the spans stay: how keys are stored moves no tile
             key = replace(self.key, program=self.key.program.stored_as(how))
-            self._others[how] = FlatPlan(key, self.device_values, self._spans_by_tile)
+            self._others[how] = FlatPlan(key, self.device_values, self.spans_by_tile)
         return self._others[how]
 
     problem = property(lambda self: self.key.problem, doc="Its lengths and its place.")
@@ -227,7 +228,7 @@ class FlatPlan:
         if static.planner is None:
             layout = host_layout(key, block)
             return layout.transposed.spans if transposed else layout.spans
-        if (block, transposed) not in self._spans_by_tile:  # layers share a plan
+        if (block, transposed) not in self.spans_by_tile:  # layers share a plan
             of_device = self.device, static.copies, self._ranges
             place = SpanRequest(static.at, key.problem, block, *of_device)
             plan = static.transposed_planner() if transposed else static.planner
@@ -235,8 +236,8 @@ class FlatPlan:
             arrays = spans(plan, key.framework, place.transposed if transposed else place, self.values)
             if key.framework == "jax" and any(traced(x) for x in arrays):
                 return DeviceSpans(*arrays[:3], static.slice_of)  # belongs to the current trace
-            self._spans_by_tile[block, transposed] = arrays
-        bounds, count, overflow, order = self._spans_by_tile[block, transposed]
+            self.spans_by_tile[block, transposed] = arrays
+        bounds, count, overflow, order = self.spans_by_tile[block, transposed]
         return DeviceSpans(bounds, count, overflow, static.slice_of, order)
 
     def _versions(self) -> dict[str, Any]:
@@ -253,7 +254,7 @@ class FlatPlan:
     @property
     def overflow(self) -> Any:
         """Whether some row reads more tiles than needed, because its records had no room."""
-        overflow: Any = next((arrays[2] for arrays in self._spans_by_tile.values()), False)
+        overflow: Any = next((arrays[2] for arrays in self.spans_by_tile.values()), False)
         return overflow.any() if getattr(overflow, "ndim", 0) else overflow  # Triton's planner has one for each row
 
     @property
@@ -281,11 +282,6 @@ class FlatPlan:
         static = self.static
         kernel = static.plan, self.spans(block), self.slots(), self.tables()
         return DeviceTiledPlan(*kernel, static.simplified, static.rules, self.unchecked)
-
-    @property
-    def spans_by_tile(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
-        """The spans it holds, by tile and whether they are transposed."""
-        return self._spans_by_tile
 
     def __repr__(self) -> str:
         return f"FlatPlan({self.key.program}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"
@@ -345,7 +341,7 @@ def device_plan(
     plan = FlatPlan(key, values, {})
     if block is not None and device_plan_template(key).planner is not None:
         x: Any = plan.spans(block)  # those of a trace are not remembered otherwise: here the plan belongs to it, too
-        plan._spans_by_tile[block, False] = x.bounds, x.count, x.overflow, x.order
+        plan.spans_by_tile[block, False] = x.bounds, x.count, x.overflow, x.order
     return plan
 
 
@@ -394,8 +390,8 @@ def _register() -> None:
     import jax
 
     def flatten(plan: FlatPlan) -> tuple[Any, Any]:
-        names, blocks = tuple(sorted(plan.device_values)), tuple(plan._spans_by_tile)
-        leaves = [plan.device_values[n] for n in names], [plan._spans_by_tile[b] for b in blocks]
+        names, blocks = tuple(sorted(plan.device_values)), tuple(plan.spans_by_tile)
+        leaves = [plan.device_values[n] for n in names], [plan.spans_by_tile[b] for b in blocks]
         return leaves, (plan.key, names, blocks)
 
     def unflatten(static: Any, leaves: Any) -> FlatPlan:

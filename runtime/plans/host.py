@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import Geometry, Problem, Spans, Target
 from frisket.lowering.simplify import ProgramExprs
-from frisket.runtime.backends.engines.proof import engines_for
-from frisket.runtime.backends.registry import automatic
 from frisket.runtime.calls.arrays import Stored
-from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 
 from .compiled import TiledPlan, simplified_program, work
@@ -40,30 +37,39 @@ class Plan:
 
     on_device = by_table = False
     common, planner = None, ""  # of plans on a device
-    options = Options()  # of the attention that made it
     captured: Mapping[str, Any] = MappingProxyType({})  # arrays that its functions captured, as they were
 
-    def __init__(self, program: CallProgram, problem: Problem, dropout: bool = False) -> None:
-        self.program, self.problem, self.dropout = program, problem, dropout
-        self.batch, self.heads, self.q_len, self.kv_len = problem.lengths
+    def __init__(self, program: CallProgram, problem: Problem, dropout: bool, ask_engines: Callable[..., str]) -> None:
+        """`ask_engines` is `engines_text` of the backends, which import plans, for the options of the attention."""
+        self.program = self.host_program = program  # all values are the host's
+        self.problem, self.dropout, self.ask_engines = problem, dropout, ask_engines
+        self.batch, self.heads, self.q_len, self.kv_len = problem.batch, problem.heads, problem.q_len, problem.kv_len
         self.origin, self.sizes = problem.origin, problem.sizes
         self.calls: dict[Any, Any] = {}  # key of a call -> its `PreparedCall`
         self.device_values: dict[str, Any] = {}  # values that are no part of it: none
         self._works: dict[tuple[Any, ...], TiledPlan] = {}
         self._others: dict[Stored | None, Plan] = {}
         self.shown: set[Target] = set()  # what FRISKET_SHOW has printed
-        self.narrow = self._narrow()
+        # whether rows see one short run of keys that slides along; of few queries nothing slides
+        self.narrow = False
+        if self.q_len > 64:
+            tiled = self.work((128, 128))
+            mask = tiled.plan.mask
+            self.narrow = mask is not None and distance_only(mask) and tiled.layout.reads_at_most(FEW_TILES)
+        else:
+            program.require_bound()  # the layout of the others raises as well
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the program, its place and the options; a copy lays out tiles again."""
-        return Plan, (self.program, self.problem, self.dropout), {"options": self.options}
+        return Plan, (self.program, self.problem, self.dropout, self.ask_engines)
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> TiledPlan:
         """The compilation for tiles of `block`."""
-        if (block, proofs) not in self._works:
+        tiled = self._works.get((block, proofs))
+        if tiled is None:
             tiled = work(self.program, self.problem, block, proofs=proofs, dropout=self.dropout)
             self._works[block, proofs] = tiled
-        return self._works[block, proofs]
+        return tiled
 
     def rows(self, block: tuple[int, int]) -> Spans:
         """Records of key tiles per row of query tiles."""
@@ -78,19 +84,13 @@ class Plan:
         """Mask and score mod after the rules."""
         return simplified_program(self.program).simplified
 
-    @property
-    def host_program(self) -> CallProgram:
-        """The program with the host's values, without those of tensors and arrays."""
-        return self.program
-
     def stored_as(self, how: Stored | None) -> Plan:
         """A plan for keys and values that are stored so; kept, as it serves every layer."""
         if how == self.program.stored:
             return self
         if how not in self._others:
             # a new one: prepared calls are for keys that are stored otherwise
-            self._others[how] = Plan(self.program.stored_as(how), self.problem, self.dropout)
-            self._others[how].options = self.options
+            self._others[how] = Plan(self.program.stored_as(how), self.problem, self.dropout, self.ask_engines)
         return self._others[how]
 
     def with_tables(self, values: dict[str, Any]) -> Plan:
@@ -114,17 +114,7 @@ class Plan:
         `sdpa: causal, window 255 to the left: SDPA has no window`."""
         lengths = self.batch, self.heads, kv_heads or self.heads, self.q_len, self.kv_len
         g = Geometry(*lengths, head_dim, head_dim, head_dim**-0.5, self.origin, self.sizes)
-        generated = automatic(framework, device)
-        choice = engines_for(self, g, dtype, framework, device, generated, self.options, named=False)
-        return "generated kernels are asked for" if choice is None else str(choice)
-
-    def _narrow(self) -> bool:
-        """Whether rows see one short run of keys that slides along; of few queries nothing slides."""
-        if self.q_len <= 64:
-            self.program.require_bound()  # the layout of the others raises as well
-            return False
-        tiled = self.work((128, 128))
-        return tiled.plan.mask is not None and distance_only(tiled.plan.mask) and tiled.layout.reads_at_most(FEW_TILES)
+        return self.ask_engines(self, g, dtype, framework, device)
 
     def __repr__(self) -> str:
         return f"Plan({self.program}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"

@@ -28,14 +28,13 @@ from frisket.lowering.planner import triton as planner_triton
 from frisket.lowering.planner.planner import ROOM, Planner
 from frisket.lowering.planner.triton import FINE, GRAIN
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.backends.base import named
-from frisket.runtime.backends.triton.source import load as load_module
 from frisket.runtime.calls.arrays import uploaded
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.modules import load_source
 from frisket.runtime.machine.parameters import is_tensor, traced, unsorted
-from frisket.runtime.machine.settings import Settings
+from frisket.runtime.machine.settings import Settings, choices
+from frisket.runtime.machine.triton_source import load as load_module
 
 Tensor = Any
 
@@ -398,7 +397,7 @@ def _kernels(values: list[Any], device: Any) -> bool:
     import torch
 
     plain = all(_plain(x, device.type) for x in values if isinstance(x, torch.Tensor))
-    return plain and (device.type != "cpu" or _asked("torch", "device", False)) and runs(device)
+    return plain and (device.type != "cpu" or _asked("device", False)) and runs(device)
 
 
 def _reachable(framework: str, values: list[Any], device: Any) -> bool:
@@ -410,13 +409,13 @@ def _reachable(framework: str, values: list[Any], device: Any) -> bool:
         if torch.compiler.is_compiling() or not (device is None or device.type == "cpu"):
             return False
     readable = all(on_host(x) for x in values if hasattr(x, "dtype"))
-    return readable and _asked(framework, "host", True) and not cpp_build.reason()
+    return readable and _asked("host", True) and not cpp_build.reason()
 
 
-def _asked(framework: str, where: str, otherwise: bool) -> bool:
+def _asked(where: str, otherwise: bool) -> bool:
     """Whether the backend of FRISKET_BACKEND plans `where`, on the "host" or "device"; `otherwise` without a name."""
     name = Settings.read().backend
-    return otherwise if name is None else named(name, framework).plans == where
+    return otherwise if name is None else name in choices[where]()
 
 
 def on_host(x: Any) -> bool:

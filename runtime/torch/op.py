@@ -443,8 +443,7 @@ def on_host(spans: Spans | DeviceSpans) -> Spans:
 
 def _on_device(work: TiledPlan | DeviceTiledPlan, device: Any, real: Any) -> Mapping[str, Tensor]:
     """The tables as tensors, those of the host made once for each plan, device and dtype of Floats."""
-
-    if work.shared is None:
+    if isinstance(work, DeviceTiledPlan):
         return readable(work.tables, device, real)
     if not (tables := work.tables):
         return {}
@@ -452,4 +451,4 @@ def _on_device(work: TiledPlan | DeviceTiledPlan, device: Any, real: Any) -> Map
     def tensors() -> dict[str, Tensor]:
         return readable({n: uploaded(t, device) for n, t in tables.items()}, device, real)
 
-    return cached_on(work.shared, (device, real), tensors)
+    return cached_on(work.plan, (device, real), tensors)

@@ -17,10 +17,10 @@ LIMITS = {
     "backends": (0, 0),
     "memo": (0, 0, 2, 2),
     "grown": (8,),
-    # which functions ask a CPU what it can differs by a few from machine to machine: 28 in 18, and 145 in 19, with AMX
-    "hops": (31, 19),
-    "entered": (149, 20),
-    "objects": (12,),
+    # which functions ask a CPU what it can differs by a few from machine to machine
+    "hops": (29, 18),
+    "entered": (126, 20),
+    "objects": (9,),
     "caches": (2,),
     "modules": (255, 146),
     "imports": (61, 71),

@@ -1,14 +1,14 @@
 """Kernels of C++ for the CPU, compiled on this machine."""
 
 from frisket.runtime.backends.base import NATIVE, Backend, Executors
-from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine.cpp_build import reason
 
 Backend(
     name="cpp",
     kernels="kernels for this CPU",
     language="c++",
     highlight="cpp",
-    reason=lambda framework: native_build.reason(),
+    reason=reason,
     module=f"{__name__}.torch",
     executors={
         "torch": Executors(f"{__name__}.torch", rows=True),

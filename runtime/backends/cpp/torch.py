@@ -17,7 +17,7 @@ from weakref import ref
 import numpy as np
 
 from frisket.dsl.errors import BackendError
-from frisket.dsl.types import BOOL, FLOAT
+from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.aten.captured import folded
 from frisket.lowering.aten.expr import distance_only
@@ -122,25 +122,20 @@ def lse_of(plan: LoopPlan, softmax_stats: Tensor, lse: Tensor) -> Tensor:
 
 def build(inputs: KernelInputs, dtype: Any, stored: Any) -> None:
     """Compile the forward kernel of such calls, of q's dtype and that of stored keys. Raises `BuildError`."""
-    g = inputs.geometry
-    kernel = _kernel(inputs.plan, inputs.target, (g.head_dim, g.v_dim), (dtype, stored), inputs.rows is not None)
     try:
-        kernel.function("frisket_forward")
+        launch_of(inputs, dtype, stored).kernel.function("frisket_forward")
     finally:  # two compilers at once in the background
         of_torch()
 
 
 def target(plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: bool = False) -> Target:
     """The tiles of a call, or the caller's, and how float32 is multiplied: `exact`, by vectors alone."""
-    six = not exact and products_pay(g, dtype, narrow) and not lacking("amx") and _in_long_runs(plan)
+    six = not exact and products_pay(g, dtype, narrow) and not lacking("amx")
+    if six and plan is not None:  # do rows see long runs of keys? of masks of q - k alone, `narrow` has told the others
+        mask = plan.mask if isinstance(plan, LoopPlan) else plan.simplified.mask
+        six = mask is None or distance_only(mask) or long_runs(mask)
     block_q, block_k = tile or tiles(g, dtype, narrow, six)
     return Target("cpp", block_q, block_k, precision="bf16x6" if six else "ieee")
-
-
-def _in_long_runs(plan: Any) -> bool:
-    """Whether rows see long runs of keys; of masks of q - k alone, a plan's `narrow` has told the others."""
-    mask = None if plan is None else plan.mask if isinstance(plan, LoopPlan) else plan.simplified.mask
-    return mask is None or distance_only(mask) or long_runs(mask)
 
 
 def call_target(plan: Any, g: Geometry, dtype: str, tile: Any, tuning: Any, device: Any, arch: Any) -> Target:
@@ -216,19 +211,15 @@ def out_of_memory(name: str) -> BackendError:
 # -- records ----------------------------------------------------------------------------------------
 
 
-class StableBytes:
-    """Bytes that a record points to, kept while they stay the same."""
+Stable = tuple[bytes, Any, int]  # content, its home, its address: who holds the tuple keeps the address good
 
-    def __init__(self) -> None:
-        self.entry: tuple[bytes, Any, int] = (b"", None, 0)
 
-    def put(self, content: bytes) -> tuple[bytes, Any, int]:
-        """(content, its home, its address): who holds the tuple keeps the address good, whatever other threads do."""
-        entry = self.entry
-        if entry[0] != content:
-            home = ctypes.create_string_buffer(content, len(content))
-            entry = self.entry = (content, home, ctypes.addressof(home))
-        return entry
+def _stable(last: Stable, content: bytes) -> Stable:
+    """Bytes that a record points to: `last` where they are the same, whatever other threads do."""
+    if last[0] == content:
+        return last
+    home = ctypes.create_string_buffer(content, len(content))
+    return content, home, ctypes.addressof(home)
 
 
 class NativeKernel:
@@ -241,7 +232,6 @@ class NativeKernel:
         import torch
 
         dtype, stored = dtypes
-        self.plan = plan
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
         names = [str(x).removeprefix("torch.") for x in dtypes]
         arrays = CppArrays(*dims, names[0], names[1] if stored != dtype else "", permuted)
@@ -251,8 +241,10 @@ class NativeKernel:
         floats = [s.type is FLOAT for s in plan.slots]
         self.slots = [(s.name, float if f else int) for s, f in zip(plan.slots, floats, strict=True)]
         self.slot_form = "".join("d" if f else "q" for f in floats)
-        self.slot_words, self.table_words = StableBytes(), StableBytes()
-        self.tables = [(t, _stored(t, plan, self.real), struct.Struct(f"{1 + 2 * t.rank}q")) for t in plan.tables]
+        self.slot_words: Stable = (b"", None, 0)
+        self.table_words: Stable = (b"", None, 0)
+        dtypes_of = {FLOAT: self.real, BOOL: torch.bool, INT: torch.int64 if plan.int64 else torch.int32}
+        self.tables = [(t, dtypes_of[t.type], struct.Struct(f"{1 + 2 * t.rank}q")) for t in plan.tables]
 
     def function(self, name: str) -> tuple[Any, struct.Struct, tuple[float, ...]]:
         """The kernel, the record of its slots, and the literals that end it."""
@@ -265,16 +257,19 @@ class NativeKernel:
             function = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
         return function
 
-    def slots_of(self, name: str, slots: Values) -> tuple[Any, tuple[bytes, Any, int]]:
+    def slots_of(self, name: str, slots: Values) -> tuple[Any, Stable]:
         """The kernel, and the words of its slots."""
         run, record, literals = self.function(name)
-        return run, self.slot_words.put(record.pack(*[kind(slots[n]) for n, kind in self.slots], *literals))
+        words = _stable(self.slot_words, record.pack(*[kind(slots[n]) for n, kind in self.slots], *literals))
+        self.slot_words = words
+        return run, words
 
-    def words(self, tables: Values) -> tuple[tuple[bytes, Any, int], list[Tensor]]:
+    def words(self, tables: Values) -> tuple[Stable, list[Tensor]]:
         """The words of its tables, and the tables that these have the addresses of."""
         read = [self.table(use, tables[use.name], dtype) for use, dtype, _ in self.tables]
         packed = [p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, (_, _, p) in zip(read, self.tables, strict=True)]
-        return self.table_words.put(b"".join(packed)), read
+        self.table_words = words = _stable(self.table_words, b"".join(packed))
+        return words, read
 
     def table(self, use: TableUse, tensor: Tensor, dtype: Any) -> Tensor:
         """A table in the kernel's dtype, negated views resolved; a conversion is kept until its tensor changes."""
@@ -291,11 +286,19 @@ class NativeKernel:
 
 
 class NativeLaunch:
-    """The part of a record that is equal from call to call."""
+    """A kernel, and the part of its record that is equal from call to call."""
 
     def __init__(
-        self, kernel: NativeKernel, spans: Spans, g: Geometry, target: Target, rows: TokenPermutation | None
+        self,
+        plan: LoopPlan,
+        spans: Spans,
+        g: Geometry,
+        target: Target,
+        dtype: Any,
+        stored: Any,
+        rows: TokenPermutation | None,
     ) -> None:
+        kernel = _kernel(plan, target, (g.head_dim, g.v_dim), (dtype, stored), rows is not None)
         self.kernel, self.spans, self.geometry, self.real = kernel, spans, g, kernel.real
         origins = [np.array([x] if type(x) is int else x, np.int64).reshape(-1) for x in g.origin[2:]]
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
@@ -334,35 +337,19 @@ class NativeLaunch:
         return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words, read)
 
 
-@memo(group="sources")
+@memo(group="sources")  # by value: calls of other lengths have equal plans, and a text takes a quarter of a first call
 def _text(name: str, plan: LoopPlan, target: Target, arrays: CppArrays) -> tuple[str, tuple[float, ...]]:
     emitted = KERNELS[name.removeprefix("frisket_")](plan, target, arrays, named=False)
     return emitted.source(), emitted.literals
 
 
-def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
-    import torch
-
-    if use.type is FLOAT:
-        return real
-    return torch.bool if use.type is BOOL else torch.int64 if plan.int64 else torch.int32
-
-
 _kernel = memo(KEPT, by="weak")(NativeKernel)  # of a plan by its identity
+prepared = memo(KEPT, by="identity", weigh=lambda _, call, owners: call.weight)(NativeLaunch)
 
 
 def launch_of(inputs: KernelInputs, dtype: Any, stored: Any) -> NativeLaunch:
     """The launch of calls with such inputs, of q's dtype and that of stored keys."""
     return prepared(inputs.plan, inputs.spans, inputs.geometry, inputs.target, dtype, stored, inputs.rows)
-
-
-@memo(KEPT, by="identity", weigh=lambda _, call, owners: call.weight)
-def prepared(
-    plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any, stored: Any, rows: TokenPermutation | None
-) -> NativeLaunch:
-    """The launch of the parts of inputs that it is made of."""
-    kernel = _kernel(plan, target, (g.head_dim, g.v_dim), (dtype, stored), rows is not None)
-    return NativeLaunch(kernel, spans, g, target, rows)
 
 
 # -- calls like one before ---------------------------------------------------------------------------

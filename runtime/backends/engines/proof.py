@@ -21,6 +21,7 @@ from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, Backend, ranked
+from frisket.runtime.backends.registry import automatic
 from frisket.runtime.calls.options import AS_CHOSEN, Options
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import simplified_program
@@ -139,11 +140,8 @@ def _unfit(engine: Backend, call: EngineCall) -> str:
     """A reason why an engine does not take a call, whatever its mask."""
     if call.platform not in engine.lowered_for:
         return f"it runs on {' and '.join(engine.platforms)}, and q is on {call.platform}"
-    return engine.reason(call.framework) or engine.refused_dtype(call.dtype) or _unlike(engine, call)
-
-
-def _unlike(engine: Backend, call: EngineCall) -> str:
-    """A reason why engines like this one do not take a call, whatever its mask."""
+    if why := engine.reason(call.framework) or engine.refused_dtype(call.dtype):
+        return why
     if call.dropout:
         return "dropout is drawn by position, which generated kernels do"
     if call.on_device:
@@ -167,14 +165,7 @@ def allowed(options: Options) -> bool | tuple[str, ...]:
 
 
 def engines_for(
-    plan: Any,
-    geometry: Geometry,
-    dtype: str,
-    framework: str,
-    device: str,
-    generated: str,
-    options: Options,
-    named: bool,
+    plan: Any, g: Geometry, dtype: str, framework: str, device: str, generated: str, options: Options, named: bool
 ) -> EngineChoice | None:
     """The engines for a plan of the host, beside the usual backend; None where generated kernels are asked for."""
     record = RECORDS[generated]
@@ -183,11 +174,17 @@ def engines_for(
     platform = device or (record.platforms or ("cpu",))[0]
     asks: dict[str, Any] = {"dropout": bool(options.dropout), "sinks": options.sinks is not None}
     asks |= {"deterministic": options.deterministic, "engines": allowed(options), "generated": generated, "plan": plan}
-    call = EngineCall(plan.host_program, geometry, dtype, framework, platform, **asks)
+    call = EngineCall(plan.host_program, g, dtype, framework, platform, **asks)
     if not record.is_engine:
         return choose_engine(call)
     proof = prove(record, call)
     return EngineChoice(proof, {}) if isinstance(proof, Proof) else EngineChoice(None, {record.name: proof})
+
+
+def engines_text(options: Options, plan: Any, geometry: Geometry, dtype: str, framework: str, device: str) -> str:
+    """The engines for a plan of the host, a line each: `Plan.engines`."""
+    choice = engines_for(plan, geometry, dtype, framework, device, automatic(framework, device), options, named=False)
+    return "generated kernels are asked for" if choice is None else str(choice)
 
 
 # Where an engine was compared with the reference as frisket calls it. On the CPU the tests do so, on other platforms
@@ -211,14 +208,11 @@ class CostRow:
     where: str = ""
     source: str = ""
 
-    def covers(self, platform: str, dtype: str) -> bool:
-        """Whether the row is about such arrays."""
-        return platform == self.platform and dtype in self.dtypes
-
     def pays(self, platform: str, dtype: str, g: Geometry, generated: str) -> bool:
         """Whether the engine wins."""
         return (
-            self.covers(platform, dtype)
+            platform == self.platform
+            and dtype in self.dtypes
             and self.queries[0] <= g.q_len <= self.queries[1]
             and (not self.head_dims or (g.head_dim == g.v_dim and g.head_dim in self.head_dims))
             and self.generated in ("", generated)
@@ -228,9 +222,9 @@ class CostRow:
 
 def _rows(engine: str, call: EngineCall) -> list[tuple[int, CostRow, bool]]:
     """(place, row, whether it says that the engine wins) of the rows about an engine and the arrays of a call."""
-    about = call.platform, call.dtype
-    rows = [(i, row) for i, row in enumerate(COSTS) if row.engine == engine and row.covers(*about)]
-    return [(i, row, row.pays(*about, call.geometry, call.generated)) for i, row in rows]
+    about = call.platform, call.dtype, call.geometry, call.generated
+    mine = [(i, row) for i, row in enumerate(COSTS) if row.engine == engine and row.platform == call.platform]
+    return [(i, row, row.pays(*about)) for i, row in mine if call.dtype in row.dtypes]
 
 
 def turn(engine: str, call: EngineCall) -> int:

@@ -36,8 +36,8 @@ from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton import torch as triton_torch
 from frisket.runtime.backends.triton.grids import ForwardKind, forward_plan, of_forward, row_parts
 from frisket.runtime.backends.triton.kernels import KernelReport, Reports, check_compiles, dims_of, resources, signature
-from frisket.runtime.backends.triton.source import load
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
+from frisket.runtime.machine.triton_source import load
 from frisket.runtime.plans.device import CallPlan
 
 Tensor = Any

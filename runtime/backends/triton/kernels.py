@@ -22,11 +22,11 @@ from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.writer import Dims, arguments
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.machine.modules import pip_install
+from frisket.runtime.machine.triton_source import load
 
 from . import tiles
 from .grids import PACK, listed_kernels, shares
 from .launch import blocks
-from .source import load
 
 call_target, target, pays = tiles.target, tiles.jax_target, tiles.pays
 POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8"}

@@ -25,9 +25,9 @@ from frisket.lowering.kernels.triton.writer import near as near_rows
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.calls.arrays import uploaded
+from frisket.runtime.machine.triton_source import load
 from frisket.runtime.plans.device import Values
 
-from .source import load
 from .tiles import smaller
 
 Tensor = Any

@@ -60,14 +60,14 @@ def test_steps_share_a_plan(mask, backend, monkeypatch):
     q, k, v = arrays()
     clear()
     made = []
-    plan, text = bind.make_plan, native_torch._text
+    plan, library = bind.make_plan, native_torch.library
 
     def counted(*args, **rest):
         made.append("plan")
         return plan(*args, **rest)
 
     monkeypatch.setattr(bind, "make_plan", counted)
-    monkeypatch.setattr(native_torch, "_text", lambda *what: made.append("text") or text(*what))
+    monkeypatch.setattr(native_torch, "library", lambda text: made.append("text") or library(text))
     for at in range(65, 95):  # one power of two
         att(q, k[:, :, : at + 1], v[:, :, : at + 1], origin=(0, 0, at, 0))
         att(q, k, v, origin=(0, 0, at, 0), sizes=(2, 4, LONGEST, LONGEST))

@@ -21,7 +21,7 @@ from frisket.runtime.caches.positions import placed as placed_in
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.masks.mask import Mask, ScoreMod
-from frisket.runtime.plans.compiled import simplified_program
+from frisket.runtime.plans.compiled import _values, simplified_program
 from frisket.runtime.torch.spec import attention_of, spec_of
 
 FRAMEWORKS = ("torch", "jax")
@@ -188,10 +188,12 @@ def test_kernels_know_what_caches_may_hold():
     tables = {"cache_start": np.array([7, 0]), "cache_end": np.array([8, 1])}
     again = attention_of(spec_of(att.program, att.options, ()), tuple((n, 1, int) for n in tables) + (("w", 0, int),))
     for made in (att, att.at(k="k"), again):
-        assert simplified_program(made.program.bind({"w": 4, **tables})).inputs(None, True, {}, False).plan.unwritten
+        base = simplified_program(made.program.bind({"w": 4, **tables}))
+        assert _values(base, None, True, (2, 1, 1, 32), False)[0].unwritten
         there = {n: jnp.asarray(x) for n, x in tables.items()}
         assert made.plan(1, 32, 2, 1, flat=True, w=4, **there).static.plan.unwritten
-    assert not simplified_program(fk.compile("causal").program).inputs(None, True, {}, False).plan.unwritten
+    base = simplified_program(fk.compile("causal").program)
+    assert not _values(base, None, True, (2, 1, 1, 32), False)[0].unwritten
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

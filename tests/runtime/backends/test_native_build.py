@@ -52,8 +52,8 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def compilations(monkeypatch):
     """How often the compiler ran."""
-    runs, build = [], native_build._build
-    monkeypatch.setattr(native_build, "_build", lambda *args: (runs.append(args), build(*args))[1])
+    runs, build = [], native_build._compile
+    monkeypatch.setattr(native_build, "_compile", lambda *args: (runs.append(args), build(*args))[1])
     return runs
 
 
@@ -341,7 +341,7 @@ def test_a_compiler_that_is_gone_or_cannot_be_started(cache, monkeypatch):
 def test_a_passing_reason_is_asked_again(monkeypatch):
     """One bad moment does not take the native kernels from a process."""
     monkeypatch.setattr(caller, "SAID", set())
-    said = [native_build.LaterError("was killed"), "works"]
+    said = [native_build.LaterError("was killed"), "works", "works"]
     monkeypatch.setenv("CXX", "one that nobody asked about")
 
     class Probe:
@@ -454,7 +454,6 @@ def test_unwritable_cache_is_the_reason(cache, monkeypatch, tmp_path):
     # A temporary directory that anybody may write to is no place for code.
     place.chmod(0o777)
     forget()
-    native_build._reason.memo.clear()
     with pytest.warns(UserWarning, match="a native kernel could not be built"):
         why = reason()
     assert why == (
@@ -502,8 +501,8 @@ def test_kernels_that_other_users_may_write_are_not_loaded(how, cache, monkeypat
     monkeypatch.setattr(Path, "lstat", lambda path: theirs(path) if path in others else lstat(path))
     forget()
     if how == "the file is another user's":  # the one that is built in its place is ours
-        build = native_build._build
-        monkeypatch.setattr(native_build, "_build", lambda *args: (others.clear(), build(*args)))
+        build = native_build._compile
+        monkeypatch.setattr(native_build, "_compile", lambda *args: (others.clear(), build(*args)))
     assert library(source(5)).answer() == (666 if how == "nothing" else 5)
 
 
@@ -519,7 +518,7 @@ def test_a_link_of_another_user_is_no_cache(tmp_path, monkeypatch):
 
 
 def test_triton_sources_are_kept_where_others_cannot_write(tmp_path, monkeypatch):
-    from frisket.runtime.backends.triton.source import write
+    from frisket.runtime.machine.triton_source import write
 
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))

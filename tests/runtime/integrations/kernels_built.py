@@ -17,9 +17,9 @@ def built() -> Iterator[list[str]]:
     found: list[str] = []
     plain = cpp_build._find_or_build
 
-    def build(source: str, variant: str) -> Any:
+    def build(source: str, *rest: Any) -> Any:
         found.append(source)
-        return plain(source, variant)
+        return plain(source, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpp_build, "_find_or_build", build)

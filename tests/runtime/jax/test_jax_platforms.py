@@ -238,7 +238,7 @@ def test_traced_documents_are_planned_once_for_all_layers(stand_ins, monkeypatch
     blocks, rows = [], FlatPlan.rows
 
     def planned(self, block):
-        blocks.append((block, (block, False) in self._spans_by_tile))
+        blocks.append((block, (block, False) in self.spans_by_tile))
         return rows(self, block)
 
     def executor(backend, direction):

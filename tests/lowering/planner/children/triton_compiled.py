@@ -11,7 +11,7 @@ from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.planner import triton as text
-from frisket.runtime.backends.triton.source import load
+from frisket.runtime.machine.triton_source import load
 
 WRITTEN = masks.written()
 DOC = frozenset({"doc"})

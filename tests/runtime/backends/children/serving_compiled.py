@@ -18,8 +18,8 @@ from frisket.lowering.plan import Geometry, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.grids import shares
 from frisket.runtime.backends.triton.kernels import compiled_for
-from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import MEDIUM, ProgramTraits, default_target
+from frisket.runtime.machine.triton_source import load
 
 GROUP, KEY_HEADS, DIM, LENGTH, PROCESSORS = 8, 8, 128, 32_768, 132
 ALLOWED = 1.05

@@ -319,7 +319,7 @@ def test_layouts_of_steps_leave_nothing_behind():
     q, k, v = (x.detach() for x in arrays(64))
     plan = att.plan(64, 64, 1, 4, doc=torch.arange(64) // 20, flat=True)
     att(q, k, v, plan=plan)
-    bounds = [weakref.ref(made[0]) for made in plan._spans_by_tile.values()]
+    bounds = [weakref.ref(made[0]) for made in plan.spans_by_tile.values()]
     assert bounds
     del plan
     triton_null.launched.clear()

@@ -52,7 +52,7 @@ def gpu(monkeypatch):
 def asked(mask, length=4096, engines=True, score=None, **more):
     program = program_of(fk.mask(mask, **more), None if score is None else fk.score(score), {})
     g = Geometry(1, 2, 2, length, length, 64, 64, 0.125)
-    plan = Plan(program, g.problem)
+    plan = Plan(program, g.problem, False, ask_engines=str)
     return EngineCall(program, g, "bfloat16", "torch", "cuda", generated="triton", engines=engines, plan=plan)
 
 

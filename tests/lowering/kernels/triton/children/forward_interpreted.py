@@ -18,8 +18,8 @@ from frisket.lowering.plan import Bounds, Geometry, KernelInputs, ProgramFacts, 
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton import launch as triton_launch
-from frisket.runtime.backends.triton import source as triton_source
 from frisket.runtime.backends.triton import torch as triton_torch
+from frisket.runtime.machine import triton_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 

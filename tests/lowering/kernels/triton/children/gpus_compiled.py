@@ -17,8 +17,8 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton.cotangents import plane, square
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.backends.triton.kernels import compiled_for
-from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import GPUS, SHARED, of_kernel
+from frisket.runtime.machine.triton_source import load
 
 LENGTH, HEADS, MOST = 512, 8, 300
 MASKS = {

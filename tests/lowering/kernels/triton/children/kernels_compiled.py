@@ -30,9 +30,9 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, Target, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.kernels import compile_reports, compiled_for
-from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, ProgramTraits, default_target, of_kernel, reads_of
 from frisket.runtime.backends.triton.torch import forward
+from frisket.runtime.machine.triton_source import load
 
 causal = q >= k
 softcap = 50 * function("tanh", score / 50)

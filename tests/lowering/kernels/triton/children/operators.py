@@ -100,7 +100,7 @@ def module(roots, int64: bool) -> str:
 def check(name: str, int64: bool) -> None:
     import torch
 
-    from frisket.runtime.backends.triton.source import load
+    from frisket.runtime.machine.triton_source import load
 
     e = EXPRESSIONS[name]
     inputs = free(e)

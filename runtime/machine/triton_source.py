@@ -7,7 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 from frisket.dsl.errors import BackendError
-from frisket.runtime.machine.cpp_build import kernel_step, ours, put, sweep, writable
+
+from .cpp_build import kernel_step, ours, put, sweep, writable
 
 
 def load(source: str) -> ModuleType:
