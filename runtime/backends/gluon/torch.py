@@ -89,7 +89,7 @@ def _program(
     module = triton_launch.emitted_kernels(emit, forward_plan(context.plan, g), target, dims, kind.optional)
     numbers = {"STAGES": target.num_stages}
     step = triton_launch.LaunchStep("attention_forward", target, of_forward(g, target), "rows", numbers=numbers)
-    return triton_launch.Program(context, module, [step], spans, kind.device_slots, GluonLaunch)
+    return triton_launch.Program([GluonLaunch(context, module, step, spans)])
 
 
 class GluonLaunch(triton_launch.Launch):

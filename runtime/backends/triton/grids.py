@@ -65,6 +65,15 @@ def grid_of(rows: int, heads: int, batch: int, target: Target) -> Grid:
     return (heads, rows, batch) if axes_of(target)[0] else (rows, heads, batch)
 
 
+class KernelProgram(NamedTuple):
+    """The launches of a call in their order, and the text of their kernels: `emit` of a plan, `parts` and `flags`."""
+
+    emit: Callable[..., str]
+    parts: tuple[Any, ...]
+    flags: Mapping[str, Any]
+    steps: list[LaunchStep]
+
+
 class ForwardKind(NamedTuple):
     """The facts by which launches of one forward differ. `device_slots` have their values on the device, `row_max` and
     `lse_residual` are results next to out and lse, and `described` arrays are read by tensor descriptors."""
@@ -80,35 +89,19 @@ class ForwardKind(NamedTuple):
         """The optional arrays of the kernel, by which its text differs."""
         return OptionalArrays(self.sinks, self.row_max, self.lse_residual)
 
-
-class KernelProgram(NamedTuple):
-    """The launches of a call in their order, and the text of their kernels: `emit` of a plan, `parts` and `flags`."""
-
-    emit: Callable[..., str]
-    parts: tuple[Any, ...]
-    flags: Mapping[str, bool]
-    steps: list[LaunchStep]
-
-
-def forward_program(
-    plan: LoopPlan,
-    spans: SpanSource | None,
-    g: Geometry,
-    target: Target,
-    dims: Dims,
-    kind: ForwardKind,
-    processors: int,
-) -> KernelProgram:
-    """The kernels of a forward: of few queries, of rows of which some are long, or one kernel."""
-    few = shares(plan, spans, g, target, dims, processors)
-    if few is not None:
-        return KernelProgram(triton_decode.emit, (few.text_target, dims, kind.optional), few.flags, few.steps(g))
-    steps = [LaunchStep("attention_forward", target, of_forward(g, target), "rows")]
-    parts = of_call(plan, spans, g, target, processors)
-    if parts is not None:
-        sums: dict[str, tuple[int, ...]] = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
-        steps = divided(steps[0], "attention_combine", g, parts, sums)
-    return KernelProgram(triton_forward.emit, (target, dims, kind.optional), {"listed": parts is not None}, steps)
+    def program(
+        self, plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, dims: Dims, processors: int
+    ) -> KernelProgram:
+        """The kernels of a forward: of few queries, of rows of which some are long, or one kernel."""
+        few = shares(plan, spans, g, target, dims, processors)
+        if few is not None:
+            return KernelProgram(triton_decode.emit, (few.text_target, dims, self.optional), few.flags, few.steps(g))
+        steps = [LaunchStep("attention_forward", target, of_forward(g, target), "rows")]
+        parts = of_call(plan, spans, g, target, processors)
+        if parts is not None:
+            sums: dict[str, tuple[int, ...]] = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
+            steps = divided(steps[0], "attention_combine", g, parts, sums)
+        return KernelProgram(triton_forward.emit, (target, dims, self.optional), {"listed": parts is not None}, steps)
 
 
 def of_backward(
@@ -158,21 +151,13 @@ def tiles(g: Geometry, side: int) -> tuple[int, int]:
     return -(-g.q_len // side), -(-g.kv_len // side)
 
 
-@dataclass(frozen=True)
-class Diagonals:
-    """How the tiles along block diagonals are divided: each part of a diagonal has `share` rows of tiles."""
-
-    across: int  # block diagonals
-    share: int
-    parts: int
-
-
-def of_diagonals(g: Geometry, side: int, sums: int) -> Diagonals:
+def of_diagonals(g: Geometry, side: int, sums: int) -> tuple[int, int, int]:
+    """(block diagonals, rows of tiles in a part of one, parts of one)."""
     rows, columns = tiles(g, side)
     across = rows + columns - 1
     room = ROOM // (g.batch * g.heads * sums * 2 * across * side)
     share = -(-rows // max(1, min(DIAGONAL_PARTS, rows // DIAGONAL_ROWS, room)))
-    return Diagonals(across, share, -(-rows // share))
+    return across, share, -(-rows // share)
 
 
 def of_plane(g: Geometry, side: int, shared: str) -> Grid:
@@ -253,9 +238,9 @@ class CapturedKernels:
 
     def diagonals(self, gradients: tuple[Gradient, ...]) -> list[Any]:
         g, side, factors = self.geometry, self.tile.block_q, cotangents.weights(gradients)
-        grid = of_diagonals(g, side, len(factors))
-        shape = g.batch, g.heads, len(factors), grid.parts, 2, grid.across, side
-        step = self.step("diagonal", (grid.across * grid.parts, g.heads, g.batch), share=grid.share)
+        across, share, parts = of_diagonals(g, side, len(factors))
+        shape = g.batch, g.heads, len(factors), parts, 2, across, side
+        step = self.step("diagonal", (across * parts, g.heads, g.batch), share=share)
         sums = self.run(CapturedLaunch(cotangents.diagonal, (gradients,), step, "Sums", shape)).sum(3)
         low, high = sums[:, :, :, 0], sums[:, :, :, 1]  # diagonals c of a tile, and c - side: those of the next one up
         whole = self.padded(low, 1, 0) + self.padded(high, 0, 1)

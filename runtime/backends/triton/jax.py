@@ -32,7 +32,7 @@ from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import cotangents as triton_cotangents
 from frisket.lowering.kernels.triton import writer as triton_writer
 from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, arguments, near, rows_of_tables
-from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, TableUse
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names, TableUse
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import amounts, folded_in_fixed_point, units
 from frisket.runtime.backends.base import Shapes
@@ -76,21 +76,14 @@ def forward(
     kind = triton_grids.ForwardKind((), sinks is not None, True, lse_residual)
     arrays = {"Q": q, "K": k, "V": v} | ({} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)})
     processors = triton_grids.INTERPRETED if interpreted() else jax_gpu().processors
-    program = triton_grids.forward_program(plan, None, g, target, dims, kind, processors)
+    program = kind.program(plan, None, g, target, dims, processors)
     source = _source(program.emit, plan, *program.parts, **program.flags)
     outputs = JaxTritonCall(replace(inputs, plan=plan), dims).launches(source, program.steps, arrays, results)
     return tuple(outputs[n] for n in results)
 
 
 def backward(
-    inputs: KernelInputs,
-    q: Array,
-    k: Array,
-    v: Array,
-    results: ForwardResults,
-    cotangents: Cotangents,
-    *,
-    grad_names: frozenset[str],
+    inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, jax.Array]:
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks. Equal calls give
     equal bits."""
@@ -341,8 +334,7 @@ def _interpreted(
             fn[grid](*memory[: len(arrays)], *numbers, *memory[len(arrays) :], **constants)
         return outputs
 
-    result: Sequence[Array] = jax.pure_callback(run, shapes, *operands)
-    return result
+    return jax.pure_callback(run, shapes, *operands)  # type: ignore[no-any-return]
 
 
 class Memory:

@@ -6,7 +6,7 @@ called with the tensors: `run(context.values(slots, tables), {"Q": q, "K": k, "V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -58,11 +58,7 @@ class KernelModule:
 
     kernels: Mapping[str, Any]
     arguments: Mapping[str, Argument]
-
-    @property
-    def parameters(self) -> dict[str, list[str]]:
-        """The names of every kernel's parameters."""
-        return {n: x.arg_names for n, x in self.kernels.items()}
+    device_slots: tuple[str, ...]  # whose values they read on the device
 
 
 @dataclass(frozen=True)
@@ -86,11 +82,13 @@ class LaunchStep:
 
 
 @memo(group="kernels")
-def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> KernelModule:
+def emitted_kernels(
+    emit: Callable[..., str], plan: LoopPlan, target: Target, dims: Dims, *parts: Any, **flags: Any
+) -> KernelModule:
     """The kernels of the text that `emit` writes of a plan, by their names."""
-    source = emit(plan, *parts, **flags)
+    source = emit(plan, target, dims, *parts, **flags)
     kernels = {n: x for n, x in vars(loaded_kernels(source)).items() if n.startswith("attention_")}
-    return KernelModule(kernels, arguments(plan))
+    return KernelModule(kernels, arguments(plan), dims.device_slots)
 
 
 # -- what calls have in common ----------------------------------------------------------------------------------------
@@ -119,21 +117,14 @@ class LaunchContext:
     differ in the tables of a device alone share it, and their `spans` are asked at every launch."""
 
     def __init__(
-        self,
-        plan: LoopPlan,
-        geometry: Geometry,
-        target: Target,
-        q: Tensor,
-        k: Tensor,
-        spans: Any = None,
-        launches: dict[Any, Any] | None = None,
+        self, plan: LoopPlan, g: Geometry, target: Target, q: Tensor, k: Tensor, spans: Any, launches: dict[Any, Any]
     ) -> None:
-        self.plan, self.geometry, self.device = plan, geometry, q.device
+        self.plan, self.geometry, self.device = plan, g, q.device
         self.dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k)]
-        self._arrays = plan, target, geometry.head_dim, geometry.v_dim, *self.dtypes, q.device
+        self._arrays = plan, target, g.head_dim, g.v_dim, *self.dtypes, q.device
         fitting: tuple[Target, frozenset[str]] = _smaller.get(self._arrays) or (target, frozenset())
         self.target, self.shrunk = fitting
-        self.spans, self.launches = spans, {} if launches is None else launches
+        self.spans, self.launches = spans, launches
         self._cached: KernelArgs | None = None
         self._span_tensors: dict[Any, tuple[Tensor, ...]] = {}
         self._described: dict[Any, bool] = {}
@@ -200,7 +191,7 @@ def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Ten
     context = of.get(key)
     if context is None:
         common = getattr(spans, "common", None)
-        more = (ref(spans), bound(plan, common, geometry, target, q, k).launches) if common is not None else ()
+        more = (None, {}) if common is None else (ref(spans), bound(plan, common, geometry, target, q, k).launches)
         remember(of, key, context := LaunchContext(plan, geometry, target, q, k, *more), KEPT)
     return context
 
@@ -299,12 +290,7 @@ class Launch:
     """
 
     def __init__(
-        self,
-        context: LaunchContext,
-        module: KernelModule,
-        step: LaunchStep,
-        spans: SpanSource | None,
-        device_slots: tuple[str, ...] = (),
+        self, context: LaunchContext, module: KernelModule, step: LaunchStep, spans: SpanSource | None
     ) -> None:
         """The launch of a kernel of the module. `spans` are asked if it reads a table of them."""
         kernel, plan, device, target = module.kernels[step.name], context.plan, context.device, step.tile
@@ -313,7 +299,7 @@ class Launch:
         _check_grid(self.grid)
         self.tile, self.fixed = (target.block_q, target.block_k), target.fixed
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
-        self.device: Any = device if device.type == "cuda" else None
+        self.place, self.device = device, device if device.type == "cuda" else None
         self.narrow = _narrow() if self.device else None
         at = {n: i for i, n in enumerate(kernel.arg_names)}
         fixed = {**shared(context.geometry, device), "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k}
@@ -328,7 +314,7 @@ class Launch:
                 moving = tuple(n for n in MOVING if n in at)
         self.moving = len(moving)
         self.span_key = (step.side, step.records, moving) if moving else None  # what the spans of every call are asked
-        slots, uses = (plan.slots, plan.every_table) if step.side else ((), ())
+        slots, uses, device_slots = (plan.slots, plan.every_table, module.device_slots) if step.side else ((), (), ())
         tables, of_rows = [module.arguments[t.name] for t in uses], rows_of_tables(plan)
         numbers = [module.arguments[s.name].name for s in slots if s.name not in device_slots]
         read = [*[t.name for t in tables], *[module.arguments[n].name for n in device_slots]]
@@ -452,21 +438,11 @@ class Launch:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class Program:
     """The launches of calls of one kind in their order, over tensors by the names of the kernels' parameters."""
 
-    def __init__(
-        self,
-        context: LaunchContext,
-        module: KernelModule,
-        steps: Iterable[LaunchStep],
-        spans: SpanSource | None,
-        device_slots: tuple[str, ...],
-        launcher: type[Launch] = Launch,
-    ) -> None:
-        """The `launcher` says how kernels of a language take tensor descriptors."""
-        self.device = context.device
-        self.launches = [launcher(context, module, s, spans, device_slots if s.side else ()) for s in steps]
+    launches: list[Launch]
 
     def __call__(self, values: KernelArgs, tensors: Mapping[str, Tensor]) -> None:
         import torch
@@ -475,7 +451,7 @@ class Program:
         for launch in self.launches:
             for name, (shape, dtype) in launch.step.leaves.items():
                 tensors.pop(name, None)  # the memory that an earlier launch left is free again
-                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.__name__), device=self.device)
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.__name__), device=launch.place)
             launch(values if launch.step.side else NO_VALUES, *[tensors[n] for n in launch.names])
 
 
@@ -562,8 +538,7 @@ def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
         slice_of = cached_on(spans.slice_of, device, lambda: uploaded(spans.slice_of, device))  # that of all steps
         moving = {n: read(spans) for n, read in MOVING.items()}
         return {**moving, "SliceOf": slice_of, "records": spans.bounds.shape[2]}
-    tables: dict[str, Any] = cached_on(spans, device, lambda: _upload_all(spans, device))
-    return tables
+    return cached_on(spans, device, lambda: _upload_all(spans, device))  # type: ignore[no-any-return]
 
 
 def span_arrays(spans: Spans) -> dict[str, NDArray[np.int32]]:

@@ -16,12 +16,12 @@ from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import cotangents as triton_cotangents
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, SpanSource
+from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, Names, SpanSource
 from frisket.runtime.plans.device import Values
 
 from . import grids
 from .grids import EMPTY, CapturedLaunch
-from .launch import KEPT, KernelArgs, LaunchContext, Program, TooLargeError, bound, emitted_kernels, far, near
+from .launch import KEPT, KernelArgs, Launch, LaunchContext, Program, TooLargeError, bound, emitted_kernels, far, near
 
 Tensor = Any
 Make = Callable[[], Any]  # lays out the launches of calls of one kind
@@ -84,9 +84,9 @@ def _forward_program(context: LaunchContext, spans: SpanSource | None, kind: gri
     dims, processors = context.dims(kind.device_slots), grids.processors(context.device)
     check_keys(dims, context.device)
     target = replace(context.target, descriptors=kind.described and triton_forward.describable(plan, dims))
-    program = grids.forward_program(plan, spans, g, target, dims, kind, processors)
+    program = kind.program(plan, spans, g, target, dims, processors)
     module = emitted_kernels(program.emit, plan, *program.parts, **program.flags)
-    return Program(context, module, program.steps, spans, kind.device_slots)
+    return Program([Launch(context, module, step, spans) for step in program.steps])
 
 
 def check_keys(dims: Dims, device: Any) -> None:
@@ -106,14 +106,7 @@ def check_keys(dims: Dims, device: Any) -> None:
 
 
 def backward(
-    inputs: KernelInputs,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    results: ForwardResults,
-    cotangents: Cotangents,
-    *,
-    grad_names: frozenset[str],
+    inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, Tensor]:
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array, contiguous; tables and slots of the plan ("t0", "s1") in float32.
@@ -189,8 +182,12 @@ def _backward_program(context: LaunchContext, spans: SpanSource | None, kind: Ba
     parts = grids.of_kernels(grids.OF_GRADIENTS, plan, spans, g, target, grids.processors(context.device))
     flags: dict[str, Any] = {"dlse": kind.dlse, "listed": frozenset(parts)}
     module = emitted_kernels(triton_backward.emit, plan, target, dims, kind.grad_names, **flags)
-    parameters, totals = module.parameters, triton_cotangents.sums(plan, kind.grad_names)
-    return Program(context, module, grids.of_backward(g, target, parameters, totals, parts), spans, kind.device_slots)
+    parameters, totals = (
+        {n: x.arg_names for n, x in module.kernels.items()},
+        triton_cotangents.sums(plan, kind.grad_names),
+    )
+    steps = grids.of_backward(g, target, parameters, totals, parts)
+    return Program([Launch(context, module, step, spans) for step in steps])
 
 
 # -- captured gradients that no row or column of tiles can sum: "diagonal" and "scatter" ---------------
@@ -238,7 +235,7 @@ class _CapturedRun(grids.CapturedKernels):
         program = context.launches.get(key)
         if program is None:
             module = emitted_kernels(launch.emit, self.plan, self.tile, context.dims(device_slots), *launch.parts)
-            program = context.launches[key] = Program(context, module, [launch.step], self.spans, device_slots)
+            program = context.launches[key] = Program([Launch(context, module, launch.step, self.spans)])
         dtype = torch.int64 if launch.result == "Counted" else torch.float32
         result = (torch.zeros if launch.zeroed else torch.empty)(launch.shape, dtype=dtype, device=context.device)
         program(self.values, {**self.tensors, launch.result: result, **operands})
