@@ -274,6 +274,15 @@ def nvidia() -> bool:
     return torch.cuda.is_available() and not torch.version.hip
 
 
+def capability_of(platform: str) -> tuple[int, int]:
+    """The compute capability of this machine's GPU; (0, 0) without one."""
+    if platform != "cuda":
+        return 0, 0
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
 def neither_hopper_nor_blackwell(printed: str, claim: str) -> str:
     """A reason why kernels of which `claim` says where they run do not run on torch's GPU."""
     if not nvidia():

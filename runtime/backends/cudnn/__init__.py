@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.plan import Cotangents, ForwardResults
-from frisket.runtime.backends.base import Backend, Executors, absent, nvidia
+from frisket.runtime.backends.base import Backend, Executors, absent, capability_of, nvidia
 from frisket.runtime.backends.engines import SquareMask, gradients, square
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class CudnnArguments:
 
 def arguments(flags: Flags, call: EngineCall) -> CudnnArguments | str:
     """The arguments of a call, or why cuDNN does not compute it."""
-    return fitted(flags, call, call.capability)
+    return fitted(flags, call, capability_of(call.platform))
 
 
 def fitted(flags: Flags, call: EngineCall, capability: tuple[int, int]) -> CudnnArguments | str:

@@ -20,7 +20,7 @@ from typing import Any
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.base import RECORDS, Backend, ranked
+from frisket.runtime.backends.base import RECORDS, Backend, capability_of, ranked
 from frisket.runtime.calls.options import AS_CHOSEN, Options
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import simplified_program
@@ -44,19 +44,6 @@ class EngineCall:
     generated: str = ""  # the backend that runs it otherwise
     engines: bool | tuple[str, ...] = True  # which of them are offered the call: True, or names
     plan: Any = None  # of the host, for engines that take plans
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """The compute capability of this machine's GPU; (0, 0) without one."""
-        return capability_of(self.platform)
-
-
-def capability_of(platform: str) -> tuple[int, int]:
-    if platform != "cuda":
-        return 0, 0
-    import torch
-
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -444,10 +444,10 @@ class Program:
 
     launches: list[Launch]
 
-    def __call__(self, values: KernelArgs, tensors: Mapping[str, Tensor]) -> None:
+    def __call__(self, values: KernelArgs, tensors: dict[str, Tensor]) -> None:
+        """Run them. What a launch leaves for the next one is added to the tensors."""
         import torch
 
-        tensors = dict(tensors)
         for launch in self.launches:
             for name, (shape, dtype) in launch.step.leaves.items():
                 tensors.pop(name, None)  # the memory that an earlier launch left is free again
@@ -538,7 +538,7 @@ def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
         slice_of = cached_on(spans.slice_of, device, lambda: uploaded(spans.slice_of, device))  # that of all steps
         moving = {n: read(spans) for n, read in MOVING.items()}
         return {**moving, "SliceOf": slice_of, "records": spans.bounds.shape[2]}
-    return cached_on(spans, device, lambda: _upload_all(spans, device))  # type: ignore[no-any-return]
+    return cached_on(spans, device, lambda: _upload_all(spans, device))
 
 
 def span_arrays(spans: Spans) -> dict[str, NDArray[np.int32]]:
