@@ -122,12 +122,12 @@ def of_backward(
     widths = {"DQ": g.head_dim, "DK": g.head_dim, "DV": g.v_dim}
     widths |= {s.buffer: g.heads // g.kv_heads if s.along == "k" else 1 for s in totals}  # one for each head
     launches: list[LaunchStep] = []
-    for step in steps:
+    for step in [s for s in steps if s.name in kernels]:
         if step.name in parts:
             last = f"{step.name}_sums"
             sums = {"Acc": (sum(widths.get(n, 0) for n in kernels[last]),)}
             launches += divided(step, last, g, parts[step.name], sums)
-        elif step.name in kernels:
+        else:
             launches.append(step)
     return launches
 

@@ -105,11 +105,8 @@ def backward(
     shapes: dict[str, Any] = {"Stats": ((*arrays["Lse"].shape, 4), np.float32)}
     shapes |= {f"D{n.upper()}": (x.shape, x.dtype) for n, x in qkv.items() if n in grad_names}
     shapes |= {n: (shape, np.float32) for n, shape in triton_grids.shapes_of(totals, g).items()}
-    call, steps = (
-        JaxTritonCall(replace(inputs, plan=plan), dims),
-        triton_grids.of_backward(g, target, kernels_of(source)),
-    )
-    arrays = call.launches(source, steps, arrays, shapes)
+    call = JaxTritonCall(replace(inputs, plan=plan), dims)
+    arrays = call.launches(source, triton_grids.of_backward(g, target, kernels_of(source)), arrays, shapes)
     grads = {n: arrays[f"D{n.upper()}"] for n in qkv if n in grad_names}
     if not values:
         return grads

@@ -299,7 +299,7 @@ class Launch:
         _check_grid(self.grid)
         self.tile, self.fixed = (target.block_q, target.block_k), target.fixed
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
-        self.place, self.device = device, device if device.type == "cuda" else None
+        self.device: Any = device if device.type == "cuda" else None
         self.narrow = _narrow() if self.device else None
         at = {n: i for i, n in enumerate(kernel.arg_names)}
         fixed = {**shared(context.geometry, device), "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k}
@@ -320,7 +320,7 @@ class Launch:
         read = [*[t.name for t in tables], *[module.arguments[n].name for n in device_slots]]
         extents = [(*t.sizes, *t.strides) for t in tables]
         known = {"NEAR", "pool", *read, *numbers, *fixed}.union(*extents)
-        # the tensors that a call brings
+        # what is nowhere known is a tensor of the call
         self.names = [n for n in at if n not in known and not n.startswith("stride_")]
         letters = [x if f"stride_{x}b" in at else "" for x in (LETTERS.get(n, "") for n in self.names)]
         self.strides = [[at[f"stride_{x}{axis}"] for axis in "bhsd"] if x else [] for x in letters]
@@ -451,7 +451,7 @@ class Program:
         for launch in self.launches:
             for name, (shape, dtype) in launch.step.leaves.items():
                 tensors.pop(name, None)  # the memory that an earlier launch left is free again
-                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.__name__), device=launch.place)
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.__name__), device=tensors["Q"].device)
             launch(values if launch.step.side else NO_VALUES, *[tensors[n] for n in launch.names])
 
 

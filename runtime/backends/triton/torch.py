@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import walk
-from frisket.grammar.memo import remember
+from frisket.grammar.memo import memo, remember
 from frisket.lowering.aten.captured import amounts, folded, units
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.triton import backward as triton_backward
@@ -24,6 +24,7 @@ from .grids import EMPTY, CapturedLaunch
 from .launch import KEPT, KernelArgs, Launch, LaunchContext, Program, TooLargeError, bound, emitted_kernels, far, near
 
 Tensor = Any
+sums_of = memo(group="kernels")(triton_cotangents.sums)  # asked at every call
 Make = Callable[[], Any]  # lays out the launches of calls of one kind
 Results = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]  # of a forward
 
@@ -140,8 +141,9 @@ def backward(
     tensors |= {"Lse": lse.contiguous(), "Low": lse_residual.contiguous(), "Stats": stats}
     if dlse is not None:
         tensors["DLse"] = dlse.to(torch.float32).contiguous().resolve_neg()
-    totals = triton_cotangents.sums(inputs.plan, grad_names)
-    tensors |= {n: torch.empty(x, dtype=lse.dtype, device=q.device) for n, x in grids.shapes_of(totals, g).items()}
+    totals = sums_of(grids.backward_plan(inputs.plan, g), grad_names)
+    shapes = grids.shapes_of(totals, g)
+    tensors |= {n: torch.empty(x, dtype=torch.float32, device=q.device) for n, x in shapes.items()}
     context.run(("backward", kind), partial(_backward_program, context, inputs.spans, kind), read, tensors)
     if not values:
         return grads
@@ -182,11 +184,8 @@ def _backward_program(context: LaunchContext, spans: SpanSource | None, kind: Ba
     parts = grids.of_kernels(grids.OF_GRADIENTS, plan, spans, g, target, grids.processors(context.device))
     flags: dict[str, Any] = {"dlse": kind.dlse, "listed": frozenset(parts)}
     module = emitted_kernels(triton_backward.emit, plan, target, dims, kind.grad_names, **flags)
-    parameters, totals = (
-        {n: x.arg_names for n, x in module.kernels.items()},
-        triton_cotangents.sums(plan, kind.grad_names),
-    )
-    steps = grids.of_backward(g, target, parameters, totals, parts)
+    parameters = {n: x.arg_names for n, x in module.kernels.items()}
+    steps = grids.of_backward(g, target, parameters, sums_of(plan, kind.grad_names), parts)
     return Program([Launch(context, module, step, spans) for step in steps])
 
 
