@@ -84,12 +84,12 @@ def addressable(x: Tensor) -> Tensor:
 
 def _program(
     context: triton_launch.LaunchContext, spans: SpanSource | None, kind: ForwardKind
-) -> triton_launch.Program:
+) -> triton_launch.LaunchSequence:
     g, target, dims = context.geometry, context.target, context.dims(kind.device_slots)
     module = triton_launch.emitted_kernels(emit, forward_plan(context.plan, g), target, dims, kind.optional)
     numbers = {"STAGES": target.num_stages}
     step = triton_launch.LaunchStep("attention_forward", target, of_forward(g, target), "rows", numbers=numbers)
-    return triton_launch.Program([GluonLaunch(context, module, step, spans)])
+    return triton_launch.LaunchSequence([GluonLaunch(context, module, step, spans)])
 
 
 class GluonLaunch(triton_launch.Launch):

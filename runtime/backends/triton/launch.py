@@ -1,6 +1,6 @@
 """Launches of Triton kernels: the part that calls of one kind share is bound once, and a call brings its tensors.
 
-`bound` gives the shared part, a `Launch` lays out a kernel's arguments beforehand, and a `Program` of launches is
+`bound` gives the shared part, a `Launch` lays out a kernel's arguments beforehand, and a `LaunchSequence` of launches is
 called with the tensors: `run(context.values(slots, tables), {"Q": q, "K": k, "V": v, "Out": out, "Lse": lse})`.
 """
 
@@ -439,7 +439,7 @@ class Launch:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class LaunchSequence:
     """The launches of calls of one kind in their order, over tensors by the names of the kernels' parameters."""
 
     launches: list[Launch]

@@ -21,7 +21,18 @@ from frisket.runtime.plans.device import Values
 
 from . import grids
 from .grids import EMPTY, CapturedLaunch
-from .launch import KEPT, KernelArgs, Launch, LaunchContext, Program, TooLargeError, bound, emitted_kernels, far, near
+from .launch import (
+    KEPT,
+    KernelArgs,
+    Launch,
+    LaunchContext,
+    LaunchSequence,
+    TooLargeError,
+    bound,
+    emitted_kernels,
+    far,
+    near,
+)
 
 Tensor = Any
 sums_of = memo(group="kernels")(triton_cotangents.sums)  # asked at every call
@@ -80,14 +91,14 @@ def launched(
     return (*results, tensors["Low"]) if kind.lse_residual else results
 
 
-def _forward_program(context: LaunchContext, spans: SpanSource | None, kind: grids.ForwardKind) -> Program:
+def _forward_program(context: LaunchContext, spans: SpanSource | None, kind: grids.ForwardKind) -> LaunchSequence:
     g, plan = context.geometry, grids.forward_plan(context.plan, context.geometry)
     dims, processors = context.dims(kind.device_slots), grids.processors(context.device)
     check_keys(dims, context.device)
     target = replace(context.target, descriptors=kind.described and triton_forward.describable(plan, dims))
     program = kind.program(plan, spans, g, target, dims, processors)
     module = emitted_kernels(program.emit, plan, *program.parts, **program.flags)
-    return Program([Launch(context, module, step, spans) for step in program.steps])
+    return LaunchSequence([Launch(context, module, step, spans) for step in program.steps])
 
 
 def check_keys(dims: Dims, device: Any) -> None:
@@ -176,7 +187,7 @@ def _zeros(names: frozenset[str], tables: Values, like: Tensor) -> dict[str, Ten
     return {n: torch.zeros(shape, dtype=torch.float32, device=like.device) for n, shape in shapes.items()}
 
 
-def _backward_program(context: LaunchContext, spans: SpanSource | None, kind: BackwardKind) -> Program:
+def _backward_program(context: LaunchContext, spans: SpanSource | None, kind: BackwardKind) -> LaunchSequence:
     g, target, dims = context.geometry, context.target, context.dims(kind.device_slots)
     plan = grids.backward_plan(context.plan, g)
     if not (kind.described and triton_forward.describable(plan, dims)):
@@ -186,7 +197,7 @@ def _backward_program(context: LaunchContext, spans: SpanSource | None, kind: Ba
     module = emitted_kernels(triton_backward.emit, plan, target, dims, kind.grad_names, **flags)
     parameters = {n: x.arg_names for n, x in module.kernels.items()}
     steps = grids.of_backward(g, target, parameters, sums_of(plan, kind.grad_names), parts)
-    return Program([Launch(context, module, step, spans) for step in steps])
+    return LaunchSequence([Launch(context, module, step, spans) for step in steps])
 
 
 # -- captured gradients that no row or column of tiles can sum: "diagonal" and "scatter" ---------------
@@ -234,7 +245,7 @@ class _CapturedRun(grids.CapturedKernels):
         program = context.launches.get(key)
         if program is None:
             module = emitted_kernels(launch.emit, self.plan, self.tile, context.dims(device_slots), *launch.parts)
-            program = context.launches[key] = Program([Launch(context, module, launch.step, self.spans)])
+            program = context.launches[key] = LaunchSequence([Launch(context, module, launch.step, self.spans)])
         dtype = torch.int64 if launch.result == "Counted" else torch.float32
         result = (torch.zeros if launch.zeroed else torch.empty)(launch.shape, dtype=dtype, device=context.device)
         program(self.values, {**self.tensors, launch.result: result, **operands})
