@@ -1,7 +1,7 @@
 """Launches of Triton kernels: the part that calls of one kind share is bound once, and a call brings its tensors.
 
-`bound` gives the shared part, a `Launch` lays out a kernel's arguments beforehand, and a `LaunchSequence` of launches is
-called with the tensors: `run(context.values(slots, tables), {"Q": q, "K": k, "V": v, "Out": out, "Lse": lse})`.
+`bound` gives the shared part, a `Launch` lays out a kernel's arguments beforehand, and a `LaunchSequence` is called
+with the tensors: `run(context.values(slots, tables), {"Q": q, "K": k, "V": v, "Out": out, "Lse": lse})`.
 """
 
 from __future__ import annotations
