@@ -152,7 +152,7 @@ def backward(
     tensors |= {"Lse": lse.contiguous(), "Low": lse_residual.contiguous(), "Stats": stats}
     if dlse is not None:
         tensors["DLse"] = dlse.to(torch.float32).contiguous().resolve_neg()
-    totals = sums_of(grids.backward_plan(inputs.plan, g), grad_names)
+    totals = sums_of(grids.backward_plan(inputs.plan, g), grad_names) if values else []
     shapes = grids.shapes_of(totals, g)
     tensors |= {n: torch.empty(x, dtype=torch.float32, device=q.device) for n, x in shapes.items()}
     context.run(("backward", kind), partial(_backward_program, context, inputs.spans, kind), read, tensors)
