@@ -147,7 +147,7 @@ def ours(mask: Mask) -> dict[str, int]:
     known, pallas_tpu.load = pallas_tpu.load, noting
     try:
         pallas_tpu._kernel.memo.clear()
-        pallas_tpu._loaded_gradient.memo.clear()
+        pallas_tpu._gradient_kernel.memo.clear()
         out, lse, _ = pallas_tpu.forward(inputs, x, x, x)
         given = ForwardResults(out, lse), Cotangents(out)
         found = pallas_tpu.backward(inputs, x, x, x, *given, grad_names=frozenset("qkv"))
@@ -156,7 +156,7 @@ def ours(mask: Mask) -> dict[str, int]:
     finally:
         pallas_tpu.load = known
         pallas_tpu._kernel.memo.clear()
-        pallas_tpu._loaded_gradient.memo.clear()
+        pallas_tpu._gradient_kernel.memo.clear()
     return {"visible": int((plan.work(block).layout.kinds() > 0).sum()), **seen}
 
 

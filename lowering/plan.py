@@ -36,6 +36,7 @@ Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, n
 SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, beside the user's names
 K_SCALE, V_SCALE, PAGES, FIRST = "scale of keys", "scale of values", "pages of keys", "first keys"  # of tables
 KV_INPUTS = frozenset((K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
+Names = frozenset[str]  # of what gradients flow to: "q", "k", "v", and tables and slots of a plan
 RUN_LIMIT = 1 << 28  # past every position that is compared with the ends of runs
 
 

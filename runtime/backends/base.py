@@ -117,7 +117,8 @@ class Backend:
     oracle: bool = False  # the float64 interpreter runs calls, without kernels and gradients
     # of engines, see the folder `engines`: (flags, call) -> what would be called, or why it cannot
     engine: Callable[[Any, Any], Any] | None = None
-    takes_plans: bool = False  # an engine with kernels of plans, as generated ones are: `module` has `engine_of_plans`
+    takes_plans: bool = False  # an engine with kernels of plans, as generated ones are
+    engine_of_plans = Optional()  # its function: call -> (the mask in words, clauses, gradients), or why it cannot
     # the choice of a backend
     order: int = 80  # place in lists
     tier: str = ""  # "library" and "native" are other names of backends
@@ -155,12 +156,6 @@ class Backend:
     def is_engine(self) -> bool:
         """Whether its kernels are a vendor's, which run where a proof says that they compute the call."""
         return self.engine is not None or self.takes_plans
-
-    @property
-    def engine_of_plans(self) -> Callable[[Any], Any] | None:
-        """The function call -> (its mask in words, clauses, gradients), or why the engine cannot run it."""
-        function: Callable[[Any], Any] | None = loaded(self.module).engine_of_plans if self.takes_plans else None
-        return function
 
     @property
     def accelerated(self) -> bool:
@@ -282,6 +277,26 @@ def nvidia() -> bool:
     import torch
 
     return torch.cuda.is_available() and not torch.version.hip
+
+
+def capability_of(platform: str) -> tuple[int, int]:
+    """The compute capability of this machine's GPU; (0, 0) without one."""
+    if platform != "cuda":
+        return 0, 0
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def neither_hopper_nor_blackwell(printed: str, claim: str) -> str:
+    """A reason why kernels of which `claim` says where they run do not run on torch's GPU."""
+    if not nvidia():
+        return f"no GPU of NVIDIA is visible to torch; {printed} can be printed all the same"
+    import torch
+
+    have = torch.cuda.get_device_capability()
+    why = f"{claim} compute capabilities 9.0 and 10.0; this GPU has {have[0]}.{have[1]}: take backend='triton'"
+    return "" if have in ((9, 0), (10, 0)) else why
 
 
 def no_gpu() -> str:

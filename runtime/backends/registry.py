@@ -154,8 +154,7 @@ def target_on(backend: str, plan: Any, geometry: Any, dtype: str, tile: tuple[in
     """The tiles of a call with this LoopPlan, or the caller's. `narrow`: smaller ones, as rows see few keys."""
     record = RECORDS[backend]
     if record.target is not None:
-        chosen: Target = record.target(plan, geometry, dtype, tile, narrow)
-        return chosen
+        return record.target(plan, geometry, dtype, tile, narrow)  # type: ignore[no-any-return]
     return Target(backend, *(tile or record.tiles(geometry, dtype, narrow)))
 
 

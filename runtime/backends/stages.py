@@ -51,8 +51,7 @@ class PlanCompilation:
     def target(self) -> Target:
         """The target that is chosen; the kernel's text may ask for another one."""
         facts = self.geometry, self.dtype, self.options, self.plan, self.device, self.arch
-        chosen: Target = target_of(self.backend, *facts)
-        return chosen
+        return target_of(self.backend, *facts)  # type: ignore[no-any-return]
 
     @cached_property
     def work(self) -> Any:

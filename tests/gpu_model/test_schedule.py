@@ -56,7 +56,7 @@ def test_a_long_row_is_split_into_parts_of_the_mean():
 def test_a_launch_of_parts_takes_what_its_table_says():
     x = rows(12, 1, 1, 1, 1, groups=1, places=4)
     programs = np.array([[0, 0, 0, 4], [0, 1, 4, 8], [0, 2, 8, 12], *[[n, -1, 0, 1] for n in range(1, 5)]])[None]
-    table = RowParts(programs, np.array([[[0, 0, 3]]]), np.zeros((1, 1)), 3)
+    table = RowParts(programs, np.array([[[0, 0, 3]]]), np.zeros((1, 1)), 3, np.zeros((1, 1)))
     assert divided(x, table) == pytest.approx(4e6 + 4 * FIXED + 3e-6 * H100.clock)
 
 

@@ -298,7 +298,7 @@ def plane(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, shared
     return module(TITLE, plan, dims, [_Plane(plan, target, dims, gradient, shared).kernel()])
 
 
-def scatter(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, *, fixed: bool) -> str:
+def scatter(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, fixed: bool) -> str:
     """The module of `attention_scatter`, in fixed point with `attention_total` or in float32 without."""
     writers = [_Total(plan, target, dims, gradient), _Scatter(plan, target, dims, gradient, fixed=fixed)]
     return module(TITLE, plan, dims, [k.kernel() for k in (writers if fixed else writers[1:])])

@@ -36,6 +36,7 @@ from frisket.lowering.plan import (
     ForwardResults,
     KernelInputs,
     LoopPlan,
+    Names,
     Spans,
     TableUse,
     Target,
@@ -65,19 +66,11 @@ def forward(
     width = norm_width(q.dtype, inputs.geometry.v_dim) if lse_residual else 2
     static = CppStatic(name, _form(inputs, len(literals)), inputs.geometry.scale, width=width)
     values = _values(inputs, literals, _real(q), traced(q))
-    result: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _compiled(static)((q, k, v), *values)
-    return result
+    return _compiled(static)((q, k, v), *values)  # type: ignore[no-any-return]
 
 
 def backward(
-    inputs: KernelInputs,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    results: ForwardResults,
-    cotangents: Cotangents,
-    *,
-    grad_names: frozenset[str],
+    inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, Any]:
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `softmax_stats` is the forward's, or
     `softmax_stats_of` an lse of other keys too; without it weights are as exact as a float is at the size of lse."""
@@ -107,8 +100,8 @@ def _real(q: jax.Array) -> np.dtype[Any]:
 
 def _target_name(kind: str, inputs: KernelInputs, *dtypes: str) -> tuple[str, tuple[float, ...]]:
     g = inputs.geometry
-    permuted = inputs.rows is not None
-    return target_name(kind, inputs.plan, inputs.target, g.head_dim, g.v_dim, *dtypes, permuted=permuted)
+    parts = kind, inputs.plan, inputs.target, g.head_dim, g.v_dim
+    return target_name(*parts, *dtypes, permuted=inputs.rows is not None)
 
 
 def _folded(inputs: KernelInputs, captured: Sequence[Gradient], sums: Sequence[Any]) -> dict[str, Any]:
@@ -131,14 +124,12 @@ def _folded(inputs: KernelInputs, captured: Sequence[Gradient], sums: Sequence[A
 
 def lse_residual_of(plan: LoopPlan, softmax_stats: jax.Array, lse: jax.Array) -> jax.Array:
     """The rounding error of lse, from what the forward knows of each row."""
-    result: jax.Array = _rounding(plan.score is not None)[0](softmax_stats, lse)
-    return result
+    return _rounding(plan.score is not None)[0](softmax_stats, lse)  # type: ignore[no-any-return]
 
 
 def softmax_stats_of(plan: LoopPlan, lse: jax.Array, lse_residual: jax.Array) -> jax.Array:
     """The normaliser lse + lse_residual, which a backward takes for rows whose softmax runs over other keys too."""
-    result: jax.Array = _rounding(plan.score is not None)[1](lse, lse_residual)
-    return result
+    return _rounding(plan.score is not None)[1](lse, lse_residual)  # type: ignore[no-any-return]
 
 
 @memo(group="once")
@@ -300,10 +291,6 @@ class CppStatic:
     gradients: tuple[tuple[str, int], ...] | None = None
     width: int = 2  # of the `softmax_stats` of a forward
 
-    @property
-    def attributes(self) -> dict[str, Any]:
-        return {"form": np.array(self.form, np.int64), "scale": np.float64(self.scale)}
-
 
 @memo(1024)
 def _compiled(static: CppStatic) -> Any:
@@ -327,7 +314,7 @@ def _compiled(static: CppStatic) -> Any:
         results = [shaped(shape, dtype, **where) for shape, dtype in _results(static, arrays, tables)]
         # instances in turn would be one launch each: bridge.cpp walks the axes that vmap puts in front
         call = jax.ffi.ffi_call(static.target, results, vmap_method="expand_dims")
-        return tuple(call(*operands, **static.attributes))
+        return tuple(call(*operands, form=np.array(static.form, np.int64), scale=np.float64(static.scale)))
 
     return jax.jit(attention)
 

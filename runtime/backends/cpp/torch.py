@@ -27,7 +27,17 @@ from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, SHORT, WOR
 from frisket.lowering.kernels.cpp.forward import CppArrays
 from frisket.lowering.kernels.cpp.tiles import long_runs, tiles
 from frisket.lowering.kernels.cpp.tiles import pays as products_pay
-from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Spans, TableUse, Target
+from frisket.lowering.plan import (
+    Cotangents,
+    ForwardResults,
+    Geometry,
+    KernelInputs,
+    LoopPlan,
+    Names,
+    Spans,
+    TableUse,
+    Target,
+)
 from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine.cpp_build import ONE_THREAD, library, of_torch
 from frisket.runtime.machine.cpp_cpu import lacking
@@ -64,14 +74,7 @@ def forward(
 
 
 def backward(
-    inputs: KernelInputs,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    results: ForwardResults,
-    cotangents: Cotangents,
-    *,
-    grad_names: frozenset[str],
+    inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, Tensor]:
     """The gradients of `grad_names`: "q", "k", "v", and names of tables and slots of the plan, those in float32
     (float64 for float64). Without `softmax_stats` of the forward weights are as exact as a float is at the size of

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.plan import Cotangents, ForwardResults
-from frisket.runtime.backends.base import Backend, Executors, absent, nvidia
-from frisket.runtime.backends.engines import SquareMask, square, with_lse
+from frisket.runtime.backends.base import Backend, Executors, absent, capability_of, nvidia
+from frisket.runtime.backends.engines import SquareMask, gradients, square
 
 if TYPE_CHECKING:
     from frisket.runtime.backends.engines.proof import EngineCall
@@ -38,7 +38,7 @@ class CudnnArguments:
 
 def arguments(flags: Flags, call: EngineCall) -> CudnnArguments | str:
     """The arguments of a call, or why cuDNN does not compute it."""
-    return fitted(flags, call, call.capability)
+    return fitted(flags, call, capability_of(call.platform))
 
 
 def fitted(flags: Flags, call: EngineCall, capability: tuple[int, int]) -> CudnnArguments | str:
@@ -71,16 +71,13 @@ def backward(
     """The gradients of q, k and v."""
     import torch
 
-    out, lse, dout, dlse = results.out, results.lse, cotangents.dout, cotangents.dlse
-    if dlse is not None:
-        q, k, v, out, dout = with_lse(dlse, q, k, v, out, dout)
-        return {n: x[..., :-8] for n, x in backward(a, q, k, v, ForwardResults(out, lse), Cotangents(dout)).items()}
-    keys, values = a.mask.valid(k, v)
-    none = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout draws nothing, and no lengths differ
-    arrays = dout.contiguous(), q, keys, values, out, lse[..., None], none, none, None, None, None
-    lengths, run = (q.shape[2], keys.shape[2]), torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    dq, dk, dv = run(*arrays, *lengths, 0.0, a.mask.causal, scale=a.scale)
-    return {"q": dq, "k": a.mask.whole(dk, k), "v": a.mask.whole(dv, v)}
+    def backward_of(dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor) -> Any:
+        none = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout draws nothing, and no lengths differ
+        more = none, none, None, None, None, q.shape[2], keys.shape[2], 0.0, a.mask.causal
+        run = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        return run(dout, q, keys, values, out, lse[..., None], *more, scale=a.scale)
+
+    return gradients(backward_of, a.mask, (q, k, v), results, cotangents)
 
 
 def reason(framework: str | None = None) -> str:

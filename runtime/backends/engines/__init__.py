@@ -3,6 +3,7 @@ they are faster; engines without windows and documents share the masks here."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,18 @@ def square(flags: Flags, geometry: Geometry, name: str, rectangles: bool = True)
     if not rectangles and stop - start != geometry.q_len:
         return f"{flags}: {name} has a causal mask of as many keys as queries"
     return SquareMask(True, start, stop)  # type: ignore[arg-type]
+
+
+def gradients(
+    run: Callable[..., tuple[Tensor, ...]], mask: SquareMask, qkv: tuple[Tensor, ...], results: Any, cotangents: Any
+) -> dict[str, Tensor]:
+    """The gradients of q, k and v by an engine's backward, `run(dout, q, keys, values, out, lse)`."""
+    (q, k, v), out, dout, dlse = qkv, results.out, cotangents.dout, cotangents.dlse
+    if dlse is not None:
+        q, k, v, out, dout = with_lse(dlse, q, k, v, out, dout)
+    dq, dk, dv = run(dout.contiguous(), q, *mask.valid(k, v), out, results.lse)
+    grads = {"q": dq, "k": mask.whole(dk, k), "v": mask.whole(dv, v)}
+    return grads if dlse is None else {n: x[..., :-8] for n, x in grads.items()}
 
 
 def with_lse(dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.base import RECORDS, Backend, ranked
+from frisket.runtime.backends.base import RECORDS, Backend, capability_of, ranked
 from frisket.runtime.backends.registry import automatic
 from frisket.runtime.calls.options import AS_CHOSEN, Options
 from frisket.runtime.machine.settings import Settings
@@ -46,19 +46,6 @@ class EngineCall:
     engines: bool | tuple[str, ...] = True  # which of them are offered the call: True, or names
     plan: Any = None  # of the host, for engines that take plans
 
-    @property
-    def capability(self) -> tuple[int, int]:
-        """The compute capability of this machine's GPU; (0, 0) without one."""
-        return capability_of(self.platform)
-
-
-def capability_of(platform: str) -> tuple[int, int]:
-    if platform != "cuda":
-        return 0, 0
-    import torch
-
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-
 
 @dataclass(frozen=True, eq=False)
 class Proof:
@@ -75,8 +62,7 @@ class Proof:
 
     @property
     def gradients(self) -> bool:
-        result: bool = self.arguments.gradients
-        return result
+        return bool(self.arguments.gradients)
 
 
 @dataclass(frozen=True)
@@ -257,29 +243,20 @@ CUDNN = "with fewer than 1,024 queries, head dims other than 64 and 128, and on 
 FLASH = "with fewer than 2,048 queries, and head dims other than 64 and 128"
 _CUDA: dict[str, Any] = {"platform": "cuda", "dtypes": HALVES, "head_dims": HEAD_DIMS}
 _LONG: dict[str, Any] = {**_CUDA, "queries": (2048, math.inf), "where": FLASH}
+FLASH_PAPER = f"FlashAttention 4's paper: up to 1.3 times cuDNN 9.13 and 2.7 times Triton on a B200; {FLEX}"
+ON_H100 = (
+    "benchmarks/results/gpu.json, an H100, 2,048 to 32,768 tokens: causal forward 0.92 to 1.04 of the time of "
+    "generated kernels, backward 0.84 to 0.99, whose sums have no order"
+)
+SDPA = "with a C++ compiler, and past 256 queries without one"
+ON_XEON = (
+    "benchmarks/results/engines.json, Intel Xeon with AMX, one thread, head dim 64: library calls take 3.8 to 11 times "
+    "as long up to 256 tokens, 0.95 to 1.4 times at 1,024; C++ kernels 0.2 to 0.55 times"
+)
+_SHORT: dict[str, Any] = {"queries": (0, 256), "generated": "aten", "where": SDPA}
 COSTS = (
-    CostRow(
-        **_LONG,
-        engine="flash",
-        capability=(10, 0),
-        source=f"FlashAttention 4's paper: up to 1.3 times cuDNN 9.13 and 2.7 times Triton on a B200; {FLEX}",
-    ),
-    CostRow(
-        **{**_CUDA, "queries": (1024, math.inf), "where": CUDNN},
-        engine="cudnn",
-        capability=(9, 0),
-        source="benchmarks/results/gpu.json, an H100, 2,048 to 32,768 tokens: causal forward 0.92 to 1.04 of the time "
-        "of generated kernels, backward 0.84 to 0.99, whose sums have no order",
-    ),
-    CostRow(**_LONG, engine="flash", capability=(9, 0), source=FLEX),
-    CostRow(
-        platform="cpu",
-        dtypes=("float32", *HALVES),
-        queries=(0, 256),
-        generated="aten",
-        engine="sdpa",
-        where="with a C++ compiler, and past 256 queries without one",
-        source="benchmarks/results/engines.json, Intel Xeon with AMX, one thread, head dim 64: library calls take 3.8 "
-        "to 11 times as long up to 256 tokens, 0.95 to 1.4 times at 1,024; C++ kernels 0.2 to 0.55 times",
-    ),
+    CostRow(engine="flash", capability=(10, 0), source=FLASH_PAPER, **_LONG),
+    CostRow(engine="cudnn", capability=(9, 0), queries=(1024, math.inf), where=CUDNN, source=ON_H100, **_CUDA),
+    CostRow(engine="flash", capability=(9, 0), source=FLEX, **_LONG),
+    CostRow(engine="sdpa", platform="cpu", dtypes=("float32", *HALVES), source=ON_XEON, **_SHORT),
 )

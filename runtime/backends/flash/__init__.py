@@ -3,25 +3,14 @@ the engine's flags where it is one, and as code and tiles elsewhere."""
 
 from __future__ import annotations
 
-from frisket.runtime.backends.base import Backend, Executors, absent, nvidia
+from frisket.runtime.backends.base import Backend, Executors, absent, neither_hopper_nor_blackwell
 from frisket.runtime.machine.modules import pip_install
-
-COMPILED = {(9, 0), (10, 0)}
 
 
 def reason(framework: str | None = None) -> str:
     """A reason why the kernels do not run here."""
-    if lacking := absent("torch", "torch"):
-        return lacking
-    if not nvidia():
-        return "no GPU of NVIDIA is visible to torch; the mask's code can be printed all the same"
-    import torch
-
-    have = torch.cuda.get_device_capability()
-    if have not in COMPILED:
-        why = f"checked on compute capabilities 9.0 and 10.0; this GPU has {have[0]}.{have[1]}"
-        return f"{why}: take backend='triton'"
-    return "" if installed() else f"flash-attn-4 is not installed: {pip_install('flash')}"
+    why = absent("torch", "torch") or neither_hopper_nor_blackwell("the mask's code", "checked on")
+    return why or ("" if installed() else f"flash-attn-4 is not installed: {pip_install('flash')}")
 
 
 def installed() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from frisket.dsl.errors import BackendError, BackwardError
 from frisket.grammar.memo import cached_on, memo
-from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names
 from frisket.runtime.machine.modules import load_source
 
 from .call import INSTEAD, FlashCall, call_of, check
@@ -32,14 +32,7 @@ def forward(
 
 
 def backward(
-    inputs: KernelInputs,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    results: ForwardResults,
-    cotangents: Cotangents,
-    *,
-    grad_names: frozenset[str],
+    inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, Tensor]:
     """Gradients of q, k and v, of those that are wanted; sinks are part of lse already."""
     call = checks_gradients(inputs, q.device, grad_names)
@@ -80,8 +73,7 @@ def prepared(inputs: KernelInputs, device: Any, gradients: bool) -> FlashCall:
     parts = inputs.plan, inputs.geometry, inputs.target, numbers, versions, inputs.deterministic
     key = "flash", *parts, device, gradients
     # tables are known by where they are
-    call: FlashCall = cached_on(inputs.spans, key, lambda: (new_call(), arrays))[0]
-    return call
+    return cached_on(inputs.spans, key, lambda: (new_call(), arrays))[0]
 
 
 def attend(call: FlashCall, g: Geometry, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:

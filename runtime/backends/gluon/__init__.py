@@ -3,22 +3,13 @@ Their gradients are Triton's kernels."""
 
 from __future__ import annotations
 
-from frisket.runtime.backends.base import Backend, Executors, absent, nvidia
-
-WRITTEN = {(9, 0), (10, 0)}
+from frisket.runtime.backends.base import Backend, Executors, absent, neither_hopper_nor_blackwell
 
 
 def reason(framework: str | None = None) -> str:
     """A reason why the kernels do not run here."""
-    if lacking := absent("torch", "torch") or absent("triton", "triton"):
-        return lacking
-    if not nvidia():
-        return "no GPU of NVIDIA is visible to torch; its source can be printed all the same"
-    import torch
-
-    have = torch.cuda.get_device_capability()
-    why = f"written for Hopper and Blackwell, compute capabilities 9.0 and 10.0; this GPU has {have[0]}.{have[1]}"
-    return "" if have in WRITTEN else f"{why}: take backend='triton'"
+    lacking = absent("torch", "torch") or absent("triton", "triton")
+    return lacking or neither_hopper_nor_blackwell("its source", "written for Hopper and Blackwell,")
 
 
 Backend(

@@ -67,7 +67,7 @@ def forward(
     context = triton_launch.bound(inputs.plan, inputs.spans, inputs.geometry, inputs.target, q, k)
     values = context.values(inputs.slots, inputs.tables)
     kind = ForwardKind(values.device_slots, inputs.sinks is not None, top, softmax_stats)
-    make = partial(_launch, context, inputs.spans, kind)
+    make = partial(_program, context, inputs.spans, kind)
     return triton_torch.launched(context, kind, make, values, (q, k, v), inputs.sinks)
 
 
@@ -82,20 +82,21 @@ def addressable(x: Tensor) -> Tensor:
     return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
-def _launch(context: triton_launch.LaunchContext, spans: SpanSource | None, kind: ForwardKind) -> triton_launch.Launch:
-    g, target = context.geometry, context.target
-    plan, dims, blocks = forward_plan(context.plan, g), context.dims(kind.device_slots), blocks_of(target, g)
-    kernels = triton_launch.emitted_kernels(emit, plan, target, dims, kind.optional)
-    # `blocks` twice: in front for the order of Q, K and V, behind because Out has a descriptor too
-    arrays: dict[str, triton_launch.Access] = {**blocks, **kind.tensors, **blocks}
-    records = None if spans is None else spans.rows
-    grid, slots = of_forward(g, target), kind.device_slots
-    config = triton_launch.LaunchConfig(kernels, "attention_forward", grid, target, arrays, slots)
-    return context.launch(config, records=records, launcher=GluonLaunch, STAGES=target.num_stages)
+def _program(
+    context: triton_launch.LaunchContext, spans: SpanSource | None, kind: ForwardKind
+) -> triton_launch.LaunchSequence:
+    g, target, dims = context.geometry, context.target, context.dims(kind.device_slots)
+    module = triton_launch.emitted_kernels(emit, forward_plan(context.plan, g), target, dims, kind.optional)
+    numbers = {"STAGES": target.num_stages}
+    step = triton_launch.LaunchStep("attention_forward", target, of_forward(g, target), "rows", numbers=numbers)
+    return triton_launch.LaunchSequence([GluonLaunch(context, module, step, spans)])
 
 
 class GluonLaunch(triton_launch.Launch):
     """A launch whose tensor descriptors say how blocks lie in shared memory."""
+
+    def blocks_of(self, g: Geometry, target: Target) -> dict[str, triton_launch.Block]:
+        return blocks_of(target, g)
 
     def described(self, x: Tensor, block: triton_launch.Block) -> Any:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped]

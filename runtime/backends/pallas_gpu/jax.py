@@ -14,10 +14,10 @@ from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.triton.cotangents import sums
-from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Target
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names, Target
 from frisket.lowering.xla.captured import folded_in_fixed_point
 from frisket.runtime.backends.base import Block, Shapes
-from frisket.runtime.backends.pallas_tpu.jax import kernel
+from frisket.runtime.backends.pallas_tpu.jax import kernel, of_text
 from frisket.runtime.machine.modules import load_source
 
 if TYPE_CHECKING:
@@ -98,14 +98,7 @@ def refuses_gradients(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Sh
 
 
 def backward(
-    inputs: KernelInputs,
-    q: Array,
-    k: Array,
-    v: Array,
-    results: ForwardResults,
-    cotangents: Cotangents,
-    *,
-    grad_names: frozenset[str],
+    inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, Array]:
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array; tables and slots of the plan ("t0", "s1") in float32.
@@ -134,13 +127,12 @@ def backward(
     grads: dict[str, Array] = {}
     origin, sizes, slots, arrays_of_plan = inputs.operands
     common = origin, sizes, [jnp.asarray(x) for x in slots], arrays_of_plan
-    plain = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)  # what the text depends on
     of_dq, of_dkv = (Target(target.backend, *tile, tanh=target.tanh) for tile in kernels.tiles(g))
     dq, dkv = target.dq or of_dq, target.dkv or of_dkv
     buffers: dict[Gradient, Array] = {}
     rows = grad_names - {"k", "v"}
     if rows:
-        run = _loaded(plan, dq, plain, rows, interpret is not None)["attention_dq"]
+        run = _loaded(plan, dq, of_text(g), rows, interpret is not None)["attention_dq"]
         walk = _operands(pallas_gpu.walked(spans.rows((dq.block_q, dq.block_k))).in_order())
         outputs = list(run(*operands, *walk, *common, interpret=interpret))
         if "q" in grad_names:
@@ -149,7 +141,7 @@ def backward(
             x = x[..., : g.q_len]
             buffers[s.gradient] = x.sum(-1) if s.gradient.over == "head" else x
     for part in kernels.parts(g, grad_names):
-        run = _loaded(plan, dkv, plain, part, interpret is not None)["attention_dkv"]
+        run = _loaded(plan, dkv, of_text(g), part, interpret is not None)["attention_dkv"]
         walk = _operands(pallas_gpu.walked(spans.columns((dkv.block_q, dkv.block_k))))
         outputs = run(*operands, *walk, *common, interpret=interpret)
         grads |= dict(zip(sorted(part, reverse=True), outputs, strict=True))

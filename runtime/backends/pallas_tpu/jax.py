@@ -21,7 +21,8 @@ from frisket.lowering.kernels.pallas_tpu import backward as emitted
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
-from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Target
+from frisket.lowering.kernels.pallas_tpu.walk import TpuOptions
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import folded
 from frisket.runtime.backends.base import Block, Shapes
@@ -106,14 +107,8 @@ def forward(
         heads = 1
     walk = walked(rows, -(-geometry.kv_len // target.block_k), parts=heads)
     search = searches(walk)
-    options = pallas_tpu.ForwardOptions(
-        strided=strided(platform),
-        program_heads=1 if search else heads,
-        search=search,
-        sinks=sinks is not None,
-        kv_8bit=k.dtype != q.dtype,
-        lse_residual=lse_residual,
-    )
+    arrays = {"sinks": sinks is not None, "kv_8bit": k.dtype != q.dtype, "lse_residual": lse_residual}
+    options = pallas_tpu.ForwardOptions(strided(platform), 1 if search else heads, search, **arrays)
     run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, options)
     return run(q, k, v, walk, *inputs.operands, sinks, interpret=platform != "tpu")  # type: ignore[no-any-return]
 
@@ -165,13 +160,16 @@ def _walk(slice_of: bytes, shape: tuple[int, ...], columns: int, group: int, par
     return jax.jit(lambda bounds, count: walk(DeviceSpans(bounds, count, None, at), columns, group, parts))
 
 
+def of_text(g: Geometry) -> Geometry:
+    """The part of a geometry that texts depend on: lengths are none, so one module serves all."""
+    return Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)
+
+
 def kernel(emit: Function, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, *flags: Any) -> Function:
     """The entry of the module that `emit` writes, `attention_forward` or whatever the last function is, jitted with
     `interpret` static. Lengths are no part of the text: one module serves all."""
-    group = geometry.heads // geometry.kv_heads
-    alike = Geometry(1, group, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
     # tiles of other kernels are no part of this text: without them one entry of the memo serves more calls
-    return _kernel(emit, plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, *flags)
+    return _kernel(emit, plan, replace(target, dq=None, dkv=None, decode=None), of_text(geometry), dtype, *flags)
 
 
 @memo(group="kernels")
@@ -186,14 +184,7 @@ def _kernel(emit: Function, plan: LoopPlan, target: Target, g: Geometry, dtype: 
 
 
 def backward(
-    inputs: KernelInputs,
-    q: Array,
-    k: Array,
-    v: Array,
-    results: ForwardResults,
-    cotangents: Cotangents,
-    *,
-    grad_names: frozenset[str],
+    inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, Any]:
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
     dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again.
@@ -217,14 +208,14 @@ def backward(
     heads = heads if pallas_walk.folded(rows.slice_of, heads) == heads else 1
     shared = walk if heads == 1 else walked(rows, columns, parts=heads)
     heads = 1 if searches(shared) else heads
-    options = pallas_walk.TpuOptions(rolls, heads, searches(shared))
-    if loaded := _gradient_kernel("dq", plan, dq_target, geometry, dtype, grad_names, options):
+    options = TpuOptions(rolls, heads, searches(shared))
+    if loaded := _gradient_kernel("dq", plan, dq_target, of_text(geometry), dtype, grad_names, options):
         kernel, names = loaded
         grads |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
     group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((dkv_target.block_q, dkv_target.block_k))
     turned = walked(of_keys, -(-geometry.q_len // dkv_target.block_q), group)
-    options = pallas_walk.TpuOptions(rolls, search=searches(turned))
-    if loaded := _gradient_kernel("dkv", plan, dkv_target, geometry, dtype, grad_names, options):
+    options = TpuOptions(rolls, search=searches(turned))
+    if loaded := _gradient_kernel("dkv", plan, dkv_target, of_text(geometry), dtype, grad_names, options):
         kernel, names = loaded
         fold = pallas_walk.folded(of_keys.slice_of, group)
         grads |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
@@ -232,7 +223,7 @@ def backward(
         if gradient.over == "scatter":
             # operands of the run, and no part of its key
             placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
-            options = pallas_walk.TpuOptions(rolls, search=searches(walk))
+            options = TpuOptions(rolls, search=searches(walk))
             run = _by_position(plan, dq_target, placeless, dtype, i, options)
             grads[i] = run(*arrays, walk, *numbers, interpret=interpret)
     sums = [grads.pop(i) for i, _ in captured]
@@ -293,34 +284,15 @@ def _prepared(guard: bool) -> Callable[..., Any]:
 GradientKernel: TypeAlias = tuple[Callable[..., Any], tuple[str | int, ...]]  # the entry of a module, and what it gives
 
 
-def _gradient_kernel(
-    which: str,
-    plan: LoopPlan,
-    target: Target,
-    geometry: Geometry,
-    dtype: str,
-    grad_names: frozenset[str],
-    options: pallas_walk.TpuOptions,
-) -> GradientKernel | None:
-    """One kernel of the backward, or None where no gradient of it is wanted. One module serves all lengths."""
-    alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
-    return _loaded_gradient(which, plan, target, alike, dtype, grad_names, options)
-
-
 @memo(group="kernels")
-def _loaded_gradient(
-    which: str,
-    plan: LoopPlan,
-    target: Target,
-    geometry: Geometry,
-    dtype: str,
-    grad_names: frozenset[str],
-    options: pallas_walk.TpuOptions,
+def _gradient_kernel(
+    which: str, plan: LoopPlan, target: Target, g: Geometry, dtype: str, grad_names: Names, options: TpuOptions
 ) -> GradientKernel | None:
+    """One kernel of the backward, or None where no gradient of it is wanted."""
     import jax
 
     emit = emitted.dq if which == "dq" else emitted.dkv
-    source = emit(plan, target, geometry, dtype, grad_names, options)
+    source = emit(plan, target, g, dtype, grad_names, options)
     if source is None:
         return None
     static = ("interpret",) if which == "dq" else ("fold", "interpret")
@@ -332,7 +304,7 @@ def _loaded_gradient(
 
 @memo(group="kernels")
 def _by_position(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, options: pallas_walk.TpuOptions
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, options: TpuOptions
 ) -> Callable[..., Array]:
     """The gradient of a table, head after head: what its positions add, [q_len, kv_len], then added to where they read,
     in that order, so that results repeat bit for bit."""

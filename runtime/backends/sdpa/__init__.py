@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.plan import Cotangents, ForwardResults
 from frisket.runtime.backends.base import Backend, Executors, absent
-from frisket.runtime.backends.engines import SquareMask, square, with_lse
+from frisket.runtime.backends.engines import SquareMask, gradients, square
 
 if TYPE_CHECKING:
     from frisket.runtime.backends.engines.proof import EngineCall
@@ -84,20 +84,17 @@ def backward(
     """The gradients of q, k and v."""
     import torch
 
-    out, lse, dout, dlse = results.out, results.lse, cotangents.dout, cotangents.dlse
-    if dlse is not None:
-        q, k, v, out, dout = with_lse(dlse, q, k, v, out, dout)
-        return {n: x[..., :-8] for n, x in backward(a, q, k, v, ForwardResults(out, lse), Cotangents(dout)).items()}
     run = getattr(torch.ops.aten, f"{a.operator}_backward")
-    keys, values = a.mask.valid(k, v)
-    arrays = dout.contiguous(), q, keys, values, out, lse
-    if a.device == "cpu":
-        dq, dk, dv = run(*arrays, 0.0, a.mask.causal, scale=a.scale)
-    else:
-        none = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout draws nothing
-        lengths = None, None, q.shape[2], keys.shape[2]  # with a tensor there, q, k and v would be packed sequences
-        dq, dk, dv = run(*arrays, *lengths, 0.0, a.mask.causal, none, none, scale=a.scale)
-    return {"q": dq, "k": a.mask.whole(dk, k), "v": a.mask.whole(dv, v)}
+
+    def backward_of(dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        more: tuple[Any, ...] = 0.0, a.mask.causal
+        if a.device != "cpu":
+            none = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout draws nothing
+            # with a tensor in the place of None, q, k and v would be packed sequences
+            more = None, None, q.shape[2], keys.shape[2], *more, none, none
+        return run(dout, q, keys, values, *rows, *more, scale=a.scale)  # type: ignore[no-any-return]
+
+    return gradients(backward_of, a.mask, (q, k, v), results, cotangents)
 
 
 Backend(

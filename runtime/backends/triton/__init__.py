@@ -60,6 +60,10 @@ def _on_jax() -> str:
     return absent("jax", "jax") or missing() or ("" if interpreted() else no_gpu())
 
 
+BFLOAT16 = (
+    "Triton's interpreter takes the bits of bfloat16 for integers and computes nonsense\n"
+    "  give it float16 or float32, or unset TRITON_INTERPRET on a machine with a GPU"
+)
 Backend(
     name="triton",
     kernels="kernels for GPUs",
@@ -72,15 +76,7 @@ Backend(
     platforms=("cuda", "rocm"),
     rank=2,
     instead="pallas-mosaic-gpu",
-    interpreter=Interpreter(
-        "Triton's",
-        0.03,
-        interpreted,
-        {
-            "bfloat16": "Triton's interpreter takes the bits of bfloat16 for integers and computes nonsense\n"
-            "  give it float16 or float32, or unset TRITON_INTERPRET on a machine with a GPU",
-        },
-    ),
+    interpreter=Interpreter("Triton's", 0.03, interpreted, {"bfloat16": BFLOAT16}),
     guarded=True,
     loads=True,
     stats_kind="lse_residual",

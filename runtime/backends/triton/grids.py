@@ -12,9 +12,8 @@ GPU idles. The exact counts of a layout say which rows are long.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,37 +23,25 @@ from frisket.dsl.ir import COORDINATES, SCORE, SIZES, Expr, uses, walk
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, alone, backward_of
 from frisket.lowering.kernels.triton import cotangents
+from frisket.lowering.kernels.triton import decode as triton_decode
+from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.backward import DELTA
-from frisket.lowering.kernels.triton.decode import emit, packed, rows_of_a_tile
+from frisket.lowering.kernels.triton.decode import packed, rows_of_a_tile
 from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.rows import axes_of
 from frisket.lowering.kernels.triton.writer import Dims, padded
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target, make_plan
-from frisket.lowering.simplify import ProgramExprs
-from frisket.runtime.calls.arrays import uploaded
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
 from frisket.runtime.plans.device import FlatPlan, Values
 
 from . import tiles as triton_tiles
-from .launch import (
-    GRID,
-    Access,
-    KernelArgs,
-    KernelModule,
-    Launch,
-    LaunchConfig,
-    LaunchContext,
-    emitted_kernels,
-    span_tables,
-)
+from .launch import GRID, Grid, LaunchStep, Shaped
 
-Tensor = Any
-CapturedResult = tuple[str, tuple[int, ...]]  # the name of the parameter, and the shape
-NO_FLAGS: Mapping[str, Any] = {}
+EMPTY: Mapping[str, Any] = {}
+OF_KEYS = ("attention_dkv", "attention_dv")  # kernels that own keys and walk tiles of queries
+OF_GRADIENTS = ("attention_dq", *OF_KEYS)
 # the fewest rows of tiles in a part of a block diagonal: a window has few diagonals, so these have parts
 DIAGONAL_ROWS = 16
 DIAGONAL_PARTS, ROOM = 8, 1 << 24  # the most parts of a block diagonal, and the most numbers in the sums of all parts
-
-Grid = tuple[int, int, int]
 
 
 def forward_plan(plan: LoopPlan, g: Geometry) -> LoopPlan:
@@ -78,6 +65,15 @@ def grid_of(rows: int, heads: int, batch: int, target: Target) -> Grid:
     return (heads, rows, batch) if axes_of(target)[0] else (rows, heads, batch)
 
 
+class KernelProgram(NamedTuple):
+    """The launches of a call in their order, and the text of their kernels: `emit` of a plan, `parts` and `flags`."""
+
+    emit: Callable[..., str]
+    parts: tuple[Any, ...]
+    flags: Mapping[str, Any]
+    steps: list[LaunchStep]
+
+
 class ForwardKind(NamedTuple):
     """The facts by which launches of one forward differ. `device_slots` have their values on the device, `row_max` and
     `lse_residual` are results next to out and lse, and `described` arrays are read by tensor descriptors."""
@@ -89,45 +85,51 @@ class ForwardKind(NamedTuple):
     described: bool = False
 
     @property
-    def tensors(self) -> dict[str, Access]:
-        """The parameters behind the arrays, in the order in which a call brings them."""
-        more = {"Top": self.row_max, "Low": self.lse_residual, "Sinks": self.sinks}
-        return {"Out": "o", "Lse": "", **{n: "" for n, there in more.items() if there}}
-
-    @property
     def optional(self) -> OptionalArrays:
         """The optional arrays of the kernel, by which its text differs."""
         return OptionalArrays(self.sinks, self.row_max, self.lse_residual)
 
-
-@dataclass(frozen=True)
-class LaunchStep:
-    """One launch of a kernel. `side` is the method of a SpanSource that its records come from; a kernel without records
-    reads no slots and no tables. The records are of tiles of `block`, or of the tile where that is None. `numbers` are
-    values of parameters that are the launch's own."""
-
-    name: str
-    tile: Target
-    grid: Grid
-    side: Literal["", "rows", "columns"]
-    block: tuple[int, int] | None = None
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def records(self) -> tuple[int, int]:
-        return self.block or (self.tile.block_q, self.tile.block_k)
+    def program(
+        self, plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, dims: Dims, processors: int
+    ) -> KernelProgram:
+        """The kernels of a forward: of few queries, of rows of which some are long, or one kernel."""
+        few = shares(plan, spans, g, target, dims, processors)
+        if few is not None:
+            return KernelProgram(triton_decode.emit, (few.text_target, dims, self.optional), few.flags, few.steps(g))
+        steps = [LaunchStep("attention_forward", target, of_forward(g, target), "rows")]
+        parts = of_call(plan, spans, g, target, processors)
+        if parts is not None:
+            sums: dict[str, tuple[int, ...]] = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
+            steps = divided(steps[0], "attention_combine", g, parts, sums)
+        return KernelProgram(triton_forward.emit, (target, dims, self.optional), {"listed": parts is not None}, steps)
 
 
-def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[LaunchStep]:
-    """The launches of a backward in their order: those of the `kernels` that the module has."""
+def of_backward(
+    g: Geometry,
+    target: Target,
+    kernels: Mapping[str, Collection[str]],
+    totals: Sequence[cotangents.Sum] = (),
+    parts: Mapping[str, RowParts] = EMPTY,
+) -> list[LaunchStep]:
+    """The launches of a backward in their order: those of the `kernels` that the module has, each with the names of its
+    parameters. `totals` are the sums that they write, and `parts` the programs of those whose rows several share."""
     dq, dkv = target.dq or target, target.dkv or target
-    dv = target.dv or dkv
-    delta = LaunchStep("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), "")
-    steps = [delta, LaunchStep("attention_dq", dq, of_forward(g, dq), "rows")]
-    for name, tile in (("attention_dkv", dkv), ("attention_dv", dv)):
+    steps = [LaunchStep("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), "")]
+    steps.append(LaunchStep("attention_dq", dq, of_forward(g, dq), "rows"))
+    for name, tile in zip(OF_KEYS, (dkv, target.dv or dkv)):
         grid = grid_of(-(-g.kv_len // tile.block_k), g.kv_heads, g.batch, tile)
         steps.append(LaunchStep(name, tile, grid, "columns"))
-    return [s for s in steps if s.name in kernels]
+    widths = {"DQ": g.head_dim, "DK": g.head_dim, "DV": g.v_dim}
+    widths |= {s.buffer: g.heads // g.kv_heads if s.along == "k" else 1 for s in totals}  # one for each head
+    launches: list[LaunchStep] = []
+    for step in [s for s in steps if s.name in kernels]:
+        if step.name in parts:
+            last = f"{step.name}_sums"
+            sums = {"Acc": (sum(widths.get(n, 0) for n in kernels[last]),)}
+            launches += divided(step, last, g, parts[step.name], sums)
+        else:
+            launches.append(step)
+    return launches
 
 
 # -- captured gradients -------------------------------------------------------------------------------
@@ -139,26 +141,23 @@ def by_position(plan: LoopPlan, grad_names: frozenset[str]) -> list[Gradient]:
     return [x for x in captured if x.over in ("diagonal", "scatter")]
 
 
+def shapes_of(totals: Sequence[cotangents.Sum], g: Geometry) -> dict[str, tuple[int, ...]]:
+    """The shapes of the float32 buffers of sums of rows and columns, by their names."""
+    return {s.buffer: (g.batch, g.heads, g.kv_len if s.along == "k" else g.q_len) for s in totals}
+
+
 def tiles(g: Geometry, side: int) -> tuple[int, int]:
     """Rows and columns of square tiles."""
     return -(-g.q_len // side), -(-g.kv_len // side)
 
 
-@dataclass(frozen=True)
-class Diagonals:
-    """How the tiles along block diagonals are divided: each part of a diagonal has `share` rows of tiles."""
-
-    across: int  # block diagonals
-    share: int
-    parts: int
-
-
-def of_diagonals(g: Geometry, side: int, sums: int) -> Diagonals:
+def of_diagonals(g: Geometry, side: int, sums: int) -> tuple[int, int, int]:
+    """(block diagonals, rows of tiles in a part of one, parts of one)."""
     rows, columns = tiles(g, side)
     across = rows + columns - 1
     room = ROOM // (g.batch * g.heads * sums * 2 * across * side)
     share = -(-rows // max(1, min(DIAGONAL_PARTS, rows // DIAGONAL_ROWS, room)))
-    return Diagonals(across, share, -(-rows // share))
+    return across, share, -(-rows // share)
 
 
 def of_plane(g: Geometry, side: int, shared: str) -> Grid:
@@ -196,6 +195,18 @@ def _apart(entry: Expr, size: int, g: Geometry, slots: Values) -> str | None:
     return name if inside else None
 
 
+class CapturedLaunch(NamedTuple):
+    """A launch of a kernel of captured gradients, of the text that `emit` writes of the plan, the tile and `parts`, and
+    the name and shape of its result, which begins as 0 where it is `zeroed`."""
+
+    emit: Callable[..., str]
+    parts: tuple[Any, ...]
+    step: LaunchStep
+    result: str
+    shape: tuple[int, ...]
+    zeroed: bool = False
+
+
 class CapturedKernels:
     """The kernels of captured gradients that no row or column of tiles can sum, "diagonal" and "scatter", in square
     tiles. A subclass for a framework says how its arrays are given to a kernel, and added up in fixed point."""
@@ -206,21 +217,17 @@ class CapturedKernels:
     slots: Values
     tables: Values
 
-    def run(
-        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
-        flags: Mapping[str, bool] = NO_FLAGS, more: Values = NO_FLAGS, zeroed: bool = False, **numbers: Any,
-    ) -> Any:  # fmt: skip
-        """The result of a kernel, of the text that `emit` writes of the plan, the tile and `parts`. `more` are operands
-        next to the arrays; a `zeroed` result begins as 0."""
+    def run(self, launch: CapturedLaunch, operands: Values = EMPTY) -> Any:
+        """The result of a launch; `operands` are those next to the arrays."""
         raise NotImplementedError
 
     def padded(self, x: Any, before: int, behind: int) -> Any:
         """The array with zeros along its last axis but one."""
         raise NotImplementedError
 
-    def in_fixed_point(self, total: Any, shape: tuple[int, ...], count: Callable[..., Any]) -> Any:
-        """Sums of units, whose number in 1 is chosen by the total of all magnitudes. `count(result, per_unit)` gives
-        them as integers."""
+    def in_fixed_point(self, total: Any, count: CapturedLaunch) -> Any:
+        """Sums of units, whose number in 1 is chosen by the total of all magnitudes. `count`, which reads that number
+        as `PerUnit`, gives them as integers."""
         raise NotImplementedError
 
     def buffers(self, gradients: Sequence[Gradient], deterministic: bool = True) -> dict[Gradient, Any]:
@@ -231,11 +238,10 @@ class CapturedKernels:
 
     def diagonals(self, gradients: tuple[Gradient, ...]) -> list[Any]:
         g, side, factors = self.geometry, self.tile.block_q, cotangents.weights(gradients)
-        grid = of_diagonals(g, side, len(factors))
-        shape = g.batch, g.heads, len(factors), grid.parts, 2, grid.across, side
-        programs = grid.across * grid.parts, g.heads, g.batch
-        run = partial(self.run, cotangents.diagonal, (gradients,), "attention_diagonal", programs)
-        sums = run(("Sums", shape), share=grid.share).sum(3)
+        across, share, parts = of_diagonals(g, side, len(factors))
+        shape = g.batch, g.heads, len(factors), parts, 2, across, side
+        step = self.step("diagonal", (across * parts, g.heads, g.batch), share=share)
+        sums = self.run(CapturedLaunch(cotangents.diagonal, (gradients,), step, "Sums", shape)).sum(3)
         low, high = sums[:, :, :, 0], sums[:, :, :, 1]  # diagonals c of a tile, and c - side: those of the next one up
         whole = self.padded(low, 1, 0) + self.padded(high, 0, 1)
         whole = whole.reshape(*whole.shape[:3], -1)
@@ -247,16 +253,19 @@ class CapturedKernels:
         g, side, shape = self.geometry, self.tile.block_q, self.tables[gradient.source].shape
         shared = self.plane(gradient)
         if shared is not None:
-            run = partial(self.run, cotangents.plane, (gradient, shared), "attention_plane", of_plane(g, side, shared))
-            return run(("Into", shape), zeroed=True, batches=g.batch)
-        rows = tiles(g, side)[0]
-        run = partial(self.run, cotangents.scatter, (gradient,), grid=(rows, g.heads, g.batch))
-        run = partial(run, flags={"fixed": deterministic})
+            step = self.step("plane", of_plane(g, side, shared), batches=g.batch)
+            return self.run(CapturedLaunch(cotangents.plane, (gradient, shared), step, "Into", shape, zeroed=True))
+        rows, parts = tiles(g, side)[0], (gradient, deterministic)
+        grid = rows, g.heads, g.batch
+        add = CapturedLaunch(cotangents.scatter, parts, self.step("scatter", grid), "Into", shape, zeroed=True)
         if not deterministic:
-            return run("attention_scatter", result=("Into", shape), zeroed=True)
-        total = run("attention_total", result=("Total", (g.batch, g.heads, rows)))
-        count = partial(run, "attention_scatter", zeroed=True)
-        return self.in_fixed_point(total, shape, lambda result, per: count(result=result, more={"PerUnit": per}))
+            return self.run(add)
+        step = self.step("total", grid)
+        total = self.run(CapturedLaunch(cotangents.scatter, parts, step, "Total", (g.batch, g.heads, rows)))
+        return self.in_fixed_point(total, add._replace(result="Counted"))
+
+    def step(self, kernel: str, grid: Grid, **numbers: int) -> LaunchStep:
+        return LaunchStep(f"attention_{kernel}", self.tile, grid, "rows", numbers=numbers)
 
     def plane(self, gradient: Gradient) -> str | None:
         """The axes "b" and "h" that share a place of the table, where every query and key, and what of the two is left,
@@ -293,8 +302,6 @@ FLOP = 180  # operations in 16 bits that an H100 does while it reads one byte, a
 START, COMBINE = 16_384, 32_768
 NEAR = 1.03  # times the least cost: up to here fewer parts are as good
 INTERPRETED = 4  # processors of Triton's interpreter, which runs one program after another
-NOTHING = make_plan(ProgramExprs())  # the plan of the kernel that combines
-NO_VALUES = KernelArgs(({}, {}), (), (), (), ())
 
 
 @dataclass(frozen=True)
@@ -328,7 +335,7 @@ class Shares:
             return heads, g.batch * rows * (self.target.splits + 1), 1
         return rows * self.target.splits, heads, g.batch
 
-    def results(self, g: Geometry) -> dict[str, tuple[tuple[int, ...], type]]:
+    def results(self, g: Geometry) -> Shaped:
         """Shapes and dtypes of the arrays that hold the results of parts until they are combined."""
         heads, programs, _ = self.grid(g)
         of_row = self.target.splits, g.batch, g.heads, g.q_len
@@ -341,15 +348,13 @@ class Shares:
 
     def steps(self, g: Geometry) -> list[LaunchStep]:
         """The launch of the parts, and where rows have several, that of the kernel that combines their `results`."""
-        splits = {"splits": self.target.splits}
-        numbers = {**splits, "batches": g.batch}
-        first = LaunchStep("attention_decode", self.target, self.grid(g), "rows", self.block, numbers)
-        if self.alone:
-            return [first]
-        division = {"queries": self.queries, "pack": self.pack} if self.balanced else splits
-        numbers = {"heads": g.heads, "q_len": g.q_len, **division}
-        grid, tile = (g.q_len, g.heads, g.batch), replace(self.target, num_warps=2)
-        return [first, LaunchStep("attention_combine", tile, grid, "", numbers=numbers)]
+        splits, tile = self.target.splits, replace(self.target, num_warps=2)
+        leaves = {} if self.alone else self.results(g)
+        numbers = {"splits": splits, "batches": g.batch}
+        first = LaunchStep("attention_decode", self.target, self.grid(g), "rows", self.block, numbers, leaves)
+        division = {"queries": self.queries, "pack": self.pack} if self.balanced else {"splits": splits}
+        last = LaunchStep("attention_combine", tile, (g.q_len, g.heads, g.batch), "", numbers=division)
+        return [first] if self.alone else [first, last]
 
 
 def shares(
@@ -465,52 +470,6 @@ def processors(device: Any) -> int:
     return triton_tiles.processors(device) if device.type == "cuda" else INTERPRETED
 
 
-class DividedLaunch:
-    """The launches of a kernel whose programs share rows: `first` leaves the results of parts in arrays of
-    `partial_shapes`, and `combine` makes a row's result of them."""
-
-    first: Launch
-    combine: Launch | None = None  # None: rows have one part
-    partial_shapes: Mapping[str, tuple[tuple[int, ...], type]]
-    inputs: int  # tensors that `first` alone reads
-    writes: bool  # whether `first` writes results too
-
-    def __call__(self, values: KernelArgs, *tensors: Tensor) -> None:
-        import torch
-
-        if self.combine is None:
-            self.first(values, *tensors)
-            return
-        kinds: dict[Any, Any] = {np.float32: torch.float32, np.int32: torch.int32}
-        device = tensors[0].device
-        partials = [torch.empty(shape, dtype=kinds[x], device=device) for shape, x in self.partial_shapes.values()]
-        results = tensors[self.inputs :]
-        self.first(values, *(tensors if self.writes else tensors[: self.inputs]), *partials)
-        self.combine(NO_VALUES, *partials, *results)
-
-
-class Parts(DividedLaunch):
-    """The launches of a call of few queries: two, or one where rows have one part."""
-
-    inputs, writes = 3, False
-
-    def __init__(
-        self, context: LaunchContext, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, kind: ForwardKind
-    ) -> None:
-        g, dims = context.geometry, context.dims(kind.device_slots)
-        kernels = emitted_kernels(emit, plan, chosen.text_target, dims, kind.optional, **chosen.flags)
-        self.splits, self.partial_shapes = chosen.target.splits, chosen.results(g)
-        partial: dict[str, Access] = dict.fromkeys(self.partial_shapes, "")
-        step, *combines = chosen.steps(g)
-        tensors: dict[str, Access] = {"Q": "q", "K": "k", "V": "v", **(partial if combines else kind.tensors)}
-        config = LaunchConfig(kernels, step.name, step.grid, step.tile, tensors, kind.device_slots)
-        records = None if spans is None else spans.rows
-        self.first = context.launch(config, records=records, block=step.block, **step.numbers)
-        for last in combines:
-            config = LaunchConfig(kernels, last.name, last.grid, last.tile, partial | kind.tensors)
-            self.combine = Launch(config, NOTHING, context.device, last.numbers)
-
-
 # -- long rows of tiles -------------------------------------------------------------------------------
 
 # A row is divided where it has LONG times the tiles of a share: of what each program of those that run at a time has in
@@ -529,6 +488,7 @@ class RowParts:
     rows: NDArray[np.int32]  # [slices, rows in parts, 3]: row, the first place of its sums, parts
     at: NDArray[np.int32]  # [batch, heads]: the first place of a head
     places: int
+    slice_of: NDArray[np.int32]  # of the spans
 
 
 def row_parts(spans: Spans, slots: int, group: int = 1, later: bool = False) -> RowParts | None:
@@ -551,7 +511,7 @@ def row_parts(spans: Spans, slots: int, group: int = 1, later: bool = False) -> 
         programs[one, : len(listed)], rows[one, : len(divided)] = listed, divided
     places = rows[..., 2].sum(1)[slice_of].astype(np.int32)
     ends = places.cumsum(dtype=np.int32).reshape(places.shape)
-    return RowParts(programs, rows, ends - places, int(ends[-1, -1]))
+    return RowParts(programs, rows, ends - places, int(ends[-1, -1]), spans.slice_of)
 
 
 def _of_slice(tiles: NDArray[np.int64], parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -584,46 +544,25 @@ def of_call(
     return parts if parts is not None and parts.programs.shape[1] <= GRID else None
 
 
-def walking_queries(target: Target) -> tuple[str, ...]:
-    """The kernels of a target that own keys and walk tiles of queries."""
-    return ("attention_dkv", "attention_dv") if target.dv else ("attention_dkv",)
+def of_kernels(
+    names: Sequence[str], plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, processors: int
+) -> dict[str, RowParts]:
+    """The programs of those kernels of a call that walk a table of them."""
+    tiles = {n: triton_tiles.of_kernel(n, target) for n in names if n != "attention_dv" or target.dv}
+    parts = {n: of_call(plan, spans, g, tile, processors, walked=n in OF_KEYS) for n, tile in tiles.items()}
+    return {n: x for n, x in parts.items() if x is not None}
 
 
-def listed_kernels(
-    plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, processors: int
-) -> frozenset[str]:
-    """The kernels of a call for whose programs there is a table."""
-    walked = walking_queries(target)
-    tiles = {n: triton_tiles.of_kernel(n, target) for n in ("attention_forward", "attention_dq", *walked)}
-    parts = {n: of_call(plan, spans, g, tile, processors, walked=n in walked) for n, tile in tiles.items()}
-    return frozenset(n for n, x in parts.items() if x is not None)
-
-
-class RowLaunches(DividedLaunch):
-    """The launches of a kernel whose programs share long rows."""
-
-    writes = True
-
-    def __init__(
-        self, context: LaunchContext, kernels: KernelModule, names: tuple[str, str], target: Target, parts: RowParts,
-        records: Callable[[tuple[int, int]], Any], inputs: dict[str, Access], sums: dict[str, tuple[int, ...]],
-        results: dict[str, Access], device_slots: tuple[str, ...],
-    ) -> None:  # fmt: skip
-        """`names` are the kernels. `inputs` are the tensors that the first one reads, `results` those that both write,
-        and `sums` the float32 arrays that hold what it leaves of parts, with the shapes of a query or key."""
-        g, device = context.geometry, context.device
-        walked = names[0] in ("attention_dkv", "attention_dv")
-        rows, heads = (target.block_k, g.kv_heads) if walked else (target.block_q, g.heads)
-        self.partial_shapes = {n: ((parts.places, rows, *shape), np.float32) for n, shape in sums.items()}
-        partial: dict[str, Access] = dict.fromkeys(sums, "")
-        at = uploaded(parts.at, device)
-        grid = grid_of(parts.programs.shape[1], heads, g.batch, target)
-        config = LaunchConfig(kernels, names[0], grid, target, inputs | results | partial, device_slots)
-        self.first = context.launch(config, records=records, Parts=uploaded(parts.programs, device), At=at)
-        slices = span_tables(records(self.first.tile), device)["SliceOf"]
-        listed = {"Rows": uploaded(parts.rows, device), "SliceOf": slices, "At": at}
-        numbers = {"heads": g.heads, "q_len": g.q_len, "kv_len": g.kv_len, "queries": rows, "scale": g.scale}
-        grid, tile = (parts.rows.shape[1] * rows, heads, g.batch), replace(target, num_warps=2)
-        config = LaunchConfig(kernels, names[1], grid, tile, partial | results)
-        self.combine = Launch(config, NOTHING, device, numbers | listed)
-        self.inputs = len(inputs)
+def divided(
+    step: LaunchStep, combine: str, g: Geometry, parts: RowParts, sums: Mapping[str, tuple[int, ...]]
+) -> list[LaunchStep]:
+    """The launches of a step whose programs share long rows. It leaves float32 `sums` of parts, with the shapes of a
+    query or key, which the kernel `combine` adds up."""
+    walked, tile = step.side == "columns", step.tile
+    rows, heads = (tile.block_k, g.kv_heads) if walked else (tile.block_q, g.heads)
+    grid = grid_of(parts.programs.shape[1], heads, g.batch, tile)
+    leaves = {n: ((parts.places, rows, *shape), np.float32) for n, shape in sums.items()}
+    first = replace(step, grid=grid, numbers={"Parts": parts.programs, "At": parts.at}, leaves=leaves)
+    numbers = {"Rows": parts.rows, "SliceOf": parts.slice_of, "At": parts.at, "queries": rows}
+    grid = parts.rows.shape[1] * rows, heads, g.batch
+    return [first, LaunchStep(combine, replace(tile, num_warps=2), grid, "", numbers=numbers)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -30,11 +30,9 @@ from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import cotangents as triton_cotangents
-from frisket.lowering.kernels.triton import decode as triton_decode
-from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton import writer as triton_writer
 from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, arguments, near, rows_of_tables
-from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, TableUse
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names, TableUse
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import amounts, folded_in_fixed_point, units
 from frisket.runtime.backends.base import Shapes
@@ -44,15 +42,14 @@ from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.plans.device import Values
 
 from . import grids as triton_grids
-from .grids import NO_FLAGS, CapturedResult, Grid, LaunchStep, of_host
-from .launch import GRID, loaded_kernels, refused_shape, span_arrays
+from .grids import EMPTY, CapturedLaunch, of_host
+from .launch import GRID, Grid, LaunchStep, Shaped, loaded_kernels, refused_shape, span_arrays
 from .tiles import interpreted, jax_gpu
 
 if TYPE_CHECKING:
     import jax
 
 Array = Any  # a jax.Array, traced or not
-Shaped = Mapping[str, tuple[Sequence[int], Any]]  # (shape, dtype) by the kernels' names
 INT32 = np.iinfo(np.int32)
 _interpreter = Lock()  # it replaces functions of Triton's while it runs
 
@@ -76,32 +73,17 @@ def forward(
     results |= {"Low": row} if lse_residual else {}
     if 0 in (g.batch, g.q_len):
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in results.values())
-    call = JaxTritonCall(replace(inputs, plan=plan), dims)
-    optional = triton_grids.ForwardKind((), sinks is not None, True, lse_residual).optional
+    kind = triton_grids.ForwardKind((), sinks is not None, True, lse_residual)
     arrays = {"Q": q, "K": k, "V": v} | ({} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)})
     processors = triton_grids.INTERPRETED if interpreted() else jax_gpu().processors
-    few = triton_grids.shares(plan, None, g, target, dims, processors)
-    if few is None:
-        source = _source(triton_forward.emit, plan, target, dims, optional)
-        steps = [LaunchStep("attention_forward", target, triton_grids.of_forward(g, target), "rows")]
-    else:
-        source = _source(triton_decode.emit, plan, few.text_target, dims, optional, **few.flags)
-        steps = few.steps(g)
-        if not few.alone:
-            arrays |= call.run(source, steps[0], arrays, few.results(g), pool=k.shape[0])
-    outputs = call.run(source, steps[-1], arrays, results, pool=k.shape[0])
+    program = kind.program(plan, None, g, target, dims, processors)
+    source = _source(program.emit, plan, *program.parts, **program.flags)
+    outputs = JaxTritonCall(replace(inputs, plan=plan), dims).launches(source, program.steps, arrays, results)
     return tuple(outputs[n] for n in results)
 
 
 def backward(
-    inputs: KernelInputs,
-    q: Array,
-    k: Array,
-    v: Array,
-    results: ForwardResults,
-    cotangents: Cotangents,
-    *,
-    grad_names: frozenset[str],
+    inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, jax.Array]:
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks. Equal calls give
     equal bits."""
@@ -120,10 +102,11 @@ def backward(
         arrays["DLse"] = dlse.astype(np.float32)
     source = _source(triton_backward.emit, plan, target, dims, grad_names, dlse=dlse is not None)
     totals = triton_cotangents.sums(plan, grad_names)
-    names, dtypes = kernels_of(source), {n: x.dtype for n, x in qkv.items() if n in grad_names}
-    call, shapes = JaxTritonCall(replace(inputs, plan=plan), dims), _results(g, dtypes, totals, "attention_dv" in names)
-    for step in triton_grids.of_backward(g, target, names):
-        arrays |= call.run(source, step, arrays, shapes[step.name])
+    shapes: dict[str, Any] = {"Stats": ((*arrays["Lse"].shape, 4), np.float32)}
+    shapes |= {f"D{n.upper()}": (x.shape, x.dtype) for n, x in qkv.items() if n in grad_names}
+    shapes |= {n: (shape, np.float32) for n, shape in triton_grids.shapes_of(totals, g).items()}
+    call = JaxTritonCall(replace(inputs, plan=plan), dims)
+    arrays = call.launches(source, triton_grids.of_backward(g, target, kernels_of(source)), arrays, shapes)
     grads = {n: arrays[f"D{n.upper()}"] for n in qkv if n in grad_names}
     if not values:
         return grads
@@ -168,21 +151,6 @@ def _source(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any)
     return emit(plan, *parts, **flags)
 
 
-def _results(g: Geometry, dtypes: Values, totals: Sequence[triton_cotangents.Sum], separate_dv: bool) -> dict[str, Any]:
-    """(shape, dtype) of what each kernel of a backward writes; `separate_dv`: values have one of their own."""
-    rows, columns = ((g.batch, g.heads, n) for n in (g.q_len, g.kv_len))
-    keys = g.batch, g.kv_len, g.kv_heads
-    shapes = {"q": (g.batch, g.q_len, g.heads, g.head_dim), "k": (*keys, g.head_dim), "v": (*keys, g.v_dim)}
-    arrays = {n: {f"D{n.upper()}": (shapes[n], dtype)} for n, dtype in dtypes.items()}
-    along = {n: {s.buffer: (rows if n == "q" else columns, np.float32) for s in totals if s.along == n} for n in "qk"}
-    return {
-        "attention_delta": {"Stats": ((*rows, 4), np.float32)},
-        "attention_dq": arrays.get("q", {}) | along["q"],
-        "attention_dkv": arrays.get("k", {}) | ({} if separate_dv else arrays.get("v", {})) | along["k"],
-        "attention_dv": arrays.get("v", {}),
-    }
-
-
 def _zeros(names: frozenset[str], tables: Values) -> dict[str, Array]:
     """Gradients of values without influence."""
     import jax.numpy as jnp
@@ -198,27 +166,24 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
         self.call, self.arrays, self.tile = call, arrays, triton_cotangents.square(call.target)
         self.plan, self.geometry, self.slots, self.tables = call.plan, call.geometry, call.slots, call.tables
 
-    def run(
-        self, emit: Callable[..., str], parts: tuple[Any, ...], kernel: str, grid: Grid, result: CapturedResult, *,
-        flags: Mapping[str, bool] = NO_FLAGS, more: Values = NO_FLAGS, zeroed: bool = False, **numbers: Any,
-    ) -> Array:  # fmt: skip
-        (name, shape), source = result, _source(emit, self.plan, self.tile, self.call.dims, *parts, **flags)
-        step = LaunchStep(kernel, self.tile, grid, "rows", numbers=numbers)
-        results = {name: (shape, np.int32 if name == "Counted" else np.float32)}
-        return self.call.run(source, step, {**self.arrays, **more}, results, zeroed=zeroed)[name]
+    def run(self, launch: CapturedLaunch, operands: Values = EMPTY) -> Array:
+        source = _source(launch.emit, self.plan, self.tile, self.call.dims, *launch.parts)
+        results = {launch.result: (launch.shape, np.int32 if launch.result == "Counted" else np.float32)}
+        arrays = {**self.arrays, **operands}
+        return self.call.run(source, launch.step, arrays, results, zeroed=launch.zeroed)[launch.result]
 
     def padded(self, x: Array, before: int, behind: int) -> Array:
         import jax.numpy as jnp
 
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (before, behind), (0, 0)])
 
-    def in_fixed_point(self, total: Array, shape: tuple[int, ...], count: Callable[..., Array]) -> Array:
+    def in_fixed_point(self, total: Array, count: CapturedLaunch) -> Array:
         import jax
         from jax import lax
 
         with jax.enable_x64(True):
             per = units(total.astype(np.float64).sum())
-        counted = count(("Counted", (*shape, 2)), per.reshape(1))
+        counted = self.run(count._replace(shape=(*count.shape, 2)), {"PerUnit": per.reshape(1)})
         with jax.enable_x64(True):
             return amounts(lax.bitcast_convert_type(counted, np.int64), per)
 
@@ -299,15 +264,24 @@ class JaxTritonCall:
 
     # -- launching ------------------------------------------------------------------------------------
 
+    def launches(self, source: str, steps: Sequence[LaunchStep], arrays: Values, shapes: Shaped) -> dict[str, Array]:
+        """The arrays, and those of `shapes` that the launches of the steps write."""
+        arrays = dict(arrays)
+        for step in steps:
+            names = kernels_of(source)[step.name].keys() - arrays.keys()
+            arrays |= self.run(source, step, arrays, {n: x for n, x in {**shapes, **step.leaves}.items() if n in names})
+        return arrays
+
     def run(
-        self, source: str, step: LaunchStep, arrays: Values, results: Shaped, *, zeroed: bool = False, **lengths: int
+        self, source: str, step: LaunchStep, arrays: Values, results: Shaped, *, zeroed: bool = False
     ) -> dict[str, Array]:
         """The results by name, of (shape, dtype); `zeroed` says that they begin as 0."""
         import jax
 
         plan = self.plan if step.side else triton_backward.bare(self.plan)
         fn, entry = _entry(source, step.name, plan, self.form, tuple(results))
-        arrays, lengths, tile = {**self.arrays, **arrays}, {**step.numbers, **lengths}, step.tile
+        arrays, tile = {**self.arrays, **arrays}, step.tile
+        lengths = {**self.lengths, **step.numbers, "pool": arrays["K"].shape[0]}
         if "Spans" in entry.arrays:
             if self.spans is None:
                 raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
@@ -316,8 +290,7 @@ class JaxTritonCall:
         operands = [jax.numpy.asarray(arrays[n]) for n in entry.arrays]
         kinds = ((entry.whole, INT), (entry.real, FLOAT))
         operands += [_vector([self.values[n] for n in names], kind, self.plan.int64) for names, kind in kinds if names]
-        known = {**self.lengths, **lengths}
-        numbers = [known[n] for n in entry.lengths]
+        numbers = [lengths[n] for n in entry.lengths]
         constants: dict[str, Any] = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "NEAR": self.near(tile.block_q)}
         constants["ORIGIN_PER_BATCH"] = self.per_batch
         constants = {n: constants[n] for n in entry.constants}
@@ -358,8 +331,7 @@ def _interpreted(
             fn[grid](*memory[: len(arrays)], *numbers, *memory[len(arrays) :], **constants)
         return outputs
 
-    result: Sequence[Array] = jax.pure_callback(run, shapes, *operands)
-    return result
+    return jax.pure_callback(run, shapes, *operands)  # type: ignore[no-any-return]
 
 
 class Memory:

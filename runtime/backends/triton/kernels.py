@@ -25,7 +25,7 @@ from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.machine.triton_source import load
 
 from . import tiles
-from .grids import PACK, listed_kernels, shares
+from .grids import OF_GRADIENTS, PACK, of_kernels, shares
 from .launch import blocks
 
 call_target, target, pays = tiles.target, tiles.jax_target, tiles.pays
@@ -54,8 +54,8 @@ def text(
         decode_target = replace(few.target, splits=0) if few.balanced else few.target
         return decode.emit(plan, decode_target, dims, OptionalArrays(sinks=sinks), **few.flags), few.target
     grad_names = module.ARRAYS.union(dims.device_slots, (t.name for t in plan.tables if t.source in learned))
-    listed = listed_kernels(plan, spans, g, target, tiles.processors())
-    listed = listed.difference(["attention_forward"] * (few is not None))
+    names = OF_GRADIENTS if few is not None else ("attention_forward", *OF_GRADIENTS)
+    listed = of_kernels(names, plan, spans, g, target, tiles.processors())
     return module.emit(plan, target, dims, grad_names=grad_names, sinks=sinks, listed=listed), target
 
 

@@ -1,7 +1,7 @@
 """Launches of Triton kernels: the part that calls of one kind share is bound once, and a call brings its tensors.
 
-`bound` gives the shared part, `LaunchContext.launch` lays out a kernel's arguments beforehand, and the `Launch` that
-it returns is called with the tensors: `run(context.values(slots, tables), q, k, v, out, lse)`.
+`bound` gives the shared part, a `Launch` lays out a kernel's arguments beforehand, and a `LaunchSequence` is called
+with the tensors: `run(context.values(slots, tables), {"Q": q, "K": k, "V": v, "Out": out, "Lse": lse})`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import numpy as np
@@ -22,7 +22,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import Memo, cached_on, memo, remember
 from frisket.lowering.kernels.triton.writer import Argument, Dims, arguments, padded, rows_of_tables
 from frisket.lowering.kernels.triton.writer import near as near_rows
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.calls.arrays import uploaded
 from frisket.runtime.machine.triton_source import load
@@ -32,7 +32,9 @@ from .tiles import smaller
 
 Tensor = Any
 Block = tuple[int, int, int, int]  # of a tensor descriptor
-Access = str | Block  # a letter of strides, a block, or ""
+Grid = tuple[int, int, int]
+Shaped = Mapping[str, tuple[tuple[int, ...], Any]]  # (shape, dtype) by the kernels' names
+LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides
 MAX_NARROW_STRIDE = 1 << 20  # strides up to this keep the offsets of any tile in 32 bits
 GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 STEP = 16  # entries, a stride of a tensor descriptor
@@ -56,28 +58,37 @@ class KernelModule:
 
     kernels: Mapping[str, Any]
     arguments: Mapping[str, Argument]
+    device_slots: tuple[str, ...]  # whose values they read on the device
 
 
 @dataclass(frozen=True)
-class LaunchConfig:
-    """One kernel of a module as it is launched. `tensors` are the parameters whose tensors every call brings, in the
-    order it brings them, each with the letter of its strides, with the block of its tensor descriptor, or "" where it
-    has neither."""
+class LaunchStep:
+    """One launch of a kernel. `side` is the method of a SpanSource that its records come from; a kernel without records
+    reads no slots and no tables. The records are of tiles of `block`, or of the tile where that is None. `numbers` are
+    values of parameters that are the launch's own, and `leaves` the (shape, dtype) of arrays that it writes for the
+    next launch, by the kernel's names."""
 
-    module: KernelModule
-    kernel: str
-    grid: tuple[int, ...]
-    target: Target
-    tensors: Mapping[str, Access]
-    device_slots: tuple[str, ...] = ()
+    name: str
+    tile: Target
+    grid: Grid
+    side: Literal["", "rows", "columns"]
+    block: tuple[int, int] | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    leaves: Shaped = field(default_factory=dict)
+
+    @property
+    def records(self) -> tuple[int, int]:
+        return self.block or (self.tile.block_q, self.tile.block_k)
 
 
 @memo(group="kernels")
-def emitted_kernels(emit: Callable[..., str], plan: LoopPlan, *parts: Any, **flags: Any) -> KernelModule:
+def emitted_kernels(
+    emit: Callable[..., str], plan: LoopPlan, target: Target, dims: Dims, *parts: Any, **flags: Any
+) -> KernelModule:
     """The kernels of the text that `emit` writes of a plan, by their names."""
-    source = emit(plan, *parts, **flags)
+    source = emit(plan, target, dims, *parts, **flags)
     kernels = {n: x for n, x in vars(loaded_kernels(source)).items() if n.startswith("attention_")}
-    return KernelModule(kernels, arguments(plan))
+    return KernelModule(kernels, arguments(plan), dims.device_slots)
 
 
 # -- what calls have in common ----------------------------------------------------------------------------------------
@@ -98,26 +109,22 @@ class KernelArgs:
     span_tensors: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
+NO_VALUES = KernelArgs(({}, {}), (), (), (), ())
+
+
 class LaunchContext:
     """A plan bound to shapes, dtypes and a device. `launches` is where executors keep what they made of it; plans that
     differ in the tables of a device alone share it, and their `spans` are asked at every launch."""
 
     def __init__(
-        self,
-        plan: LoopPlan,
-        geometry: Geometry,
-        target: Target,
-        q: Tensor,
-        k: Tensor,
-        spans: Any = None,
-        launches: dict[Any, Any] | None = None,
+        self, plan: LoopPlan, g: Geometry, target: Target, q: Tensor, k: Tensor, spans: Any, launches: dict[Any, Any]
     ) -> None:
-        self.plan, self.geometry, self.device = plan, geometry, q.device
+        self.plan, self.geometry, self.device = plan, g, q.device
         self.dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k)]
-        self._arrays = plan, target, geometry.head_dim, geometry.v_dim, *self.dtypes, q.device
+        self._arrays = plan, target, g.head_dim, g.v_dim, *self.dtypes, q.device
         fitting: tuple[Target, frozenset[str]] = _smaller.get(self._arrays) or (target, frozenset())
         self.target, self.shrunk = fitting
-        self.spans, self.launches = spans, {} if launches is None else launches
+        self.spans, self.launches = spans, launches
         self._cached: KernelArgs | None = None
         self._span_tensors: dict[Any, tuple[Tensor, ...]] = {}
         self._described: dict[Any, bool] = {}
@@ -175,32 +182,6 @@ class LaunchContext:
             self._cached = values
         return values
 
-    def launch(
-        self,
-        config: LaunchConfig,
-        *,
-        records: Callable[[tuple[int, int]], Any] | None = None,
-        block: tuple[int, int] | None = None,
-        launcher: Callable[..., Launch] | None = None,
-        **more: Any,
-    ) -> Launch:
-        """A launch of a kernel, made by `launcher` where it is of a kind of its own. `records`, `rows` or `columns` of
-        a SpanSource, is asked if the kernel reads a table of spans, for tiles of `block` or of the target; `more` are
-        values of other parameters."""
-        function, target = config.module.kernels[config.kernel], config.target
-        runs_here(function, self.device)
-        fixed = {**shared(self.geometry, self.device), "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, **more}
-        span_key = None
-        if "Spans" in function.arg_names:
-            if records is None:
-                raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
-            block = block or (target.block_q, target.block_k)
-            laid_out = records(block)
-            fixed |= span_tables(laid_out, self.device)
-            if self.spans is not None and isinstance(laid_out, DeviceSpans):
-                span_key = records.__name__, block
-        return (launcher or Launch)(config, self.plan, self.device, fixed, span_key)
-
 
 def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> LaunchContext:
     """The part that calls of one plan and geometry share, kept by `spans`, or by the plan where it needs none. Plan,
@@ -210,7 +191,7 @@ def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Ten
     context = of.get(key)
     if context is None:
         common = getattr(spans, "common", None)
-        more = (ref(spans), bound(plan, common, geometry, target, q, k).launches) if common is not None else ()
+        more = (None, {}) if common is None else (ref(spans), bound(plan, common, geometry, target, q, k).launches)
         remember(of, key, context := LaunchContext(plan, geometry, target, q, k, *more), KEPT)
     return context
 
@@ -309,37 +290,49 @@ class Launch:
     """
 
     def __init__(
-        self,
-        config: LaunchConfig,
-        plan: LoopPlan,
-        device: Any,
-        fixed: Mapping[str, Any],
-        span_key: tuple[str, tuple[int, int]] | None = None,
+        self, context: LaunchContext, module: KernelModule, step: LaunchStep, spans: SpanSource | None
     ) -> None:
-        kernel, arguments = config.module.kernels[config.kernel], config.module.arguments
-        target, tensors, device_slots = config.target, config.tensors, config.device_slots
-        self.kernel, self.grid = kernel, (*config.grid, 1, 1)[:3]
+        """The launch of a kernel of the module. `spans` are asked if it reads a table of them."""
+        kernel, plan, device, target = module.kernels[step.name], context.plan, context.device, step.tile
+        runs_here(kernel, device)
+        self.step, self.kernel, self.grid = step, kernel, (*step.grid, 1, 1)[:3]
         _check_grid(self.grid)
         self.tile, self.fixed = (target.block_q, target.block_k), target.fixed
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
         self.device: Any = device if device.type == "cuda" else None
         self.narrow = _narrow() if self.device else None
         at = {n: i for i, n in enumerate(kernel.arg_names)}
-        letters = ["" if isinstance(x, tuple) else x for x in tensors.values()]
-        self.strides = [[at[f"stride_{x}{axis}"] for axis in "bhsd"] if x else [] for x in letters]
-        self.blocks = [(i, at[n], x) for i, (n, x) in enumerate(tensors.items()) if isinstance(x, tuple)]
-        tables, of_rows = [arguments[t.name] for t in plan.every_table], rows_of_tables(plan)
-        self.extents = [[at[n] for n in (*t.sizes, *t.strides)] for t in tables]
-        named = [*tensors, *[t.name for t in tables], *[arguments[n].name for n in device_slots]]
-        moving = tuple(n for n in MOVING if n in at) if span_key else ()
-        named += moving
-        self.span_key = (*span_key, moving) if span_key else None  # what the spans of every call are asked for
+        fixed = {**shared(context.geometry, device), "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k}
+        fixed |= {n: uploaded(x, device) if isinstance(x, np.ndarray) else x for n, x in step.numbers.items()}
+        moving: tuple[str, ...] = ()
+        if "Spans" in at:
+            if spans is None:
+                raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
+            records = getattr(spans, step.side)(step.records)
+            fixed |= span_tables(records, device)
+            if context.spans is not None and isinstance(records, DeviceSpans):
+                moving = tuple(n for n in MOVING if n in at)
         self.moving = len(moving)
-        self.pointers = [at[n] for n in named]
+        self.span_key = (step.side, step.records, moving) if moving else None  # what the spans of every call are asked
+        slots, uses, device_slots = (plan.slots, plan.every_table, module.device_slots) if step.side else ((), (), ())
+        tables, of_rows = [module.arguments[t.name] for t in uses], rows_of_tables(plan)
+        numbers = [module.arguments[s.name].name for s in slots if s.name not in device_slots]
+        read = [*[t.name for t in tables], *[module.arguments[n].name for n in device_slots]]
+        extents = [(*t.sizes, *t.strides) for t in tables]
+        known = {"NEAR", "pool", *read, *numbers, *fixed}.union(*extents)
+        # what is nowhere known is a tensor of the call
+        self.names = [n for n in at if n not in known and not n.startswith("stride_")]
+        letters = [x if f"stride_{x}b" in at else "" for x in (LETTERS.get(n, "") for n in self.names)]
+        self.strides = [[at[f"stride_{x}{axis}"] for axis in "bhsd"] if x else [] for x in letters]
+        described = self.blocks_of(context.geometry, target)
+        described = {n: described[n] for n, x in zip(self.names, letters) if n in described and not x}
+        self.blocks = [(self.names.index(n), at[n], block) for n, block in described.items()]
+        self.extents = [[at[n] for n in names] for names in extents]
+        self.pointers = [at[n] for n in (*self.names, *read, *moving)]
         self.near = at.get("NEAR")
-        self.rows = [(i, axis) for i, t in enumerate(plan.every_table) if (axis := of_rows.get(t.name)) is not None]
-        self.pool = (at["pool"], [*tensors].index("K")) if "pool" in at else None  # its pages are counted at every call
-        self.numbers = [at[arguments[s.name].name] for s in plan.slots if s.name not in device_slots]
+        self.rows = [(i, axis) for i, t in enumerate(uses) if (axis := of_rows.get(t.name)) is not None]
+        self.pool = (at["pool"], self.names.index("K")) if "pool" in at else None  # its pages are counted at every call
+        self.numbers = [at[n] for n in numbers]
         filled = {*self.pointers, *self.numbers, *(self.pool or ())[:1], self.near}.union(*self.strides, *self.extents)
         self.blank: list[Any] = [None if i in filled else fixed[n] for n, i in at.items()]
         self.known: dict[Any, tuple[Any, list[Any], list[tuple[int, int, list[int], list[int]]]]] = {}
@@ -426,6 +419,10 @@ class Launch:
             warm[at] = None  # the descriptor holds a tensor
         remember(self.known, key, (compiled[self.grid], warm, shapes), KEPT)
 
+    def blocks_of(self, g: Geometry, target: Target) -> dict[str, Block]:
+        """The blocks of tensor descriptors that kernels may have, by the parameters' names."""
+        return blocks(g, target)
+
     def described(self, x: Tensor, block: Block) -> Any:
         """The tensor descriptor of an array, in the kernel's language."""
         return descriptor(x, block)
@@ -439,6 +436,23 @@ class Launch:
             f"keys, {warps} warps and {stages} stages; this GPU has {error.limit}\n"
             f"  {advice}: tile=(64, 32)"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchSequence:
+    """The launches of calls of one kind in their order, over tensors by the names of the kernels' parameters."""
+
+    launches: list[Launch]
+
+    def __call__(self, values: KernelArgs, tensors: dict[str, Tensor]) -> None:
+        """Run them. What a launch leaves for the next one is added to the tensors."""
+        import torch
+
+        for launch in self.launches:
+            for name, (shape, dtype) in launch.step.leaves.items():
+                tensors.pop(name, None)  # the memory that an earlier launch left is free again
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.__name__), device=tensors["Q"].device)
+            launch(values if launch.step.side else NO_VALUES, *[tensors[n] for n in launch.names])
 
 
 class WarmDescriptor:
@@ -524,8 +538,7 @@ def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
         slice_of = cached_on(spans.slice_of, device, lambda: uploaded(spans.slice_of, device))  # that of all steps
         moving = {n: read(spans) for n, read in MOVING.items()}
         return {**moving, "SliceOf": slice_of, "records": spans.bounds.shape[2]}
-    tables: dict[str, Any] = cached_on(spans, device, lambda: _upload_all(spans, device))
-    return tables
+    return cached_on(spans, device, lambda: _upload_all(spans, device))
 
 
 def span_arrays(spans: Spans) -> dict[str, NDArray[np.int32]]:

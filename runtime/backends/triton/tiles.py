@@ -346,14 +346,9 @@ def target(
     curved = score_class(score) == "general"
     program = None if plan is None else plan.host_program
     kv_format = None if program is None else program.stored
-    traits = ProgramTraits(
-        keys=keys,
-        curved=curved,
-        reads=reads_of(mask, score),
-        stored=bool(g.kv_dtype) or kv_format is not None,
-        paged=kv_format is not None and kv_format.page > 0,
-        unwritten=program is not None and program.unwritten,
-    )
+    stored, paged = bool(g.kv_dtype) or kv_format is not None, kv_format is not None and kv_format.page > 0
+    unwritten = program is not None and program.unwritten
+    traits = ProgramTraits(keys, curved, reads_of(mask, score), stored, paged, unwritten)
     default = default_target(g, dtype, traits, arch=arch, limit=limit)
     return tuning.applied(with_precision(ordered(default, g) if growing else default, dtype, arch))
 
@@ -474,14 +469,9 @@ def jax_target(plan: LoopPlan, g: Geometry, dtype: str, tile: Block | None = Non
     gpu = jax_gpu()
     if tile is not None:
         return _precise(of_tile(tile, g, dtype, gpu.arch), dtype, gpu.arch)
-    traits = ProgramTraits(
-        keys=_keys_of(plan, narrow),
-        curved=plan.score_class == "general",
-        reads=reads_of(plan.mask, plan.score),
-        stored=g.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
-        paged=plan.pages is not None,
-        unwritten=plan.unwritten,
-    )
+    keys, curved, reads = _keys_of(plan, narrow), plan.score_class == "general", reads_of(plan.mask, plan.score)
+    stored, paged = g.kv_dtype != "" or plan.weight is not None or plan.pages is not None, plan.pages is not None
+    traits = ProgramTraits(keys, curved, reads, stored, paged, plan.unwritten)
     # jax-triton passes no descriptors
     chosen = default_target(g, dtype, traits, arch=gpu.arch, descriptors=False, limit=gpu.shared)
     return _precise(chosen, dtype, gpu.arch)

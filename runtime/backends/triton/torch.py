@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import walk
-from frisket.grammar.memo import remember
+from frisket.grammar.memo import memo, remember
 from frisket.lowering.aten.captured import amounts, folded, units
-from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import cotangents as triton_cotangents
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, SpanSource
+from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, Names, SpanSource
 from frisket.runtime.plans.device import Values
 
 from . import grids
-from .grids import NO_FLAGS, CapturedResult, Grid
+from .grids import EMPTY, CapturedLaunch
 from .launch import (
     KEPT,
-    Access,
     KernelArgs,
-    KernelModule,
     Launch,
-    LaunchConfig,
     LaunchContext,
+    LaunchSequence,
     TooLargeError,
-    blocks,
     bound,
     emitted_kernels,
     far,
     near,
 )
-from .tiles import of_kernel
 
 Tensor = Any
-LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides
-TENSORS = (*LETTERS, "Lse", "Low", "DLse", "Stats", "DQ", "DK", "DV")
-CAPTURED_ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Stats": ""}
-
-
+sums_of = memo(group="kernels")(triton_cotangents.sums)  # asked at every call
 Make = Callable[[], Any]  # lays out the launches of calls of one kind
 Results = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]  # of a forward
 
@@ -75,7 +67,7 @@ def forward(
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
     described = target.descriptors and aligned and context.describes(q, k, v)
     kind = grids.ForwardKind(values.device_slots, sinks is not None, top, softmax_stats, described)
-    return launched(context, kind, lambda: _launch(context, spans, kind), values, (q, k, v), sinks)
+    return launched(context, kind, partial(_forward_program, context, spans, kind), values, (q, k, v), sinks)
 
 
 def launched(
@@ -84,39 +76,29 @@ def launched(
     """The results of a forward whose launches `make` lays out for calls of one kind."""
     import torch
 
-    g, q = context.geometry, qkv[0]
+    g, (q, k, v) = context.geometry, qkv
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
-    largest, lse_residual = (torch.empty_like(lse) if use else None for use in (kind.row_max, kind.lse_residual))
-    more = [x for x in (largest, lse_residual) if x is not None]
+    tensors = {"Q": q, "K": k, "V": v, "Out": out, "Lse": lse}
+    if kind.row_max:
+        tensors["Top"] = torch.empty_like(lse)
+    if kind.lse_residual:
+        tensors["Low"] = torch.empty_like(lse)
     if sinks is not None:
-        more.append(sinks.contiguous().resolve_neg())
-    context.run(kind, make, values, *qkv, out, lse, *more)
-    return (out, lse, largest, lse_residual) if kind.lse_residual else (out, lse, largest)
+        tensors["Sinks"] = sinks.contiguous().resolve_neg()
+    context.run(kind, make, values, tensors)
+    results = out, lse, tensors.get("Top")
+    return (*results, tensors["Low"]) if kind.lse_residual else results
 
 
-def _launch(context: LaunchContext, spans: SpanSource | None, kind: grids.ForwardKind) -> Launch | grids.DividedLaunch:
+def _forward_program(context: LaunchContext, spans: SpanSource | None, kind: grids.ForwardKind) -> LaunchSequence:
     g, plan = context.geometry, grids.forward_plan(context.plan, context.geometry)
-    dims = context.dims(kind.device_slots)
-    described = kind.described and triton_forward.describable(plan, dims)
-    target = replace(context.target, descriptors=described)
+    dims, processors = context.dims(kind.device_slots), grids.processors(context.device)
     check_keys(dims, context.device)
-    processors = grids.processors(context.device)
-    chosen = grids.shares(plan, spans, g, target, dims, processors)
-    if chosen is not None:
-        return grids.Parts(context, plan, spans, chosen, kind)
-    inputs: dict[str, Access] = {"Q": "q", "K": "k", "V": "v"}
-    if described:
-        inputs |= {n: block for n, block in blocks(g, target).items() if n in inputs}
-    parts = grids.of_call(plan, spans, g, target, processors)
-    kernels = emitted_kernels(triton_forward.emit, plan, target, dims, kind.optional, listed=parts is not None)
-    if spans is not None and parts is not None:
-        sums: dict[str, tuple[int, ...]] = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
-        names, slots = ("attention_forward", "attention_combine"), kind.device_slots
-        return grids.RowLaunches(context, kernels, names, target, parts, spans.rows, inputs, sums, kind.tensors, slots)
-    grid, tensors = grids.of_forward(g, target), inputs | kind.tensors
-    config = LaunchConfig(kernels, "attention_forward", grid, target, tensors, kind.device_slots)
-    return context.launch(config, records=None if spans is None else spans.rows)
+    target = replace(context.target, descriptors=kind.described and triton_forward.describable(plan, dims))
+    program = kind.program(plan, spans, g, target, dims, processors)
+    module = emitted_kernels(program.emit, plan, *program.parts, **program.flags)
+    return LaunchSequence([Launch(context, module, step, spans) for step in program.steps])
 
 
 def check_keys(dims: Dims, device: Any) -> None:
@@ -136,14 +118,7 @@ def check_keys(dims: Dims, device: Any) -> None:
 
 
 def backward(
-    inputs: KernelInputs,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    results: ForwardResults,
-    cotangents: Cotangents,
-    *,
-    grad_names: frozenset[str],
+    inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, Tensor]:
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
     and dtype of the array, contiguous; tables and slots of the plan ("t0", "s1") in float32.
@@ -173,16 +148,20 @@ def backward(
     kind = BackwardKind(read.device_slots, grad_names, dlse is not None, _described(context, q, k, v, dout))
     stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
     lse_residual = torch.zeros_like(lse) if results.lse_residual is None else lse_residual_of(results.lse_residual)
-    operands = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout, **{f"D{n.upper()}": x for n, x in grads.items()}}
-    operands |= {"Lse": lse.contiguous(), "Low": lse_residual.contiguous(), "Stats": stats}
-    operands["DLse"] = None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg()
-    make = partial(_BackwardLaunches, context, inputs.spans, q, k, kind)
-    buffers = context.run(("backward", kind), make, read, operands)
+    tensors = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout, **{f"D{n.upper()}": x for n, x in grads.items()}}
+    tensors |= {"Lse": lse.contiguous(), "Low": lse_residual.contiguous(), "Stats": stats}
+    if dlse is not None:
+        tensors["DLse"] = dlse.to(torch.float32).contiguous().resolve_neg()
+    totals = sums_of(grids.backward_plan(inputs.plan, g), grad_names) if values else []
+    shapes = grids.shapes_of(totals, g)
+    tensors |= {n: torch.empty(x, dtype=torch.float32, device=q.device) for n, x in shapes.items()}
+    context.run(("backward", kind), partial(_backward_program, context, inputs.spans, kind), read, tensors)
     if not values:
         return grads
-    every = backward_of(inputs.plan).gradients
-    more = [x for x in every if x.source in grad_names and x.over in ("diagonal", "scatter")]
-    if more:
+    buffers = {s.gradient: tensors[s.buffer] for s in totals}
+    # one number from all rows of a head: in float32 the sum would round once a row
+    buffers |= {x: t.sum(-1, dtype=torch.float64).float() for x, t in buffers.items() if x.over == "head"}
+    if more := grids.by_position(inputs.plan, grad_names):
         buffers |= dict(zip(more, captured(inputs, q, k, v, dout, stats, more), strict=True))
     folds = folded(list(buffers), list(buffers.values()), context.placed, slots, tables)
     return grads | folds | _zeros(values - folds.keys(), tables, lse)
@@ -208,77 +187,17 @@ def _zeros(names: frozenset[str], tables: Values, like: Tensor) -> dict[str, Ten
     return {n: torch.zeros(shape, dtype=torch.float32, device=like.device) for n, shape in shapes.items()}
 
 
-class _BackwardLaunches:
-    """The kernels of calls of one kind."""
-
-    def __init__(
-        self, context: LaunchContext, spans: SpanSource | None, q: Tensor, k: Tensor, kind: BackwardKind
-    ) -> None:
-        device_slots, grad_names, dlse, _ = kind
-        g, target, dims = context.geometry, context.target, context.dims(device_slots)
-        plan = grids.backward_plan(context.plan, g)
-        described = kind.described and triton_forward.describable(plan, dims)
-        target = target if described else target.everywhere(descriptors=False)
-        self.geometry = g
-        processors = grids.processors(context.device)
-        parts = {"attention_dq": grids.of_call(plan, spans, g, target.dq or target, processors)}
-        for n in grids.walking_queries(target):
-            parts[n] = grids.of_call(plan, spans, g, of_kernel(n, target), processors, walked=True)
-        listed = frozenset(n for n, x in parts.items() if x is not None)
-        self.module = emitted_kernels(triton_backward.emit, plan, target, dims, grad_names, dlse=dlse, listed=listed)
-        self.sums = triton_cotangents.sums(plan, grad_names)
-        plain = LaunchContext(triton_backward.bare(plan), g, target, q, k)  # attention_delta reads no slots, no tables
-        self.nothing = plain.values({}, {})
-        self.steps = []
-        for step in grids.of_backward(g, target, self.module.kernels):
-            if not step.side:
-                self.steps.append(self._step(plain, step))
-                continue
-            records = spans and getattr(spans, step.side)
-            self.steps.append(self._step(context, step, parts[step.name], records=records, device_slots=device_slots))
-
-    def _step(
-        self,
-        context: LaunchContext,
-        step: grids.LaunchStep,
-        parts: grids.RowParts | None = None,
-        records: Any = None,
-        device_slots: tuple[str, ...] = (),
-    ) -> tuple[Launch | grids.RowLaunches, list[str]]:
-        """A launch, and the tensors it takes."""
-        letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
-        names = [n for n in self.module.kernels[step.name].arg_names if n in letters]
-        tensors: dict[str, Access] = {n: letters[n] for n in names}
-        if step.tile.descriptors:
-            tensors |= {n: block for n, block in blocks(self.geometry, step.tile).items() if n in names}
-        if parts is None:
-            config = LaunchConfig(self.module, step.name, step.grid, step.tile, tensors, device_slots)
-            return context.launch(config, records=records), names
-        both, g = (step.name, f"{step.name}_sums"), self.geometry
-        written = [n for n in self.module.kernels[both[1]].arg_names if n in tensors]
-        read = [n for n in names if n not in written]
-        inputs, results = ({n: tensors[n] for n in some} for some in (read, written))
-        widths = {"DQ": g.head_dim, "DK": g.head_dim, "DV": g.v_dim}
-        totals = g.heads // g.kv_heads if step.side == "columns" else 1  # of other gradients, one for each head
-        sums: dict[str, tuple[int, ...]] = {"Acc": (sum(widths.get(n, totals) for n in written),)}
-        run = grids.RowLaunches(
-            context, self.module, both, step.tile, parts, records, inputs, sums, results, device_slots
-        )
-        return run, [*read, *written]
-
-    def __call__(self, read: KernelArgs, operands: dict[str, Tensor]) -> dict[Gradient, Tensor]:
-        """Run them all; the sums of captured gradients, shaped as `derive.Gradient` says."""
-        import torch
-
-        g, like = self.geometry, operands["Stats"]
-        for s in self.sums:
-            length = g.q_len if s.along == "q" else g.kv_len
-            operands[s.buffer] = torch.empty((g.batch, g.heads, length), dtype=torch.float32, device=like.device)
-        for run, names in self.steps:
-            run(self.nothing if run is self.steps[0][0] else read, *(operands[n] for n in names))
-        whole = {s.gradient: operands[s.buffer] for s in self.sums}
-        # one number from all rows of a head: in float32 the sum would round once a row
-        return {x: t.sum(-1, dtype=torch.float64).float() if x.over == "head" else t for x, t in whole.items()}
+def _backward_program(context: LaunchContext, spans: SpanSource | None, kind: BackwardKind) -> LaunchSequence:
+    g, target, dims = context.geometry, context.target, context.dims(kind.device_slots)
+    plan = grids.backward_plan(context.plan, g)
+    if not (kind.described and triton_forward.describable(plan, dims)):
+        target = target.everywhere(descriptors=False)
+    parts = grids.of_kernels(grids.OF_GRADIENTS, plan, spans, g, target, grids.processors(context.device))
+    flags: dict[str, Any] = {"dlse": kind.dlse, "listed": frozenset(parts)}
+    module = emitted_kernels(triton_backward.emit, plan, target, dims, kind.grad_names, **flags)
+    parameters = {n: x.arg_names for n, x in module.kernels.items()}
+    steps = grids.of_backward(g, target, parameters, sums_of(plan, kind.grad_names), parts)
+    return LaunchSequence([Launch(context, module, step, spans) for step in steps])
 
 
 # -- captured gradients that no row or column of tiles can sum: "diagonal" and "scatter" ---------------
@@ -300,7 +219,7 @@ def captured(
 
     deterministic = inputs.deterministic or torch.are_deterministic_algorithms_enabled()
     context = bound(inputs.plan, inputs.spans, inputs.geometry, triton_cotangents.square(inputs.target), q, k)
-    run = _CapturedRun(context, inputs, (q, k, v, dout, stats))
+    run = _CapturedRun(context, inputs, {"Q": q, "K": k, "V": v, "DOut": dout, "Stats": stats})
     try:
         buffers = run.buffers(gradients, deterministic)
     except TooLargeError as error:
@@ -310,58 +229,38 @@ def captured(
 
 
 class _CapturedRun(grids.CapturedKernels):
-    """The launches of one call."""
+    """The launches of one call; `tensors` go by the kernels' names."""
 
-    def __init__(self, context: LaunchContext, inputs: KernelInputs, arrays: tuple[Tensor, ...]) -> None:
-        self.context, self.spans, self.arrays = context, inputs.spans, arrays
+    def __init__(self, context: LaunchContext, inputs: KernelInputs, tensors: dict[str, Tensor]) -> None:
+        self.context, self.spans, self.tensors = context, inputs.spans, tensors
         self.plan, self.geometry, self.tile = context.plan, context.geometry, context.target
         self.slots, self.tables = inputs.slots, inputs.tables
         self.values = context.values(inputs.slots, inputs.tables)
 
-    def run(
-        self,
-        emit: Callable[..., str],
-        parts: tuple[Any, ...],
-        kernel: str,
-        grid: Grid,
-        result: CapturedResult,
-        *,
-        flags: Mapping[str, bool] = NO_FLAGS,
-        more: Values = NO_FLAGS,
-        zeroed: bool = False,
-        **numbers: Any,
-    ) -> Tensor:
+    def run(self, launch: CapturedLaunch, operands: Values = EMPTY) -> Tensor:
         import torch
 
-        (name, shape), context, device_slots = result, self.context, self.values.device_slots
-        key = kernel, parts, tuple(flags.items()), device_slots
-        launch = context.launches.get(key)
-        if launch is None:
-            kernels = emitted_kernels(emit, self.plan, self.tile, context.dims(device_slots), *parts, **flags)
-            launch = context.launches[key] = self.launch(kernels, kernel, grid, (name, *more), numbers)
-        dtype = torch.int64 if name == "Counted" else torch.float32
-        into = (torch.zeros if zeroed else torch.empty)(tuple(shape), dtype=dtype, device=self.arrays[0].device)
-        launch(self.values, *self.arrays, into, *more.values())
-        return into
-
-    def launch(
-        self, kernels: KernelModule, kernel: str, grid: Grid, pointers: Sequence[str], numbers: Values
-    ) -> Launch:
-        """A launch that is kept for such calls; `pointers` come after the arrays."""
-        arrays: dict[str, Access] = {**CAPTURED_ARRAYS, **dict.fromkeys(pointers, "")}
-        config = LaunchConfig(kernels, kernel, grid, self.tile, arrays, self.values.device_slots)
-        return self.context.launch(config, records=None if self.spans is None else self.spans.rows, **numbers)
+        context, device_slots = self.context, self.values.device_slots
+        key = launch.step.name, launch.parts, device_slots
+        program = context.launches.get(key)
+        if program is None:
+            module = emitted_kernels(launch.emit, self.plan, self.tile, context.dims(device_slots), *launch.parts)
+            program = context.launches[key] = LaunchSequence([Launch(context, module, launch.step, self.spans)])
+        dtype = torch.int64 if launch.result == "Counted" else torch.float32
+        result = (torch.zeros if launch.zeroed else torch.empty)(launch.shape, dtype=dtype, device=context.device)
+        program(self.values, {**self.tensors, launch.result: result, **operands})
+        return result
 
     def padded(self, x: Tensor, before: int, behind: int) -> Tensor:
         from torch.nn.functional import pad
 
         return pad(x, (0, 0, before, behind))
 
-    def in_fixed_point(self, total: Tensor, shape: tuple[int, ...], count: Callable[..., Tensor]) -> Tensor:
+    def in_fixed_point(self, total: Tensor, count: CapturedLaunch) -> Tensor:
         import torch
 
         per = units(total.sum(dtype=torch.float64))
-        return amounts(count(("Counted", shape), per), per).float()
+        return amounts(self.run(count, {"PerUnit": per}), per).float()
 
     def plane(self, gradient: Gradient) -> str | None:
         read = {e.name for e in walk(*gradient.index) if e.op == "param"}  # not a seed, which is another in every step

@@ -170,7 +170,8 @@ def test_pallas_tpu_gradients_repeat_and_do_not_recompile():
     eager = {"backward": runtime.backward}
     first, _ = run(case, **eager)
     made = cases.plan(case)
-    common = made, Target("pallas-tpu", 128, 128), cases.geometry(case), "float32", frozenset(first), TpuOptions()
+    g, target = runtime.of_text(cases.geometry(case)), Target("pallas-tpu", 128, 128)
+    common = made, target, g, "float32", frozenset(first), TpuOptions()
     kernels = [runtime._gradient_kernel(n, *common)[0] for n in ("dq", "dkv")]
     before = [f._cache_size() for f in kernels]
     assert min(before) > 0
@@ -227,7 +228,7 @@ def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
         return modules.load_source(source.replace(line, line + note), seen=seen)
 
     monkeypatch.setattr(runtime, "load_source", load)
-    runtime._loaded_gradient.memo.clear()
+    runtime._gradient_kernel.memo.clear()
     made = make_plan(
         ProgramExprs(layout.mask), facts=ProgramFacts(limits=dict.fromkeys([*ir.COORDINATES, *MASKS[text]], 2.0**14))
     )
@@ -246,7 +247,7 @@ def test_pallas_tpu_backward_visits_the_visible_tiles(text, monkeypatch):
     found = runtime.backward(inputs, x, y, y, ForwardResults(x, rows), Cotangents(x), grad_names=wanted)
     jax.block_until_ready(found)
     jax.effects_barrier()
-    runtime._loaded_gradient.memo.clear()
+    runtime._gradient_kernel.memo.clear()
     for seen in visits.values():
         np.testing.assert_array_equal(seen, layout.kinds())
     assert seen.sum() > 0

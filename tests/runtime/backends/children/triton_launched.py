@@ -242,7 +242,8 @@ def test_triton_launches_on_the_device_of_the_arrays(monkeypatch):
     att(q, k, v)
     (ready,) = (x for x in att.calls.values() if isinstance(x, PreparedCall))
     x = ready.inputs
-    (launch,) = triton_launch.bound(x.plan, x.spans, x.geometry, x.target, q, k).launches.values()
+    (calls,) = triton_launch.bound(x.plan, x.spans, x.geometry, x.target, q, k).launches.values()
+    (launch,) = calls.launches
     for index in (0, 1):
         monkeypatch.setattr(launch, "device", torch.device("cuda", index))
         att(q, k, v)

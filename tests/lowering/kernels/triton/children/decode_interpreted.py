@@ -103,13 +103,13 @@ def test_parts_are_the_same_bits_at_every_call():
 def balanced(monkeypatch):
     """Rows have parts in proportion to what they see, however short and alike."""
     launched = []
-    whole = triton_grids.Parts.__call__
-    monkeypatch.setattr(triton_grids.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    steps = triton_grids.Shares.steps
+    monkeypatch.setattr(triton_grids.Shares, "steps", lambda self, g: launched.append(steps(self, g)) or launched[-1])
     monkeypatch.setattr(triton_grids, "RAGGED", 0)
     monkeypatch.setattr(triton_grids, "EVEN", 0)
     yield launched
     assert launched
-    assert all("Parts" in p.partial_shapes for p in launched)
+    assert all("Parts" in first.leaves for first, _ in launched)
 
 
 def uneven(*ends, **more):
@@ -138,8 +138,8 @@ def test_parts_of_a_prompt_over_long_caches(balanced, queries, group):
     case = uneven(300, 90, q_len=queries, heads=group, dtype="bfloat16").but(block=(128, 64))
     first = run(case)
     check(case, *first)
-    (parts,) = {id(p): p for p in balanced}.values()
-    assert parts.first.grid[0] == 1  # the heads of a group are one tile
+    ((parts, _),) = balanced
+    assert parts.grid[0] == 1  # the heads of a group are one tile
     assert torch.equal(run(case)[0], first[0])
 
 
@@ -159,10 +159,10 @@ def test_a_long_sequence_has_parts_of_its_own(balanced):
     """Of three rows of 3 tiles one sees 25 and has more than a half of the parts; programs beyond those do nothing."""
     case = uneven(800, 96, 96)
     check(case, *run(case))
-    (parts,) = {id(p): p for p in balanced}.values()
-    rows, splits = 3, parts.splits
+    ((parts, _),) = balanced
+    rows, splits = 3, parts.numbers["splits"]
     share = -(-31 // (rows * splits))
-    assert parts.first.grid == (1, rows * (splits + 1), 1)
+    assert parts.grid == (1, rows * (splits + 1), 1)
     assert sum(-(-n // share) for n in (25, 3, 3)) <= rows * (splits + 1)
 
 
@@ -170,13 +170,13 @@ def test_a_long_sequence_has_parts_of_its_own(balanced):
 def one_part(monkeypatch):
     """Calls of a machine without processors, which nothing fills."""
     launched = []
-    whole = triton_grids.Parts.__call__
-    monkeypatch.setattr(triton_grids.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    steps = triton_grids.Shares.steps
+    monkeypatch.setattr(triton_grids.Shares, "steps", lambda self, g: launched.append(steps(self, g)) or launched[-1])
     monkeypatch.setattr(triton_grids, "INTERPRETED", 0)
     monkeypatch.setattr(triton_grids, "LEAST_TILES", -1)
     yield
     assert launched
-    assert all(p.combine is None for p in launched)
+    assert all(len(steps) == 1 for steps in launched)
 
 
 @pytest.mark.parametrize("name", ["gqa", "holes", "scaled"])
@@ -200,12 +200,12 @@ def test_decode_in_one_part_of_rows_without_keys(one_part):
 
 def test_parts_and_packing_are_chosen_where_they_pay(monkeypatch):
     launched = []
-    whole = triton_grids.Parts.__call__
-    monkeypatch.setattr(triton_grids.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    steps = triton_grids.Shares.steps
+    monkeypatch.setattr(triton_grids.Shares, "steps", lambda self, g: launched.append(steps(self, g)) or launched[-1])
     long = last(Case(causal, q_len=600, kv_len=600, heads=1, kv_heads=1, dim=16, v_dim=16), 1)
     for case, splits in ((long, 7), (last(CASES["gqa"].but(q_len=270, kv_len=270), 1), 1), (CASES["causal"], None)):
         check(case, *run(case))
-        assert [p.splits for p in launched] == ([] if splits is None else [splits])
+        assert [first.numbers["splits"] for first, *_ in launched] == ([] if splits is None else [splits])
         launched.clear()
 
 
