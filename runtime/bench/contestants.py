@@ -56,9 +56,7 @@ def torch_stage(device: str, lengths: bool = False) -> Stage:
     import torch
 
     tiers = [b.name for b in ranked("torch", device)] + ([library("torch")] if device == "cpu" else [])
-    contestants = [
-        Contestant(f"frisket {tier}", partial(_ours, tier, device), True, reason(tier, "torch")) for tier in tiers
-    ]
+    contestants = [Contestant(f"frisket {b}", partial(_ours, b, device), True, reason(b, "torch")) for b in tiers]
     contestants += [
         Contestant("SDPA is_causal", partial(_is_causal, device), family="sdpa"),
         Contestant("SDPA with a mask", partial(_masked, device), family="sdpa"),

@@ -26,6 +26,7 @@ from frisket.runtime.sharding.partition import names_of, split_as
 from . import positions
 from .positions import PositionMap, check_beside, check_path, check_queries, placed
 
+Arrays = Mapping[str, Any]
 finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
 
 
@@ -99,7 +100,7 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.clip(values, -most, most).astype(dtype), scale  # x / scale may round past the largest number
 
 
-def stored(like: Mapping[str, Any], k: jax.Array, v: jax.Array) -> dict[str, Any]:
+def stored(like: Arrays, k: jax.Array, v: jax.Array) -> dict[str, Any]:
     """New tokens as a cache with such arrays holds them."""
     arrays: dict[str, Any] = {}
     for n, x in (("k", k), ("v", v)):
@@ -108,21 +109,20 @@ def stored(like: Mapping[str, Any], k: jax.Array, v: jax.Array) -> dict[str, Any
     return arrays
 
 
-def written(arrays: Mapping[str, Any], new: Mapping[str, Any], at: jax.Array) -> dict[str, Any]:
+def written(arrays: Arrays, new: Arrays, at: jax.Array) -> dict[str, Any]:
     """The arrays with `new` [rows, n, ...] at the places `at` [rows, n], all different in a row; those beyond the end
     are dropped. In place where the arrays are donated."""
     put: Any = jax.vmap(lambda array, values, at: array.at[at].set(values, mode="drop", unique_indices=True))
     return {n: x if x is None else put(x, new[n], at) for n, x in arrays.items()}
 
 
-def check_new(arrays: Mapping[str, Any], batch: int, k: Any, v: Any) -> int:
+def check_new(arrays: Arrays, batch: int, k: Any, v: Any) -> int:
     """How many new tokens a sequence, of k [batch, new, kv_heads, head_dim] and v."""
     kv_heads, head_dim = arrays["k"].shape[2:]
     kinds = sorted({arrays[n].dtype.name for n in "kv"})
     if arrays["k_scale"] is not None and not {*kinds} <= {*BYTES}:  # a cast of all Floats casts those of 8 bits too
-        raise ParameterError(
-            f"the cache has scales, and its k and v are {', '.join(kinds)}; it was made for 8 bits: leave their dtypes"
-        )
+        text = f"the cache has scales, and its k and v are {', '.join(kinds)}; it was made for 8 bits: "
+        raise ParameterError(f"{text}leave their dtypes")
     return positions.check_new(k, v, "bshd", batch, kv_heads, head_dim, arrays["v"].shape[3])
 
 
@@ -143,8 +143,7 @@ def numbers(name: str, x: Any, batch: int) -> jax.Array:
         raise ShapeError(f"{name} are {x.dtype}{list(x.shape)}; they are one integer, or [batch] = [{batch}]")
     if not traced(x) and bool((x < 0).any()):
         raise ShapeError(f"{name} are {np.asarray(x)}; each is 0 or more")
-    integers: jax.Array = x.astype(jnp.int32)
-    return integers
+    return jnp.asarray(x, jnp.int32)
 
 
 def pathed(cache: Any, path: Any, drafted: Any, counts: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -206,14 +205,7 @@ def read(att: Attention, q: jax.Array, cache: Any, counts: Any, tree: Any, param
     return call(att, where, q, arrays, tables, {"sizes": (batch, heads, capacity, capacity), **params})
 
 
-def call(
-    att: Attention,
-    where: PositionMap,
-    q: jax.Array,
-    arrays: Mapping[str, Any],
-    tables: Mapping[str, Any],
-    params: Mapping[str, Any],
-) -> Any:
+def call(att: Attention, where: PositionMap, q: jax.Array, arrays: Arrays, tables: Arrays, params: Arrays) -> Any:
     """Attention of q to the arrays of a cache, which hold what `where` says by `tables`."""
     placed_att = placed(att, where)
     present = {n: x for n, x in arrays.items() if x is not None}
@@ -256,13 +248,7 @@ class KVCache(JaxCache):
 
     @classmethod
     def create(
-        cls,
-        batch: int,
-        capacity: int,
-        kv_heads: int,
-        head_dim: int,
-        v_dim: int | None = None,
-        dtype: Any = jnp.float32,
+        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None, dtype: Any = jnp.float32
     ) -> Self:
         """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2 for 8 bits with scales."""
         arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)

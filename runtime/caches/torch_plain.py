@@ -31,6 +31,7 @@ from . import positions
 from .positions import PositionMap, check_beside, check_path, check_queries, placed
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
+Known = list[int] | None  # a number for each sequence; None where only a device knows them
 LEAST = torch.finfo(torch.float32).tiny
 PLAIN = tuple(getattr(torch, name) for name in FLOATS)
 
@@ -118,7 +119,7 @@ def write(store: Tensor, at: Tensor, new: Tensor, real: WrittenTokens | None) ->
         flat.index_copy_(0, at, torch.where(real.some, real.of(new).reshape(-1, *width), flat[at]))
 
 
-def numbers(name: str, x: Any, batch: int) -> list[int] | None:
+def numbers(name: str, x: Any, batch: int) -> Known:
     """One integer for each sequence, from one or [batch] of them; None where a device has them."""
     if isinstance(x, Tensor) and not x.is_cpu:
         if x.shape not in ((), (batch,)) or x.dtype not in (torch.int32, torch.int64):
@@ -135,7 +136,7 @@ def _wrong(what: str, x: Any, batch: int) -> ShapeError:
     return ShapeError(f"{what} are {x}; they are integers [batch], one for each of {batch} sequences")
 
 
-def on(device: torch.device, x: Any, values: list[int] | None) -> Tensor:
+def on(device: torch.device, x: Any, values: Known) -> Tensor:
     """int32 [batch] on a device; nothing waits for it."""
     if values is None:
         assert isinstance(x, Tensor)
@@ -143,7 +144,7 @@ def on(device: torch.device, x: Any, values: list[int] | None) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
 
-def counts_of(counts: Any, batch: int, new: int, device: torch.device) -> tuple[Tensor, list[int] | None]:
+def counts_of(counts: Any, batch: int, new: int, device: torch.device) -> tuple[Tensor, Known]:
     """How many of `new` tokens of each sequence are real: int32 [batch] on the device, and checked numbers if known."""
     host_counts = numbers("counts", counts, batch)
     if host_counts is not None and not 0 <= min(host_counts) <= max(host_counts) <= new:
@@ -303,8 +304,8 @@ class TorchCache(nn.Module):
         self.register_buffer("first", first, persistent=False)  # where the tokens of a head begin
         self.capacity = self.room = tokens
         self.slots = None
-        self._host: list[int] | None = [0] * batch
-        self._rooms: list[int] | None = [tokens] * batch
+        self._host: Known = [0] * batch
+        self._rooms: Known = [tokens] * batch
         self._steps: dict[Any, DecodeCall] = {}  # key of a step -> its `DecodeCall`
 
     @property
@@ -312,10 +313,10 @@ class TorchCache(nn.Module):
         """The dtype of stored keys and values."""
         return self.k.dtype
 
-    def known(self) -> list[int] | None:
+    def known(self) -> Known:
         """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
         # a buffer on a CPU is read without waiting
-        lengths: list[int] | None = x.tolist() if (x := self.lengths).is_cpu else self._host
+        lengths: Known = x.tolist() if (x := self.lengths).is_cpu else self._host
         return lengths
 
     # -- what the kinds of caches differ in ---------------------------------------------------------------------
@@ -335,9 +336,7 @@ class TorchCache(nn.Module):
         self.overflowed |= real < counts
         return real
 
-    def _nodes_kept(
-        self, path: Tensor, start: Tensor, number: Tensor, begin: list[int] | None, host_counts: list[int] | None
-    ) -> Tensor:
+    def _nodes_kept(self, path: Tensor, start: Tensor, number: Tensor, begin: Known, host_counts: Known) -> Tensor:
         """How many nodes of a path are written from `start` on, where the tree begins; both as the host knows them."""
         return number
 
@@ -430,19 +429,18 @@ class TorchCache(nn.Module):
         if host_lengths is not None and min(host_lengths) < 0:
             raise ShapeError(f"lengths are {host_lengths}; each is 0 or more")
         new_lengths = torch.minimum(self.lengths, on(self.k.device, lengths, host_lengths))
-        self._tell(
-            known, host_lengths and known and [min(0, n - have) for n, have in zip(host_lengths, known, strict=True)]
-        )
+        more = host_lengths and known and [min(0, n - have) for n, have in zip(host_lengths, known, strict=True)]
+        self._tell(known, more)
         self.lengths.copy_(new_lengths)
         self.overflowed &= self.lengths > 0  # an empty row may take another sequence
         return self
 
     # -- how ------------------------------------------------------------------------------------------------
 
-    def _grown(self, known: list[int] | None, new: int, counts: Any) -> int | Tensor:
+    def _grown(self, known: Known, new: int, counts: Any) -> int | Tensor:
         """How many tokens there are more, int32 [batch], or a number where all are kept; room is seen to."""
         number: Tensor | None = None
-        host_counts: list[int] | None = [new] * self.batch
+        host_counts: Known = [new] * self.batch
         if counts is not None:
             number, host_counts = counts_of(counts, self.batch, new, self.k.device)
         if known is None or host_counts is None:
@@ -455,7 +453,7 @@ class TorchCache(nn.Module):
             number = torch.full_like(self.lengths, new)
         return new if number is None else number
 
-    def _append(self, known: list[int] | None, new: int, number: Tensor | None, k: Tensor, v: Tensor) -> None:
+    def _append(self, known: Known, new: int, number: Tensor | None, k: Tensor, v: Tensor) -> None:
         """`append` in operations of torch."""
         first = None if number is not None or known is None else self._beside(known, new)
         if first is not None:
@@ -470,7 +468,7 @@ class TorchCache(nn.Module):
         token = start[real.row] + real.token
         return self._where(token if self.slots else token.clamp_max(self.capacity - 1), real)
 
-    def _tell(self, known: list[int] | None, more: list[int] | None) -> None:
+    def _tell(self, known: Known, more: Known) -> None:
         if not self.lengths.is_cpu:
             # the lengths on a CPU are read from the buffer
             self._host = known and more and [have + n for have, n in zip(known, more, strict=True)]

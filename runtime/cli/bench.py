@@ -45,9 +45,8 @@ def add_bench(p: argparse.ArgumentParser) -> None:
     group.add_argument("--suite", choices=SUITES, default="cpu", help=suites)
     group.add_argument("--backward", action="store_true", help="the forward and the gradients of q, k and v together")
     group.add_argument("--framework", choices=["torch", "jax"], help="default: all that are installed")
-    group.add_argument(
-        "--peers", metavar="NAME,...", help=f"who is raced against: {', '.join(FAMILIES)}, or none; default: all"
-    )
+    peers = f"who is raced against: {', '.join(FAMILIES)}, or none; default: all"
+    group.add_argument("--peers", metavar="NAME,...", help=peers)
     sizes = p.add_argument_group("sizes")
     lengths = ", ".join(f"{n:,} ({suite})" for suite, n in LENGTHS.items())
     sizes.add_argument("--q-len", type=positive, metavar="TOKENS", help=f"queries; default: {lengths}")

@@ -47,9 +47,8 @@ def add_run(p: argparse.ArgumentParser) -> None:
     job.add_argument("--heads", type=positive, default=8, metavar="N", help="default: %(default)s")
     job.add_argument("--head-dim", type=even, default=64, metavar="N", help="default: %(default)s")
     job.add_argument("--framework", choices=["torch", "jax"], help="default: the first one installed")
-    job.add_argument(
-        "--repeats", type=positive, default=5, metavar="N", help="timed runs of each; default: %(default)s"
-    )
+    timed_runs = "timed runs of each; default: %(default)s"
+    job.add_argument("--repeats", type=positive, default=5, metavar="N", help=timed_runs)
     examples(
         p,
         "frisket run 'causal & same(doc)' --tokens README.md LICENSE --max-tokens 512",

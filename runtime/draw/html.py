@@ -224,9 +224,8 @@ def notebook(layout: Tiling) -> str:
     width, height = (max(24, round(220 * n / longest)) for n in (layout.kv_len, layout.q_len))
     source = "data:image/png;base64," + base64.b64encode(png(panel.colours)).decode("ascii")
     text = " ".join(repr(layout.shown).split())
-    note = (
-        "" if panel.tiles == (1, 1) else "one dot shows {} × {} tiles, deeper where more are read".format(*panel.tiles)
-    )
+    dot = "one dot shows {} × {} tiles, deeper where more are read".format(*panel.tiles)
+    note = "" if panel.tiles == (1, 1) else dot
     if len(layout.spans.count) > 1:
         note = "; ".join(filter(None, [f"batch 0, head 0 of {layout.batch * layout.heads:,}", note]))
     return (

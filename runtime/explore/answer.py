@@ -184,13 +184,11 @@ def unfinished(syntax: Parsed, roots: list[Expr], bound: set[str]) -> None:
     """MaskSyntaxError for a Bool, or a text that is only a name, that nearly is, or begins, a name of the language:
     somebody is still typing it. A name without such a neighbour is a parameter."""
     names = [*definitions(), *BUILT_IN, *CONSTANTS, "score", *re.findall(r"\bdef\s+(\w+)", syntax.source)]
-    problems = {}
+    known, problems = {*BUILT_IN, *CONSTANTS}, {}
     for span, e in syntax.sites:
         if e.op != "param" or e.name in {*bound, *syntax.declared} or not (e.type is BOOL or e in roots):
             continue
-        begun = sorted(
-            (n for n in names if n.startswith(e.name)), key=lambda n: (n in BUILT_IN or n in CONSTANTS, len(n))
-        )
+        begun = sorted((n for n in names if n.startswith(e.name)), key=lambda n: (n in known, len(n)))
         if near := begun[:1] or get_close_matches(e.name, names, 1, 0.7):
             declare = f" A parameter of that name is declared: `param {e.name}: bool`" if e.type is BOOL else ""
             remedy = f"did you mean `{near[0]}`?{declare}"
@@ -214,11 +212,9 @@ def keyed(array: Array, have: frozenset[str]) -> dict[str, str]:
 
 
 def digest(array: Array) -> str:
-    return hashlib.blake2b(
-        # equal bytes may have another shape
-        np.ascontiguousarray(array).tobytes() + str((array.dtype, array.shape)).encode(),
-        digest_size=16,
-    ).hexdigest()
+    # equal bytes may have another shape
+    content = np.ascontiguousarray(array).tobytes() + str((array.dtype, array.shape)).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 # -- what it costs ------------------------------------------------------------------------------------------
@@ -311,9 +307,7 @@ def command(request: Question, scalars: list[Slider], tables: list[str]) -> str:
     return shlex.join([*words, *(word for name in tables for word in ("--table", f"{name}={name}.npy"))])
 
 
-def python(
-    request: Question, program: Program, scalars: list[Slider], guesses: Mapping[str, MadeUp], read_: list[str]
-) -> str:
+def python(request: Question, program: Program, scalars: list[Slider], guesses: Guesses, read_: list[str]) -> str:
     """Lines of Python that compute the answer, with the tables that were made up; they run, but for files."""
     lines = [*(["import numpy as np", ""] if read_ or guesses else []), "import frisket as fk", ""]
     lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in guesses.values() if t.needs)
@@ -391,9 +385,12 @@ class MadeUp:
     needs: str = ""  # a function those call
 
 
+Guesses = dict[str, MadeUp]
+
+
 def all_sliders(
     values: Mapping[str, Number], tables: Mapping[str, Array], e: Expr, problem: ProblemSize
-) -> tuple[list[Slider], dict[str, MadeUp]]:
+) -> tuple[list[Slider], Guesses]:
     """Every scalar of `e` with its slider, and the tables that are not among `tables`. A table of one Int for each
     batch entry, `n[b]`, has a slider for all of them."""
     names = names_of(e)
@@ -490,9 +487,8 @@ def made_up(name: str, type: Type, e: Expr, numbers: Mapping[str, Number], probl
         ids = np.broadcast_to(np.repeat(each, np.diff(off))[: shape[-1]], shape)
         code = f"np.repeat({f'{cut}[:-1]' if firsts else f'np.arange({n}, dtype=np.int32)'}, np.diff({cut}))"
         code += f"[:{shape[-1]}]" if shape[-1] < length else ""
-        return MadeUp(
-            ids, f"{name} = " + (code if ids.ndim == 1 else f"np.broadcast_to({code}, {shape})"), note, OFFSETS
-        )
+        code = code if ids.ndim == 1 else f"np.broadcast_to({code}, {shape})"
+        return MadeUp(ids, f"{name} = {code}", note, OFFSETS)
     code = f"{name} = np.sort({rng}.integers(0, {n}, {shape}, np.int32), -1)"
     return MadeUp(np.sort(draw.integers(0, n, shape, np.int32), -1), code, f"random numbers below {n}")
 

@@ -447,11 +447,11 @@ def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: boo
 def exact_lists(layout: Tiling, device: Any, *, separate: bool) -> list[Lists]:
     """Lists of partial and of full tiles, by rows and then by columns; of all together unless `separate`."""
     if not layout.exact:
-        raise ExportError(
-            f"tiles were left undecided when the budget was spent (exact is False), so the lists would not be those of "
-            f"create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n"
-            "  ask for layout(..., exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() take it as it is"
+        text = "tiles were left undecided when the budget was spent (exact is False), so the lists would not be those "
+        text += (
+            f"of create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n  ask for layout(..., "
         )
+        raise ExportError(f"{text}exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() take it as it is")
     return both_ways(layout, device, "rest", "BlockMask", separate=separate)
 
 
@@ -479,9 +479,8 @@ def written(
     assert plan.mask is not None
     literal = {param(s.name, s.type): lit(s.value) for s in plan.slots if s.value is not None}
     names = {t.name: t.source + {"": "", "segment": "_of", "segment below": "_below"}[t.derived] for t in plan.tables}
-    as_they_are = {
-        names[t.name]: x for t in plan.tables if not t.derived and (x := (tensors or {}).get(t.source)) is not None
-    }
+    tensors = tensors or {}
+    as_they_are = {names[t.name]: tensors[t.source] for t in plan.tables if not t.derived and t.source in tensors}
     mask = renamed(simplify(substitute(plan.mask, literal)), names)
     read = {names[n]: np.asarray(t) for n, t in plan.table_values(arrays).items()}
     kinds = free_names(mask)[1]

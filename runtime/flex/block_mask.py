@@ -254,9 +254,7 @@ class BlockMask(theirs.BlockMask):
     def _now(self) -> dict[str, Any]:
         """Remembered results, cleared if a tensor has changed. Lists that the user wrote to are kept as given."""
         lists = self._results.get("lists")
-        if lists is not None and (list_versions := _versions(lists)) != self._results.setdefault(
-            "written", list_versions
-        ):
+        if lists is not None and (now := _versions(lists)) != self._results.setdefault("written", now):
             self._hold(lists)
         versions = (self._mod.versions, () if self._user_lists is None else _versions(self._user_lists))
         if self._versions != versions:
@@ -564,6 +562,5 @@ def unflatten(leaves: Any, context: tuple[Any, ...]) -> BlockMask:
     return mask
 
 
-pytree.register_pytree_node(
-    BlockMask, flatten, unflatten, serialized_type_name="frisket.flex.BlockMask", flatten_with_keys_fn=flatten_with_keys
-)
+_SAVED: dict[str, Any] = {"serialized_type_name": "frisket.flex.BlockMask", "flatten_with_keys_fn": flatten_with_keys}
+pytree.register_pytree_node(BlockMask, flatten, unflatten, **_SAVED)

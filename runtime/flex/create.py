@@ -60,9 +60,8 @@ def create_block_mask(
     """
     compiling = torch.compiler.is_dynamo_compiling()
     if _compile and not compiling:
-        warnings.warn(
-            "_compile has no effect: the mask is never evaluated on every position", DeprecationWarning, stacklevel=2
-        )
+        message = "_compile has no effect: the mask is never evaluated on every position"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
     if not isinstance(dq_kv_order, bool):
         message = f"dq_kv_order must be a bool when using create_block_mask, not {type(dq_kv_order).__name__}\n"
         raise ParameterError(f"{message}  BlockMask.from_kv_blocks takes a tensor")

@@ -43,6 +43,7 @@ def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 Mod = TensorMask | None
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # (out, lse, max)
 
 
 class GraphArgs(NamedTuple):
@@ -70,10 +71,8 @@ class FlexAttentionOp(HigherOrderOperator):
             visible = TensorMask(program(request["text"]).mask.expr, request["values"])  # type: ignore[union-attr]
         else:
             visible = over_graph(masks[-1], mask_values, "mask")
-        if request["tiles"] is not None:
-            visible = visible.within(
-                request["tiles"], tuple(request["tiles"].shape[:-2]), tuple(map(_fixed, request["block"]))
-            )
+        if (kinds := request["tiles"]) is not None:
+            visible = visible.within(kinds, tuple(kinds.shape[:-2]), tuple(map(_fixed, request["block"])))
         if request["ragged"] is not None:
             ragged = Ragged(*(*request["ragged"], request["pattern"]))
             visible, mod = confined(visible, ragged), local_in_graph(mod, ragged)
@@ -94,11 +93,8 @@ class BlockMaskOp(HigherOrderOperator):
         numbers = {n: x for n, x in visible.values.items() if isinstance(x, bool | int | float)}
         free = {n: x for n, x in visible.values.items() if n not in numbers}
         mask_program = CallProgram(Mask(visible.expr, only(numbers, visible.expr)), None)
-        return (
-            torch_library.written_tiles(
-                spec_of(mask_program, Options(), free), query, request["sizes"], request["block"], free
-            ),
-        )
+        spec = spec_of(mask_program, Options(), free)
+        return (torch_library.written_tiles(spec, query, request["sizes"], request["block"], free),)
 
 
 def tiles(mask: BlockMask) -> Tensor:
@@ -183,18 +179,14 @@ def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
     return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
 
-def operator(
-    qkv: Qkv, mod: Mod, visible: Mod, options: Options, top: bool, rows: bool = True
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def operator(qkv: Qkv, mod: Mod, visible: Mod, options: Options, top: bool, rows: bool = True) -> Outputs:
     """(out, lse, max) by an operator of frisket; without `rows`, lse and max may be None."""
     if mod is not None:
         mod = without_clashes(mod, visible)[0]
     values = {n: x for one in (visible, mod) if one is not None for n, x in one.values.items()}
     numbers = {n: x for n, x in values.items() if isinstance(x, bool | int | float)}
-    program = CallProgram(
-        None if visible is None else Mask(visible.expr, only(numbers, visible.expr)),
-        None if mod is None else ScoreMod(mod.expr, only(numbers, mod.expr)),
-    )
+    mask = None if visible is None else Mask(visible.expr, only(numbers, visible.expr))
+    program = CallProgram(mask, None if mod is None else ScoreMod(mod.expr, only(numbers, mod.expr)))
     free = {n: x for n, x in values.items() if n not in numbers}
     spec = spec_of(program, options, free)
     return torch_library.written(spec, 0.0, CallArgs(*qkv, top=top), None, free, rows)

@@ -115,9 +115,8 @@ def _mask(lengths: CallSizes, mask_info: Any) -> dict[str, Any]:
         return {}
     if mask_info._attention_mask is None and mask_info._q_segment_ids is not None:
         # EasyDeL's property would make a dense mask of them
-        return {
-            "segment_ids": (mask_info.q_segment_ids[:, : lengths.q_len], mask_info.kv_segment_ids[:, : lengths.kv_len])
-        }
+        ids = mask_info.q_segment_ids[:, : lengths.q_len], mask_info.kv_segment_ids[:, : lengths.kv_len]
+        return {"segment_ids": ids}
     return {"mask": mask_info.get_or_compute_attention_mask()[..., : lengths.q_len, : lengths.kv_len]}
 
 
@@ -129,9 +128,8 @@ DEFAULTS |= {"deterministic": True, "dropout_prob": 0.0}
 def _flags(lengths: CallSizes, call: dict[str, Any]) -> dict[str, Any]:
     """The settings of a call of EasyDeL's that say something to frisket."""
     if call.get("cum_seqlens_q") is not None or call.get("cum_seqlens_k") is not None:
-        raise ParameterError(
-            "cum_seqlens_q and cum_seqlens_k are not read here; give segment ids: mask_info=MaskInfo.from_segments(ids)"
-        )
+        text = "cum_seqlens_q and cum_seqlens_k are not read here; give segment ids: "
+        raise ParameterError(f"{text}mask_info=MaskInfo.from_segments(ids)")
     settings = {n: call.get(n, default) for n, default in DEFAULTS.items()}
     if (mask_info := call.get("mask_info")) is not None:
         # a cache writes the window into the mask, and then keys may begin in the middle of the sequence

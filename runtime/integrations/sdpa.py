@@ -120,12 +120,8 @@ def sdpa(
 def _four_axes(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """q, k and v [batch, heads, length, dim], and the axes that `batch` stands for."""
     # the usual call: no view is made
-    if (
-        q.ndim == k.ndim == v.ndim == 4
-        and q.shape[0] == k.shape[0]
-        and k.shape[:2] == v.shape[:2]
-        and (gqa or q.shape[1] == k.shape[1])
-    ):
+    alike = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] and k.shape[:2] == v.shape[:2]
+    if alike and (gqa or q.shape[1] == k.shape[1]):
         return q, k, v, (q.shape[0],)
     if min(q.ndim, k.ndim, v.ndim) < 2:
         shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in zip(("query", "key", "value"), (q, k, v)))

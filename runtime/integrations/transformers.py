@@ -66,9 +66,8 @@ def register() -> None:
 
     if (have := tuple(map(int, transformers.__version__.split(".")[:2]))) < OLDEST:
         old, oldest = (".".join(map(str, x)) for x in (have, OLDEST))
-        raise MissingPackageError(
-            f"transformers {old} is older than {oldest}: {pip_install('transformers')}", name="transformers"
-        )
+        text = f"transformers {old} is older than {oldest}: {pip_install('transformers')}"
+        raise MissingPackageError(text, name="transformers")
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, symbolic)
     watch(NAME)
@@ -212,10 +211,8 @@ def allow(name: str) -> None:
         if model.config._attn_implementation != name:  # other implementations are left to transformers
             plain(self, model, auto_switch_to_flash)
         elif not hasattr(model, "frisket_serving"):
-            model.frisket_serving = (
-                model.register_forward_pre_hook(_begins, with_kwargs=True),
-                model.register_forward_hook(_ends, always_call=True),
-            )
+            before = model.register_forward_pre_hook(_begins, with_kwargs=True)
+            model.frisket_serving = before, model.register_forward_hook(_ends, always_call=True)
 
     switch.frisket = True  # type: ignore[attr-defined]
     Manager.switch_to_cb_friendly_attn = switch  # type: ignore[method-assign]
@@ -342,11 +339,10 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
         raise ParameterError(f"continuous batching, `generate_batch`: {why}")
     if kind == SLIDING:
         if why := no_room(att, window or 0, 1, values):
-            mask, way_out = (
-                ("config.frisket_mask", f"raise config.sliding_window, or add `& window({window})` to the mask")
-                if has_texts
-                else ("the mask of this model", ELSEWHERE)
-            )
+            mask, way_out = "the mask of this model", ELSEWHERE
+            if has_texts:
+                way_out = f"raise config.sliding_window, or add `& window({window})` to the mask"
+                mask = "config.frisket_mask"
             text = f"{mask} looks behind the cache of a sliding-window layer: {why.splitlines()[0]}\n  {way_out}"
             raise ParameterError(text)
         if has_texts and not has_positions:

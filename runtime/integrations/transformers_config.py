@@ -73,10 +73,9 @@ def program(
         values.update(defaults)
     values.update(_values(config, params, names))  # after the defaults in the texts, which they replace
     if missing := [n for n in names if n not in values]:
-        raise ParameterError(
-            f"`{missing[0]}` of the config's frisket_mask or frisket_score has no value; give it there, "
-            f'config.frisket_params = {{"{missing[0]}": ...}}, or to the call: model(..., frisket_params={{...}})'
-        )
+        text = f"`{missing[0]}` of the config's frisket_mask or frisket_score has no value; give it there, "
+        text += f'config.frisket_params = {{"{missing[0]}": ...}}, or to the call: '
+        raise ParameterError(f"{text}model(..., frisket_params={{...}})")
     shown = mask.text(structure)
     tables = {**mask.read_by(shown), **places}
     if mask.bias:
@@ -116,10 +115,10 @@ def _values(config: Any, params: Mapping[str, Any] | None, names: list[str]) -> 
     values = {**(getattr(config, "frisket_params", None) or {}), **(params or {})}
     unused = [n for n in values if n not in names]
     if unused and not isinstance(getattr(config, "frisket_mask", None), dict):  # another layer's may read it
-        raise ParameterError(
+        text = (
             f"`{unused[0]}` is in frisket_params, and neither frisket_mask nor frisket_score of the config reads it; "
-            "the names there are " + (", ".join(sorted(names)) or "none")
         )
+        raise ParameterError(f"{text}the names there are {', '.join(sorted(names)) or 'none'}")
     return {n: x for n, x in values.items() if n in names}
 
 
@@ -136,11 +135,11 @@ def _check_place(text: str, values: Mapping[str, Any], symbolic: SymbolicMask, h
     _, _, q, k = symbolic.origin
     full = whole((0, 0, q, k), (symbolic.batch, heads, symbolic.q_len, symbolic.kv_len))
     if user_mask.layout(symbolic.q_len, k, symbolic.batch, heads, origin=(0, 0, q, 0), sizes=full).visible_pairs:
-        raise ParameterError(
+        message = (
             f"config.frisket_mask shows query {q} keys before {k}, which the cache of this sliding-window layer has "
-            f"dropped: {text}\n  give past_key_values=transformers.DynamicCache(), which keeps all, or raise "
-            "config.sliding_window"
         )
+        message += f"dropped: {text}\n  give past_key_values=transformers.DynamicCache(), which keeps all, or raise "
+        raise ParameterError(f"{message}config.sliding_window")
 
 
 def check_fields(names: Iterable[str], where: str) -> None:
@@ -193,10 +192,8 @@ def watch(name: str) -> None:
 
 
 def _warn(kind: type, name: str, instead: str) -> None:
-    warnings.warn(
-        f"attn_implementation={name!r} is not used by {kind.__name__}, which computes attention itself: {instead}",
-        stacklevel=2,
-    )
+    text = f"attn_implementation={name!r} is not used by {kind.__name__}, which computes attention itself: {instead}"
+    warnings.warn(text, stacklevel=2)
 
 
 def _check_read(module: Any, *_: Any) -> None:

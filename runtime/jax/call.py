@@ -48,6 +48,7 @@ from frisket.runtime.sharding.partition import fitting
 from .attend import backend_on, check_platform, executor, quickest
 
 Arrays = dict[str, Any]
+Index = NDArray[np.int64]
 RESULTS = ("out", "lse", "top", "lse_residual", "softmax_stats")  # of a forward
 # of arrays that have queries or keys
 LENGTH_AXES = dict.fromkeys(("q", "k", "v", "out", "dout"), 1) | dict.fromkeys((*RESULTS[1:], "dlse"), 2)
@@ -365,9 +366,7 @@ _reshard: Any = jax.sharding.reshard
 _spec: Any = PartitionSpec
 
 
-def take(
-    x: jax.Array, index: NDArray[np.int64], axis: int, inverse: NDArray[np.int64] | None = None, scratch: bool = False
-) -> jax.Array:
+def take(x: jax.Array, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> jax.Array:
     """`x` at `index` along an axis; with the index that puts rows back, gradients are gathered by it: JAX's own adds
     rows to zeros, and takes seven times as long on a CPU. On a mesh of explicit axes it stays split as it is, as far as
     the new length goes: there no gather says by itself how its result is split."""
@@ -385,7 +384,7 @@ def take(
     return _auto_axes(gather, out_sharding=NamedSharding(have.mesh, _spec(*spec)))(x)  # type: ignore[no-any-return]
 
 
-def _gather(index: NDArray[np.int64], inverse: NDArray[np.int64], axis: int) -> Any:
+def _gather(index: Index, inverse: Index, axis: int) -> Any:
     gather: Any = jax.custom_vjp(lambda x: jnp.take(x, jnp.asarray(index), axis=axis))
     gather.defvjp(lambda x: (gather(x), None), lambda _, out: (_gather(inverse, index, axis)(out),))
     return gather

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 BUDGET = 1 << 30  # steps: one operator at one position or rectangle
 Witness = tuple[int, int, int, int | None]
+Ask = Callable[[Any, Grid, Scope], Witness | None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -168,12 +169,7 @@ def _visible(question: str, masks: tuple[Mask, ...], joint: Mask, problem: Probl
 
 
 def _answered(
-    question: str,
-    masks: tuple[Mask, ...],
-    joint: Mask,
-    ask: Callable[[Any, Grid, Scope], Witness | None],
-    problem: Problem,
-    budget: int,
+    question: str, masks: tuple[Mask, ...], joint: Mask, ask: Ask, problem: Problem, budget: int
 ) -> Witness | None:
     _check(masks, problem)
     env = {**problem.named_sizes, **joint.scalars}

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from frisket.runtime.export.tile_lists import FA4
     from frisket.runtime.machine.parameters import BoundExpr
 
+Block = tuple[int, int] | int
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -164,11 +165,7 @@ class Layout(Tiling):
 
 
 def make_layout(
-    mask: BoundExpr,
-    problem: Problem,
-    block: tuple[int, int] | int = (128, 128),
-    exact: bool = True,
-    budget: int | None = None,
+    mask: BoundExpr, problem: Problem, block: Block = (128, 128), exact: bool = True, budget: int | None = None
 ) -> Layout:
     """The layout of a mask over the queries and keys of a problem.
 

@@ -24,7 +24,7 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.types import BOOL
 from frisket.lowering.dense import check_room, coordinates, visible
-from frisket.lowering.plan import Problem
+from frisket.lowering.plan import Problem, Sizes
 from frisket.lowering.simplify import ProgramExprs, prepare
 from frisket.runtime.layouts.tiling import check_reach
 from frisket.runtime.machine import parameters
@@ -37,6 +37,7 @@ from .layout import Layout, make_layout
 if TYPE_CHECKING:
     from frisket.lowering.analysis.decide import Lookup
 
+Params = Mapping[str, Any] | None
 MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
 ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
 
@@ -62,9 +63,7 @@ class Mask(parameters.BoundExpr):
 
     what = "mask"
 
-    def __init__(
-        self, expr: Expr, params: Mapping[str, Any] | None = None, origin: parameters.Origin | None = None
-    ) -> None:
+    def __init__(self, expr: Expr, params: Params = None, origin: parameters.Origin | None = None) -> None:
         if isinstance(expr, str):
             raise ParameterError(f"Mask takes an expression; write frisket.mask({expr!r}) for a text")
         if expr.type is not BOOL:
@@ -113,9 +112,8 @@ class Mask(parameters.BoundExpr):
         check_room(problem.lengths, 1)
         env = {**coordinates(problem), **self.scalars}
         with parameters.locating(self):
-            return visible(
-                self.expr, env, self.tables, problem.lengths
-            ).copy()  # a copy: what is broadcast cannot be written to
+            shown = visible(self.expr, env, self.tables, problem.lengths)
+            return shown.copy()  # what is broadcast cannot be written to
 
     @counting
     def layout(
@@ -126,7 +124,7 @@ class Mask(parameters.BoundExpr):
         heads: int = 1,
         block: tuple[int, int] = (128, 128),
         origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0),
-        sizes: tuple[int, int, int, int] | None = None,
+        sizes: Sizes | None = None,
         exact: bool = True,
         budget: int | None = None,
     ) -> Layout:
@@ -199,9 +197,7 @@ class Mask(parameters.BoundExpr):
         raise ParameterError("masks are joined with `&`, `|`, `^` and `-`, and turned round with `~`; they do not add")
 
     @counting
-    def check_tables(
-        self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, sizes: tuple[int, int, int, int] | None = None
-    ) -> None:
+    def check_tables(self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, sizes: Sizes | None = None) -> None:
         """Raise unless everything is bound, lengths are positive, and no visible position reads past the end of
         a table. `sizes` are B, H, Q_LEN, KV_LEN where positions end earlier."""
         self._check_tables(Problem.of(q_len, kv_len, batch, heads, sizes=sizes))
@@ -235,9 +231,7 @@ class ScoreMod(parameters.BoundExpr):
 
     what = "score mod"
 
-    def __init__(
-        self, expr: Expr, params: Mapping[str, Any] | None = None, origin: parameters.Origin | None = None
-    ) -> None:
+    def __init__(self, expr: Expr, params: Params = None, origin: parameters.Origin | None = None) -> None:
         if expr.type is BOOL:
             raise ParameterError(f"a score mod is a number, `{expr!r}` is a Bool")
         super().__init__(ir.to_float(expr), params, origin)
@@ -392,11 +386,8 @@ def _from_python(
     at = paths_to(fn, [x for x in (*captured.values(), *traced.read) if not isinstance(x, np.ndarray)])
     paths = {n: at.get(id(x), ()) for n, x in captured.items() if id(x) in at or parameters.learns(x)}
     inside = tuple((x, at[id(x)]) for x in traced.read if id(x) in at)
-    return (
-        traced.expr,
-        {**values, **params},
-        parameters.Origin(captured=captured, notes=traced.notes, paths=paths, inside=inside),
-    )
+    origin = parameters.Origin(captured=captured, notes=traced.notes, paths=paths, inside=inside)
+    return traced.expr, {**values, **params}, origin
 
 
 def load(path: str | Path, **params: Any) -> Program:
@@ -433,11 +424,13 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
     lone = parsed.expr  # a program of one expression: its type says what it is
     m = parsed.mask if lone is None or lone.type is not BOOL else lone
     s = parsed.score if lone is None or lone.type is BOOL else lone
-    return Program(
-        None if m is None else Mask(m, parameters.with_learned(only(values, m), params), _origin(parsed, "mask")),
-        None if s is None else ScoreMod(s, parameters.with_learned(only(values, s), params), _origin(parsed, "score")),
-        name,
-    )
+
+    def part(kind: Any, e: Expr | None, what: str) -> Any:
+        if e is not None:
+            return kind(e, parameters.with_learned(only(values, e), params), _origin(parsed, what))
+        return None
+
+    return Program(part(Mask, m, "mask"), part(ScoreMod, s, "score"), name)
 
 
 def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:

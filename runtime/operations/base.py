@@ -42,6 +42,9 @@ def array_from_json(x: Mapping[str, Any]) -> Any:
     return jnp.asarray(flat.reshape(x["shape"]))
 
 
+ARRAY: Codec = array_to_json, array_from_json
+
+
 class Record:
     """A dataclass to and from dicts and JSON; `codecs` says how the fields that JSON has no word for are written."""
 
@@ -108,9 +111,7 @@ class AttentionOutput(Record):
     attention_weights: Any = None
     attention_outputs: Any = None
 
-    codecs: ClassVar[dict[str, Codec]] = dict.fromkeys(
-        ("attention_weights", "attention_outputs"), (array_to_json, array_from_json)
-    )
+    codecs: ClassVar[dict[str, Codec]] = dict.fromkeys(("attention_weights", "attention_outputs"), ARRAY)
 
 
 class Backend(StrEnum):
@@ -306,15 +307,14 @@ class AttentionMetadata(Record):
         [batch, length, heads, head_dim], or with `BTHD=False` [batch, heads, length, head_dim]; bias and mask are
         [batch, heads, q_len, kv_len]. `qkv_mni_sharding` splits keys and values as queries: for repeated key heads.
         """
-        heads, dims = (
-            (partition.HEAD, partition.HEAD_DIM) if qkv_mni_sharding else (partition.KV_HEAD, partition.KV_HEAD_DIM)
-        )
+        of_queries = partition.HEAD, partition.HEAD_DIM
+        heads, dims = of_queries if qkv_mni_sharding else (partition.KV_HEAD, partition.KV_HEAD_DIM)
 
         def spec(length: str, heads: str, dims: str) -> PartitionSpec:
             axes = [partition.BATCH, length, heads, dims] if BTHD else [partition.BATCH, heads, length, dims]
             return self.partition_manager.resolve(axes, mode)
 
-        query = spec(partition.QUERY_LENGTH, partition.HEAD, partition.HEAD_DIM)
+        query = spec(partition.QUERY_LENGTH, *of_queries)
         key = spec(partition.KV_LENGTH, heads, dims)
         bias, mask = (
             self.partition_manager.resolve([partition.BATCH, h, partition.QUERY_LENGTH, partition.BIAS_KV_SEQ], mode)
@@ -599,12 +599,8 @@ class AttentionImpl(BaseOperation, ABC):
 
     def placed(self, x: Any, spec: PartitionSpec) -> Any:
         """`x` split over the mesh as far as its shape goes; `x` itself without a mesh of several devices."""
-        if (
-            x is None
-            or (mesh := self.metadata.mesh) is None
-            or mesh.size == 1
-            or not any(map(partition.names_of, spec))
-        ):
+        mesh = self.metadata.mesh
+        if x is None or mesh is None or mesh.size == 1 or not any(map(partition.names_of, spec)):
             return x
         return self.metadata.partition_manager.place(jax.numpy.asarray(x), spec)
 

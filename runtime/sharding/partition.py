@@ -279,6 +279,7 @@ def fitting(mesh: Mapping[str, int], axes: Any, size: int | None, used: set[str]
     return None if not fits else fits[0] if len(fits) == 1 else tuple(fits)
 
 
+Axes = Sequence[Axis] | DynamicShardingAxes
 MeshAxes = str | tuple[str, ...] | None
 
 # semantic axis -> field of a PartitionAxis
@@ -356,9 +357,8 @@ class PartitionAxis:
                 names = tuple(name for source in DEFAULTS[f.name] for name in names_of(getattr(self, source)))
                 value = names[0] if len(names) == 1 else names or None
             value = tuple(value) if isinstance(value, list) else value  # a tuple: a partition axis has a hash
-            if not (value is None or isinstance(value, str | tuple)) or not all(
-                isinstance(name, str) for name in names_of(value)
-            ):
+            names = names_of(value) if value is None or isinstance(value, str | tuple) else (value,)
+            if not all(isinstance(name, str) for name in names):
                 raise ParameterError(f"{f.name} is {value!r}; it is the name of a mesh axis, a tuple of names, or None")
             object.__setattr__(self, f.name, value)
 
@@ -420,7 +420,7 @@ class PartitionManager:
 
     def resolve(
         self,
-        axes: Sequence[Axis] | DynamicShardingAxes = EMPTY_VAL,
+        axes: Axes = EMPTY_VAL,
         mode: str | int = EMPTY_VAL,
         dynamic_axes: DynamicShardingAxes = EMPTY_VAL,
         shape: Sequence[int] | None = None,
@@ -462,11 +462,7 @@ class PartitionManager:
         return _spec(*entries)  # type: ignore[no-any-return]
 
     def shard(
-        self,
-        x: Any,
-        axes: Sequence[Axis] | DynamicShardingAxes = EMPTY_VAL,
-        mode: str | int = EMPTY_VAL,
-        dynamic_axes: DynamicShardingAxes = EMPTY_VAL,
+        self, x: Any, axes: Axes = EMPTY_VAL, mode: str | int = EMPTY_VAL, dynamic_axes: DynamicShardingAxes = EMPTY_VAL
     ) -> Any:
         """`x` split as `resolve` says: a constraint while JAX traces, and a copy to devices outside.
 
