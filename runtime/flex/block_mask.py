@@ -22,8 +22,7 @@ from frisket.lowering.plan import Problem, Sizes
 from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.export.tile_lists import exact_lists
 from frisket.runtime.machine.caller import outside
-from frisket.runtime.masks.answers import score_lookups
-from frisket.runtime.masks.layout import Layout
+from frisket.runtime.masks.layout import Layout, score_lookups
 from frisket.runtime.masks.mask import Mask, MaskLike
 
 from . import derived, tensor_mask

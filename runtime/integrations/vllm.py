@@ -21,7 +21,7 @@ from torch import Tensor
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.runtime.calls.arrays import MULTIPLE
 
-from .transformers_config import FIELDS, check_fields
+from .transformers import FIELDS, check_fields
 from .vllm_pages import PagedBatch, ServedLayer, steps_in_front, write
 
 try:

@@ -30,9 +30,8 @@ from frisket.runtime.layouts.tiling import check_reach
 from frisket.runtime.machine import parameters
 from frisket.runtime.machine.caller import counting, warn_once
 
-from . import answers
-from .answers import Answer
-from .layout import Layout, make_layout
+from . import layout
+from .layout import Answer, Layout, make_layout
 
 if TYPE_CHECKING:
     from frisket.lowering.analysis.decide import Lookup
@@ -151,7 +150,7 @@ class Mask(parameters.BoundExpr):
         >>> mask("causal & window(256)").visible_pairs(1_000_000, 1_000_000)
         255967360
         """
-        return answers.visible_pairs(self, Problem.of(q_len, kv_len, **where))
+        return layout.visible_pairs(self, Problem.of(q_len, kv_len, **where))
 
     @counting
     def implies(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -162,7 +161,7 @@ class Mask(parameters.BoundExpr):
 
         Raises `Undecided` where that would take more looking than the `budget`.
         """
-        return answers.implies(self, mask(other), *_asked(q_len, kv_len, **where))
+        return layout.implies(self, mask(other), *_asked(q_len, kv_len, **where))
 
     @counting
     def equivalent(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -173,7 +172,7 @@ class Mask(parameters.BoundExpr):
 
         Raises `Undecided` where that would take more looking than the `budget`.
         """
-        return answers.equivalent(self, mask(other), *_asked(q_len, kv_len, **where))
+        return layout.equivalent(self, mask(other), *_asked(q_len, kv_len, **where))
 
     @counting
     def is_empty(self, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -182,7 +181,7 @@ class Mask(parameters.BoundExpr):
         >>> mask("q - k > 4096").is_empty(4096, 4096).holds
         True
         """
-        return answers.is_empty(self, *_asked(q_len, kv_len, **where))
+        return layout.is_empty(self, *_asked(q_len, kv_len, **where))
 
     @counting
     def empty_rows(self, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -191,7 +190,7 @@ class Mask(parameters.BoundExpr):
         >>> mask("causal & k >= 3").empty_rows(4096, 4096).witness
         (0, 0, 0, None)
         """
-        return answers.empty_rows(self, *_asked(q_len, kv_len, **where))
+        return layout.empty_rows(self, *_asked(q_len, kv_len, **where))
 
     def __add__(self, other: Any) -> Mask:
         raise ParameterError("masks are joined with `&`, `|`, `^` and `-`, and turned round with `~`; they do not add")
@@ -207,7 +206,7 @@ class Mask(parameters.BoundExpr):
         check_reach(self.expr, [self.expr], self.scalars, self.tables, problem)
 
 
-def _asked(q_len: int, kv_len: int, budget: int = answers.BUDGET, **where: Any) -> tuple[Problem, int]:
+def _asked(q_len: int, kv_len: int, budget: int = layout.BUDGET, **where: Any) -> tuple[Problem, int]:
     """The problem that a question is about, and the steps that its answer may take."""
     return Problem.of(q_len, kv_len, **where), budget
 
@@ -255,7 +254,7 @@ class ScoreMod(parameters.BoundExpr):
         >>> print(score("score + t[q - k]", t=[0.0] * 64).lookups(256, 256, mask="causal & window(64)")[0])
         t[q - k] stays within 64 entries
         """
-        return answers.score_lookups(self, _mask_or_none(mask), *_asked(q_len, kv_len, **where))
+        return layout.score_lookups(self, _mask_or_none(mask), *_asked(q_len, kv_len, **where))
 
     def _no_arithmetic(self, other: Any) -> Any:
         text = "score mods compose with `then`: s.then(t) feeds the result of s to t as `score`; "
