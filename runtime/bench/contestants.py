@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from frisket.runtime.export.tile_lists import mask_mod_of
 from frisket.runtime.machine.modules import load_source
 from frisket.runtime.masks.mask import Mask
 
-from .race import Array, Call, Contest, Contestant, NoWordsError, Stage, failure_text, seconds
+from .race import Array, Call, Contest, Contestant, ContestResult, NoWordsError, Stage, failure_text, seconds
 
 BIASES = 1 << 31  # bytes of a bias for every pair
 
@@ -427,8 +427,7 @@ def _mask_of(contest: Contest) -> Mask:
 
 
 def _refuse_long(contest: Contest, who: str) -> None:
-    longest = max(contest.sizes.q_len, contest.sizes.kv_len)
-    if longest > MOST[who]:
+    if max(contest.sizes.q_len, contest.sizes.kv_len) > MOST[who]:
         raise NoWordsError(f"{who} looks at every pair: it is not asked for more than {MOST[who]:,} tokens")
 
 
@@ -560,20 +559,14 @@ LIMIT = 600  # seconds of one process
 
 
 @dataclass
-class Firsts:
+class Firsts(ContestResult):
     """One contest as far as it has come; seconds by contestant."""
 
-    contest: Contest
-    stage: str
-    ours: tuple[str, ...]
     lengths: tuple[int, ...]
     cold: dict[str, float] = field(default_factory=dict)
     disk: dict[str, float] = field(default_factory=dict)
     other: dict[str, float] = field(default_factory=dict)
     compilations: dict[str, int] = field(default_factory=dict)
-    out: dict[str, str] = field(default_factory=dict)
-    doing: str = ""
-    machine: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
         """A row in the form of schema.py; ratios are of cold first calls, peer / ours."""

@@ -299,18 +299,24 @@ ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of the largest
 
 
 @dataclass
-class Race:
-    """One contest as far as it has come. `times` are seconds by contestant; `out` says who is not timed, and why."""
+class ContestResult:
+    """What there is of one contest on one stage: who is ours, who is out and why, what is done just now."""
 
     contest: Contest
     stage: str
     ours: tuple[str, ...]
+    out: dict[str, str] = field(default_factory=dict, kw_only=True)
+    doing: str = field(default="", kw_only=True)
+    machine: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # what of the stage's device is worth a name
+
+
+@dataclass
+class Race(ContestResult):
+    """One contest as far as it has come. `times` are seconds by contestant; `out` says who is not timed, and why."""
+
     rounds: int
     times: Times = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)  # seconds of the first call, compilation included
-    out: dict[str, str] = field(default_factory=dict)
-    doing: str = ""
-    machine: Mapping[str, Any] = field(default_factory=dict)  # what of the stage's device is worth a name
 
     def row(self) -> dict[str, Any]:
         """A row in the form of schema.py."""

@@ -17,7 +17,6 @@ import numpy as np
 from jax import Array
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merge
 from frisket.runtime.machine.parameters import traced
@@ -90,7 +89,6 @@ class PagedKVCache(JaxCache):
     page = property(lambda self: self.k.shape[1], doc="Tokens of a page.")
     capacity = property(lambda self: self.pages.shape[1] * self.page, doc="The most tokens that a sequence may have.")
 
-    @usual_promotion()
     def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> Self:
         """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number, or
         int [batch]) are tokens that the pool counts already and that are appended next; `copies` what `pool.append`
@@ -106,7 +104,6 @@ class PagedKVCache(JaxCache):
         fresh["overflowed"] = np.zeros(self.batch, bool)
         return replace(cache, **{n: jnp.asarray(x) for n, x in fresh.items()})
 
-    @usual_promotion()
     def append(self, k: Array, v: Array, counts: Any = None) -> Self:
         """Append tokens into the pages of each row, like `KVCache.append`."""
         new = check_new(self.arrays, self.batch, k, v)
@@ -115,12 +112,10 @@ class PagedKVCache(JaxCache):
         arrays = self._put(stored(self.arrays, k, v), slots(self.lengths, counts, new, self.capacity))
         return replace(self, **arrays, lengths=lengths, overflowed=self.overflowed | over)
 
-    @usual_promotion()
     def attend(self, att: Attention, q: Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attend like `KVCache.attend`."""
         return read(att, q, self, counts, tree, params, self.pages)
 
-    @usual_promotion()
     def keep(self, path: Array, drafted: Any, counts: Any = None) -> Self:
         """Keep the drafts on `path`, as `KVCache.keep` does, and drop the others.
 
@@ -142,7 +137,6 @@ class PagedKVCache(JaxCache):
         over = self.overflowed | (real < counts)
         return replace(self, **arrays, lengths=start + counts, rows=rows, overflowed=over)
 
-    @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
         """Keep the first `lengths` tokens of each row, as `KVCache.truncate` does. Call `pool.truncate`, as after
         `keep`. A row whose last page is shared takes no tokens until `seat` has given it another page."""
@@ -152,8 +146,7 @@ class PagedKVCache(JaxCache):
         rows = rows.at[PEAK].max(jnp.where(shorter, self.lengths, 0))
         # a page that another sequence reads is not written to
         room = jnp.where(cache.lengths < rows[OWN], jnp.minimum(self.room, cache.lengths), self.room)
-        result: Self = replace(cache, rows=rows, room=room)
-        return result
+        return replace(cache, rows=rows, room=room)  # type: ignore[no-any-return]
 
     def _page_and_place(self, at: Array) -> tuple[Array, Array]:
         """(page, place in it) of tokens [batch, n]."""
@@ -226,13 +219,11 @@ class RingKVCache(JaxCache):
 
     window = property(lambda self: self.k.shape[1], doc="Tokens that the ring holds of a sequence.")
 
-    @usual_promotion()
     def append(self, k: Array, v: Array, counts: Any = None) -> Self:
         """Append tokens like `KVCache.append`; new tokens take the place of the oldest."""
         new = check_new(self.arrays, self.batch, k, v)
         return self._written(stored(self.arrays, k, v), counted(counts, self.batch, new))
 
-    @usual_promotion()
     def attend(self, att: Attention, q: Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attend like `KVCache.attend`; `ShapeError` where the last tokens may have overwritten keys that they see;
         `attention` reads these keys first."""
@@ -244,7 +235,6 @@ class RingKVCache(JaxCache):
         tables = {positions.START: self.lengths - counted(counts, batch, new), positions.END: self.lengths}
         return call(att, where, q, self.arrays, tables, params)
 
-    @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
         """Empty the sequences with 0 in `lengths`; others stay, as a ring has overwritten their old tokens."""
         lengths = numbers("lengths", lengths, self.batch)
@@ -253,7 +243,6 @@ class RingKVCache(JaxCache):
             raise ParameterError("a ring has overwritten its oldest tokens, and can only be emptied: lengths are 0")
         return replace(self, lengths=jnp.where(lengths > 0, self.lengths, 0))
 
-    @usual_promotion()
     def attention(
         self, att: Attention, q: Array, k: Array, v: Array, counts: Any = None, *, tree: Any = None, **params: Any
     ) -> tuple[Any, Self]:

@@ -95,8 +95,7 @@ class WrittenTokens(NamedTuple):
 
 def written_tokens(counts: Tensor, new: int, most: int | None = None) -> WrittenTokens:
     """The first `counts` [batch] of `new` tokens, of them the last `most`."""
-    sequences = torch.arange(len(counts), device=counts.device)
-    row = torch.where(counts > 0, sequences, counts.argmax())[:, None]
+    row = torch.where(counts > 0, torch.arange(len(counts), device=counts.device), counts.argmax())[:, None]
     real = counts[row].long()
     token = torch.minimum(torch.arange(new, device=counts.device), (real - 1).clamp_min(0))
     if most is not None and new > most:
@@ -128,8 +127,7 @@ def numbers(name: str, x: Any, batch: int) -> Known:
     array = np.asarray(x)
     if array.shape not in ((), (batch,)) or array.dtype.kind not in "iu":
         raise _wrong(name, x, batch)
-    values: list[int] = np.broadcast_to(array, (batch,)).tolist()
-    return values
+    return np.broadcast_to(array, (batch,)).tolist()  # type: ignore[no-any-return]
 
 
 def _wrong(what: str, x: Any, batch: int) -> ShapeError:
@@ -316,8 +314,7 @@ class TorchCache(nn.Module):
     def known(self) -> Known:
         """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
         # a buffer on a CPU is read without waiting
-        lengths: Known = x.tolist() if (x := self.lengths).is_cpu else self._host
-        return lengths
+        return self.lengths.tolist() if self.lengths.is_cpu else self._host  # type: ignore[no-any-return]
 
     # -- what the kinds of caches differ in ---------------------------------------------------------------------
 

@@ -202,8 +202,7 @@ def plot(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     if path.suffix.lower() not in (*PAGES, *SUFFIXES):
         raise ParameterError(f"cannot write {path.name!r}: name it .png, .svg or .html")
     program = show.read_program(args)
-    mask = show.visible_mask(program, "to draw")
-    layout = show.laid_out(args, mask)
+    layout = show.laid_out(args, show.visible_mask(program, "to draw"))
     if path.suffix.lower() not in PAGES:
         layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or titled(program))
     elif (args.b, args.h, args.title) != (None, None, None) or args.dark:

@@ -280,8 +280,7 @@ def add_emit(p: argparse.ArgumentParser) -> None:
     kernel.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16; default: %(default)s")
     resources = "compile for Triton: registers, spills, shared memory; no GPU is needed"
     kernel.add_argument("--report", action="store_true", help=resources)
-    gpus = ", ".join(GPUS)
-    kernel.add_argument("--arch", nargs="+", metavar="GPU", help=f"{gpus}; several with --report")
+    kernel.add_argument("--arch", nargs="+", metavar="GPU", help=f"{', '.join(GPUS)}; several with --report")
     built = "compile the C++ kernels, forward and backward, into the cache on disk"
     kernel.add_argument("--build", action="store_true", help=built)
     kernel.add_argument("--framework", default="torch", choices=("torch", "jax"), help="of --build")

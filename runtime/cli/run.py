@@ -68,8 +68,7 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     exprs = prepare(ProgramExprs(program.mask.expr, None if program.score is None else program.score.expr))
     mask = exprs.mask
     layout = program.mask.layout(len(files), len(files), heads=args.heads, block=args.block)
-    arrays = projections(files.tokens, args.heads, args.head_dim)
-    job = Job(arrays, exprs, scalars(program), tables(program))
+    job = Job(projections(files.tokens, args.heads, args.head_dim), exprs, scalars(program), tables(program))
     by_head = mask is not None and "h" in uses(mask)  # one mask for all heads takes less memory
     seen = visible(mask, job.scalars, job.tables, args.heads, len(files), by_head)
     bench = prepare_bench(framework, job, seen, compiled(program))

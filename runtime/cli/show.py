@@ -292,8 +292,7 @@ def in_full(e: Entry, console: Console) -> list[Piece]:
     text = rows([("entry", Text(e.signature, "bold cyan")), ("", e.sentence), *parts])
     mask = program(e.example).mask if e.example else None
     if mask is not None:
-        layout = mask.layout(LENGTH, LENGTH)
-        text += ["", picture(layout, argparse.Namespace(b=0, h=0), console)]
+        text += ["", picture(mask.layout(LENGTH, LENGTH), argparse.Namespace(b=0, h=0), console)]
     return text
 
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError
 from frisket.dsl.explain import Wording
@@ -34,12 +33,11 @@ from frisket.dsl.show import places
 from frisket.dsl.types import FLOAT
 from frisket.dsl.work import modular
 from frisket.grammar.memo import memo
-from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.layouts.tiling import Array, Tiling
 
 from .pixels import DARK, LIGHT, Palette, of_tiles, png, save
 from .terminal import start_of
 
-Array = NDArray[Any]
 Tables = Mapping[str, Array]
 Pack = Callable[[Array], dict[str, str]]
 TABLES = 8 << 20  # bytes of packed tables in one page

@@ -58,22 +58,28 @@ HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question of the page. `have` are the tables it has already, by their digests."""
+class ProblemSize:
+    """Lengths in tokens, and about how many documents tables that are made up cut them into."""
 
-    text: str
     q_len: int = 2048
     kv_len: int = 2048
     batch: int = 1
     heads: int = 1
-    block: tuple[int, int] = (128, 128)
     documents: int = 8
-    values: Mapping[str, Number] = field(default_factory=dict)
-    have: frozenset[str] = frozenset()
 
     @property
-    def problem(self) -> ProblemSize:
-        return ProblemSize(self.q_len, self.kv_len, self.batch, self.heads, self.documents)
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(SIZES, (self.batch, self.heads, self.q_len, self.kv_len), strict=True))
+
+
+@dataclass(frozen=True)
+class Question(ProblemSize):
+    """A question of the page. `have` are the tables it has already, by their digests."""
+
+    text: str = field(kw_only=True)
+    block: tuple[int, int] = (128, 128)
+    values: Mapping[str, Number] = field(default_factory=dict)
+    have: frozenset[str] = frozenset()
 
 
 def answer(question: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, Any]:
@@ -125,7 +131,7 @@ def checked(question: Mapping[str, Any]) -> Question:
         raise ParameterError("values are numbers, true or false, by the names of parameters")
     if not isinstance(have, list | tuple) or not all(isinstance(x, str) for x in have):
         raise ParameterError("`have` lists the digests of tables")
-    return Question(question["text"], **numbers, block=(block[0], block[1]), values=values, have=frozenset(have))
+    return Question(text=question["text"], **numbers, block=(block[0], block[1]), values=values, have=frozenset(have))
 
 
 def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
@@ -159,7 +165,7 @@ def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[
     # what the page says replaces the defaults of the program
     values = {n: x for n, x in {**syntax.defaults, **request.values}.items() if n in names and n not in files}
     tables = {n: x for n, x in files.items() if n in names}
-    scalars, guesses = all_sliders(values, tables, whole, request.problem)
+    scalars, guesses = all_sliders(values, tables, whole, request)
     every = {**{s.name: s.value for s in scalars}, **tables, **{n: t.array for n, t in guesses.items()}}
     return program(request.text, "mask", **every), scalars, guesses
 
@@ -260,7 +266,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
     """A score mod's text, and what becomes of a score: of 1 over queries and keys, where the mod knows positions, as
     `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves` from -span to span, of up to 4 heads."""
     named = uses(mod.expr)
-    env: dict[str, Any] = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
+    env: dict[str, Any] = {**request.sizes, **mod.scalars, "b": 0, "h": 0}
     out: dict[str, Any] = {"text": mod.expanded}
     with np.errstate(all="ignore"):  # a score mod may divide by 0: that shows as hidden
         if named & {"q", "k"}:
@@ -346,21 +352,6 @@ SHARES = (("w|window|left|right|radius", 32), ("p|prefix|offset|shift|q0|far_bac
 NUMBERS: tuple[tuple[str, float], ...] = (("g|stride.*|dilation.*|frames|t5", 4), ("kernel_frames", 3), ("kernel.*", 9))
 NUMBERS += (("tile_frames", 2), ("tile.*|.*_tile_.*", 8), ("buckets", 32), ("seed", 0), ("c|cap", 50.0))
 NUMBERS += (("far", 128.0), ("p|rate|x", 0.5))
-
-
-@dataclass(frozen=True)
-class ProblemSize:
-    """Lengths in tokens, and about how many documents tables that are made up cut them into."""
-
-    q_len: int
-    kv_len: int
-    batch: int = 1
-    heads: int = 1
-    documents: int = 8
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return dict(zip(SIZES, (self.batch, self.heads, self.q_len, self.kv_len), strict=True))
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ExportError
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL
 from frisket.lowering.aten.expr import distance_only
-from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.layouts.tiling import Array, Tiling
 from frisket.runtime.machine.modules import extras
 
 from .tile_lists import BUDGET, distinct, elements, scene, why
 
-Array = NDArray[Any]
 _STEP = 1 << 21  # elements looked at in one go
 
 

@@ -28,14 +28,13 @@ from frisket.lowering.analysis.tiles import FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.kernels.torch_mask_mod import mask_mod
 from frisket.lowering.plan import ProgramFacts, Runs, Sizes, from_records, make_plan, merge
 from frisket.lowering.simplify import ProgramExprs, simplify
-from frisket.runtime.layouts.tiling import RunTable, Tiling
+from frisket.runtime.layouts.tiling import Array, RunTable, Tiling
 from frisket.runtime.machine.modules import extras, load_source
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-Array = NDArray[Any]
 T = TypeVar("T")
 Values = Mapping[str, Any]
 BUDGET = 1 << 28  # elements, or entries of an array, an export may look at or hold
@@ -173,11 +172,11 @@ def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, tr
     if len(cost) and cost[-1] > BUDGET:
         row = int(runs.row[np.argmax(cost > BUDGET)])
         where = "key" if transposed else "query"
-        raise ExportError(
+        text = (
             f"the border of the mask is {int(cost[-1]):,} elements, more than the {BUDGET:,} that an export looks at; "
-            f"the limit is met at {where} {row * _FINE + int(small.q[0])}\n"
-            "  ask for a smaller crop, or for to_block_mask() or to_fa4(), which hold tiles only"
         )
+        text += f"the limit is met at {where} {row * _FINE + int(small.q[0])}\n  ask for a smaller crop, or for "
+        raise ExportError(f"{text}to_block_mask() or to_fa4(), which hold tiles only")
     per_row = np.bincount(runs.row, weights=width, minlength=small.rows).cumsum() * _FINE**2
     row = 0
     while row < small.rows:
@@ -411,10 +410,8 @@ def to_fa4(layout: Tiling, device: Any = "cpu", compact: bool = False) -> FA4:
     """
     partial, full, partial_q, full_q = both_ways(layout, device, "zero", "FA4", compact=compact)
     block = (int(layout.block[0]), int(layout.block[1]))
-    return FA4(
-        BlockSparseTensors(partial.count, partial.index, full.count, full.index, block),
-        BlockSparseTensors(partial_q.count, partial_q.index, full_q.count, full_q.index, block),
-    )
+    forward = BlockSparseTensors(partial.count, partial.index, full.count, full.index, block)
+    return FA4(forward, BlockSparseTensors(partial_q.count, partial_q.index, full_q.count, full_q.index, block))
 
 
 def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:

@@ -31,6 +31,8 @@ from .tensor_mask import LISTS, TENSORS, Lists, TensorMask
 
 Block = int | tuple[int, int]
 Pair = tuple[int, int]
+Batch = tuple[int, ...]  # B and H, or one of them, or neither
+Mod = TensorMask | None
 
 
 class BlockMask(theirs.BlockMask):
@@ -107,9 +109,7 @@ class BlockMask(theirs.BlockMask):
         self._user_lists, self._fn = lists, fn
         self._check_cover(lengths)
 
-    def _begin(
-        self, mod: TensorMask | None, lengths: Pair, block: Pair, batch: tuple[int, ...], device: Any, text: str | None
-    ) -> None:
+    def _begin(self, mod: Mod, lengths: Pair, block: Pair, batch: Batch, device: Any, text: str | None) -> None:
         self._traced = mod  # what mask_mod says; all of the mask unless there are lists of the user's
         self._text = mod.text if text is None and mod is not None else text
         self._fn = self._user_lists = None
@@ -121,14 +121,7 @@ class BlockMask(theirs.BlockMask):
 
     @classmethod
     def of(
-        cls,
-        mod: TensorMask | None,
-        lengths: tuple[int, int],
-        block: tuple[int, int],
-        batch: tuple[int, ...],
-        device: Any,
-        like: BlockMask | None = None,
-        text: str | None = None,
+        cls, mod: Mod, lengths: Pair, block: Pair, batch: Batch, device: Any, like: Any = None, text: str | None = None
     ) -> BlockMask:
         """A mask by its expression alone, with the options of another."""
         mask = cls.__new__(cls)  # `__init__` needs lists, and checks them
@@ -172,8 +165,7 @@ class BlockMask(theirs.BlockMask):
         tensor_mask.check_lists(lists, kv_len, block[1])
         if dq_kv_order is not None and not isinstance(dq_kv_order, bool | Tensor):
             raise ListError(f"dq_kv_order must be a bool, Tensor, or None, not {type(dq_kv_order).__name__}")
-        order = dq_kv_order if isinstance(dq_kv_order, Tensor) else None
-        lists |= {"dq_kv_order": order}
+        lists["dq_kv_order"] = dq_kv_order if isinstance(dq_kv_order, Tensor) else None
         columns = tensor_mask.columns_of(lists, kv_len, block[1])
         if seq_lengths is None:
             seq_lengths = kv_indices.shape[-2] * block[0], columns * block[1]

@@ -58,8 +58,7 @@ def create_block_mask(
     lengths and counts that are not positive; and `GatherError`, an IndexError, where the mask shows a position at which
     it reads outside a table, below 0 too: at once if its tables are on the host, else when it is laid out.
     """
-    compiling = torch.compiler.is_dynamo_compiling()
-    if _compile and not compiling:
+    if _compile and not torch.compiler.is_dynamo_compiling():
         message = "_compile has no effect: the mask is never evaluated on every position"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
     if not isinstance(dq_kv_order, bool):

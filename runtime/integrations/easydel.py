@@ -6,16 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.operations import AttentionMetadata, AttentionRegistry
 from frisket.runtime.operations.operators import CallSizes, sinks_of_heads
-from frisket.runtime.sharding.partition import fitting, names_of
+from frisket.runtime.sharding.partition import fitting, names_of, spec_of
 
 __all__ = ["register"]
-
-_spec: Any = PartitionSpec  # JAX leaves some of its functions untyped
 
 
 def register(name: str = "frisket", operator: str = "frisket") -> type[Any]:
@@ -71,8 +68,7 @@ def register(name: str = "frisket", operator: str = "frisket") -> type[Any]:
             outputs = _attend(self.metadata, operator, query, key, value, call)
             return AttentionOutput(attention_weights=None, attention_outputs=outputs)
 
-    registered: type[Any] = OperationRegistry.register(FrisketAttn)
-    return registered
+    return OperationRegistry.register(FrisketAttn)  # type: ignore[no-any-return]
 
 
 def _attend(theirs: Any, operator: str, query: Any, key: Any, value: Any, call: dict[str, Any]) -> Any:
@@ -95,16 +91,16 @@ def _attend(theirs: Any, operator: str, query: Any, key: Any, value: Any, call: 
 
     def spec(name: str, x: Any) -> Any:
         if name in ("softmax_aux", "dropout_rng"):
-            return _spec(heads) if name == "softmax_aux" else _spec()
+            return spec_of(heads) if name == "softmax_aux" else spec_of()
         rows = batch if jax.tree.leaves(x)[0].shape[0] == lengths.batch else None  # one for all entries is not split
-        return _spec(rows) if name == "segment_ids" else _spec(rows, None if x.shape[1] == 1 else heads)
+        return spec_of(rows) if name == "segment_ids" else spec_of(rows, None if x.shape[1] == 1 else heads)
 
     def local(query: Any, key: Any, value: Any, arrays: dict[str, Any]) -> Any:
         return op(query, key, value, **arrays, **settings).attention_outputs
 
     # A program of EasyDeL's may have a second mesh, for experts. JAX refuses that to operations that it is to split
     # over devices, and not under shard_map.
-    split = _spec(batch, None, heads)
+    split = spec_of(batch, None, heads)
     specs = (split, split, split, {n: spec(n, x) for n, x in arrays.items()})
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split)(query, key, value, arrays)
 

@@ -157,10 +157,10 @@ def attention_fn(
 
 def _refuse_traced(values: Mapping[str, Any]) -> None:
     for name in (n for n, x in values.items() if traced(x)):
-        raise ParameterError(
+        text = (
             f"`{name}` is traced by jax.jit or another transform, and a layer outlives that; name it in the text and "
-            f'give the array with every call of the layer: layer(x, mask={{"{name}": {name}}})'
         )
+        raise ParameterError(f'{text}give the array with every call of the layer: layer(x, mask={{"{name}": {name}}})')
 
 
 @dataclass(frozen=True)
@@ -265,10 +265,8 @@ class AttentionFn:
                 if n in (MASK, BIAS, STEP):
                     raise ParameterError(f"`{n}` is the name of what a layer passes as an array; call it otherwise")
                 if n not in values:
-                    raise ParameterError(
-                        f"`{n}` has no value; give it once, attention_fn(..., {n}=...), or with every call of the "
-                        f'layer: layer(x, mask={{"{n}": ...}})'
-                    )
+                    text = f"`{n}` has no value; give it once, attention_fn(..., {n}=...), or with every call of the "
+                    raise ParameterError(f'{text}layer: layer(x, mask={{"{n}": ...}})')
 
 
 def _refuse(x: Any, name: str, why: str) -> None:
@@ -301,8 +299,7 @@ def _lengths(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], tuple[i
 def _last_seen(mask: Any) -> jax.Array:
     """The last key that an array of a mask shows to anybody: in flax's cache, the one just written."""
     seen = (mask > 0).any(tuple(range(mask.ndim - 1)))
-    last: jax.Array = seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)
-    return last
+    return seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)
 
 
 def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, int, int]) -> tuple[str, Any]:

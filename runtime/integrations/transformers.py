@@ -256,8 +256,7 @@ def cache_of(rest: Mapping[str, Any]) -> Any:
 
 def kind_of(module: Any, rest: Mapping[str, Any]) -> str:
     """The kind of pages that a layer has: those of a sliding window keep no more than it."""
-    kind: str = cache_of(rest).layer_to_allocator[module.layer_idx].layer_type
-    return kind
+    return str(cache_of(rest).layer_to_allocator[module.layer_idx].layer_type)
 
 
 def refuse_without_cache() -> None:
@@ -506,7 +505,7 @@ def watch(name: str) -> None:
             if _check_read not in self._forward_pre_hooks.values():  # one hook, however often the implementation is set
                 self.register_forward_pre_hook(_check_read)
             if computes_itself(type(self)):
-                fallback: str = plain(self, None, is_init_check)
+                fallback = plain(self, None, is_init_check)
                 _warn(type(self), name, f"it has taken {fallback!r}")
                 return fallback
             tables = _by_name(type(self))
@@ -517,8 +516,7 @@ def watch(name: str) -> None:
                 # the model looks its class up by the name, and would end in a KeyError
                 layer_class = classes.setdefault(name, classes[other])
                 _warn(type(self), name, f"its {layer_class.__name__} computes what {other!r} does")
-        implementation: str = plain(self, requested_attention, is_init_check)
-        return implementation
+        return plain(self, requested_attention, is_init_check)
 
     correct.frisket = True  # type: ignore[attr-defined]
     transformers.PreTrainedModel.get_correct_attn_implementation = correct  # type: ignore[method-assign]

@@ -158,8 +158,7 @@ class SymbolicMask:
             raise ParameterError(f"{text}array\n  load it with attn_implementation='eager', or 'sdpa'")
         if "array" not in self.cached:  # one array for all layers
             self.cached["array"] = self.make()
-        tensor: Tensor = self.cached["array"]
-        return tensor
+        return self.cached["array"]  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):  # whoever only asks makes no array
@@ -255,9 +254,7 @@ def symbolic(
         how: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask, "dtype": dtype}
         how |= {"use_vmap": use_vmap, "device": device, "q_offset": q_offset, "kv_offset": kv_offset}
         how |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "allow_is_causal_skip": False}
-        array: Any = (sdpa_mask if bools else eager_mask)(**how)
-        tensor: Tensor = array
-        return tensor
+        return (sdpa_mask if bools else eager_mask)(**how)  # type: ignore[no-any-return]
 
     if getattr(config, "model_type", None) in EXTENDED:
         return make()

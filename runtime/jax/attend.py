@@ -40,8 +40,7 @@ def attend(att: Any, request: CallArgs) -> tuple[Any, ...]:
         raise
     outputs = att.run(call)
     att.check_if_asked(call, outputs)
-    results: tuple[Any, ...] = call.arrays.as_called(*outputs)
-    return results
+    return call.arrays.as_called(*outputs)  # type: ignore[no-any-return]
 
 
 def _at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
@@ -117,8 +116,7 @@ def quickest(name: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: 
     others = (b for b in backends_of("jax") if b.instead == name)
     faster = (b for b in others if b.pays is not None and b.pays(plan, geometry, dtype, narrow))
     fit = (b for b in faster if not (lowerable(b.name) or b.unfit()))
-    none: frozenset[str] = frozenset()
-    return next((b.name for b in fit if not _reason(b, plan, geometry, dtype, shapes, none)), name)
+    return next((b.name for b in fit if not _reason(b, plan, geometry, dtype, shapes, frozenset())), name)
 
 
 def quickest_of(name: str, plan: Plan, geometry: Geometry, dtype: str, options: Options) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 from numpy.typing import NDArray
 
 import frisket
@@ -43,7 +43,7 @@ from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.plans.device import DevicePlanSpec, FlatPlan
 from frisket.runtime.plans.host import Plan
-from frisket.runtime.sharding.partition import fitting
+from frisket.runtime.sharding.partition import fitting, spec_of
 
 from .attend import backend_on, check_platform, executor, quickest
 
@@ -363,7 +363,6 @@ class RepeatedSpans:
 
 _auto_axes: Any = jax.sharding.auto_axes  # JAX leaves some of its functions untyped
 _reshard: Any = jax.sharding.reshard
-_spec: Any = PartitionSpec
 
 
 def take(x: jax.Array, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> jax.Array:
@@ -381,7 +380,7 @@ def take(x: jax.Array, index: Index, axis: int, inverse: Index | None = None, sc
         return _gather(index, inverse, axis)(reverse_only({"x": x})["x"])  # type: ignore[no-any-return]
     spec = [*have.spec, *[None] * (x.ndim - len(have.spec))]
     spec[axis] = fitting(have.mesh.shape, spec[axis], len(index))
-    return _auto_axes(gather, out_sharding=NamedSharding(have.mesh, _spec(*spec)))(x)  # type: ignore[no-any-return]
+    return _auto_axes(gather, out_sharding=NamedSharding(have.mesh, spec_of(*spec)))(x)  # type: ignore[no-any-return]
 
 
 def _gather(index: Index, inverse: Index, axis: int) -> Any:
@@ -439,5 +438,5 @@ def placed(x: Any, like: Any = None) -> Any:
     have: Any = jax.typeof(x).sharding
     if AxisType.Explicit not in have.mesh.axis_types:
         return x
-    spec: Any = _spec() if like is None else jax.typeof(like).sharding.spec
+    spec: Any = spec_of() if like is None else jax.typeof(like).sharding.spec
     return _reshard(x, NamedSharding(have.mesh, spec))

@@ -72,8 +72,7 @@ class Tiling:
         self._analysis: Analysis | None = None
 
     def _analyse(self, *, transposed: bool) -> Analysis:
-        scope = self.scope()
-        return analyse(self.mask, self.problem, self.block, scope, look=self.look, transposed=transposed)
+        return analyse(self.mask, self.problem, self.block, self.scope(), look=self.look, transposed=transposed)
 
     # -- tiles ------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from frisket.runtime.calls.options import rate_of
 from frisket.runtime.machine.caller import warn_once
 from frisket.runtime.modeling.layers import create_mesh, repeat_kv_bsnh
 from frisket.runtime.sharding import partition
-from frisket.runtime.sharding.partition import EMPTY_VAL, PartitionAxis, PartitionManager
+from frisket.runtime.sharding.partition import EMPTY_VAL, PartitionAxis, PartitionManager, spec_of
 
 Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what JSON has, and back
 
@@ -517,9 +517,6 @@ class AttentionRegistry(OperationRegistry):
         return super().register(OperationRegistry.register(impl_cls))
 
 
-_spec: Any = PartitionSpec
-
-
 class AttentionImpl(BaseOperation, ABC):
     """Attention under a name: `AttentionRegistry.create(name, metadata)`; subclasses write `forward_native`.
 
@@ -534,9 +531,9 @@ class AttentionImpl(BaseOperation, ABC):
     (1, 64, 4, 16)
     >>> op.get_impl_name(), op.get_impl_metadata().softmax_scale, op.current_backend() == jax.default_backend()
     (('frisket', 'blocksparse', 'sdpa', 'flash_attn2'), 0.125, True)
-    >>> op.create_stable_sharding(_spec("dp", "sp", "tp"), [0, 2])
+    >>> op.create_stable_sharding(spec_of("dp", "sp", "tp"), [0, 2])
     P('dp', None, 'tp')
-    >>> op.placed(q, _spec("dp")) is q  # without a mesh
+    >>> op.placed(q, spec_of("dp")) is q  # without a mesh
     True
     """
 
@@ -592,7 +589,7 @@ class AttentionImpl(BaseOperation, ABC):
             wrong = [i for i, axis in keep.items() if not 0 <= axis < min(rank, len(source))]
             if wrong:
                 raise ShapeError(f"index {wrong[0]} is no axis of {state_ps}{f' and {clone_ps}' if clone_ps else ''}")
-            state_ps = _spec(*(source[i] if i in keep.values() else None for i in range(rank)))
+            state_ps = spec_of(*(source[i] if i in keep.values() else None for i in range(rank)))
         if tensor is None or self.metadata.mesh is None:
             return state_ps
         return self.metadata.partition_manager.fit(state_ps, tensor.shape, self.metadata.mesh)

@@ -110,11 +110,11 @@ def problem(lengths: CallSizes, args: OperatorArgs, called: Sequence[str]) -> Op
     elif not has_origin and align != "start" and (ahead := lengths.kv_len - lengths.q_len):
         reach = [n for n in (*([0] if args.causal else []), *_sides(args.window)[1:]) if n >= 0]  # keys after a query
         if align is None and reach and ahead + min(reach) < 0:
-            raise ParameterError(
+            text = (
                 f"{lengths.q_len} queries and {lengths.kv_len} keys: causal and sliding_window place the last query at "
-                f"the last key, so {min(-ahead - min(reach), lengths.q_len)} queries see no key\n"
-                "  align='start' places query 0 at key 0; align='end' says that it is meant"
             )
+            text += f"the last key, so {min(-ahead - min(reach), lengths.q_len)} queries see no key\n"
+            raise ParameterError(f"{text}  align='start' places query 0 at key 0; align='end' says that it is meant")
         flags = [m.at(q=f"q + {ahead}") for m in flags]
     masks += flags
     if args.segment_ids is not None:

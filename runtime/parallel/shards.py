@@ -186,8 +186,7 @@ class _Rewriter:
         change = {}
         for n in walk(e):
             if n.op == "lookup" and n.name in self.where.split:
-                split_axes = self.where.split[n.name]
-                at = tuple(place(a.name) if i in split_axes else a for i, a in enumerate(n.args))
+                at = tuple(place(a.name) if i in self.where.split[n.name] else a for i, a in enumerate(n.args))
                 change[n] = lookup(n.name, at, n.type)
         return substitute(e, change)
 

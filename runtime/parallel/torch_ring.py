@@ -516,8 +516,7 @@ class _Gather(torch.autograd.Function):
         every = [torch.empty_like(mine) if r != wire.rank else mine for r in range(wire.size)]
         others = [r for r in range(wire.size) if r != wire.rank]
         wire.start([(r, mine) for r in others], [(r, every[r]) for r in others])()
-        table: Tensor = deal.unpermute(torch.cat(every, axis), axis)
-        return table
+        return deal.unpermute(torch.cat(every, axis), axis)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
@@ -571,8 +570,7 @@ def _agree(
     (q, k, v), (variant, sizes) = qkv, options
     flows = [x.requires_grad for x in qkv], sinks is not None, torch.is_grad_enabled()
     kinds = {n: _kind(x) for n, x in sorted(params.items())}
-    shards = att.shards
-    agreed = shards.setdefault("agreed", WeakKeyDictionary()).setdefault(wire.group, set())
+    agreed = att.shards.setdefault("agreed", WeakKeyDictionary()).setdefault(wire.group, set())
     key = str((deal.digest, q.shape, k.shape, v.shape, q.dtype, variant, sizes, flows, kinds))
     if key in agreed:  # texts take longer than this
         return
