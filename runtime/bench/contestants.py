@@ -585,7 +585,7 @@ def first_calls(
     contests: list[Contest], stage: Stage, device: str, families: Collection[str] | None = None
 ) -> Iterator[Firsts]:
     """`contests` are one mask at several lengths, the first of them the one that is met first."""
-    chosen = [c for c in stage.contestants if c.ours or families is None or c.family in families]
+    chosen = stage.chosen(families)
     lengths = tuple(c.sizes.q_len for c in contests)
     firsts = Firsts(contests[0], stage.name, tuple(c.name for c in chosen if c.ours), lengths, machine=stage.machine)
     for c in chosen:

@@ -274,6 +274,9 @@ class Stage:
     rest: float = 0.0  # seconds before each call, where one gives memory back after it has answered
     machine: Mapping[str, Any] = field(default_factory=dict)
 
+    def chosen(self, families: Collection[str] | None) -> list[Contestant]:
+        return [c for c in self.contestants if c.ours or families is None or c.family in families]
+
 
 def standard(sizes: Sizes) -> list[Contest]:
     """The masks that are raced where nobody names one: causal, a window, packed documents, score mods, an image."""
@@ -300,7 +303,7 @@ ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of the largest
 
 @dataclass
 class ContestResult:
-    """What there is of one contest on one stage: who is ours, who is out and why, what is done just now."""
+    """The result of a contest on a stage: who is ours, who is out and why, what is done just now."""
 
     contest: Contest
     stage: str
@@ -342,7 +345,7 @@ class Race(ContestResult):
 
 def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] | None = None) -> Iterator[Race]:
     """The race after every step. `families` are the peers that take part, None for all."""
-    chosen = [c for c in stage.contestants if c.ours or families is None or c.family in families]
+    chosen = stage.chosen(families)
     race = Race(contest, stage.name, tuple(c.name for c in chosen if c.ours), rounds, machine=stage.machine)
     calls: dict[str, Call] = {}
     results: dict[str, Any] = {}

@@ -317,7 +317,7 @@ class ShardedKVCache(JaxCache):
     `append` writes only on the device that owns a position, and sends nothing. `attend` runs on every device over its
     positions, and merges results by collectives of the size of out: one maximum and two sums. Queries and new tokens
     are whole on every device of `axis`; `batch_axis` and `head_axis` name mesh axes, one or several, that split the
-    batch and the heads too: `batch_axis=("dp", "fsdp"), axis="sp", head_axis="tp"` is the layout `spec_of(("dp", "fsdp"),
+    batch and the heads too: `batch_axis=("dp", "fsdp"), axis="sp", head_axis="tp"` is the layout `P(("dp", "fsdp"),
     "sp", "tp", None)`. Tables of masks and score mods are whole on every device, and are read at global b, h, q and k.
     """
 

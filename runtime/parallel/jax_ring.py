@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,8 @@ def attend(
         values = {"seed": seed, "sinks": sinks, **params}
         return _over(mesh, local, (spec, tables), (q, k, v), values, (spec, rows) if return_lse else spec)
     _check(q, k, deal, axis, variant)
-    shard = shard_of(att, q, ShardAxes(deal, axis, variant == "all-gather", axes, parts), params)
+    bound_att, known = bind_host_values(att, parts, params)
+    shard = Shard(bound_att, deal, axis, variant == "all-gather", axes, parts, known, (q.shape[0], q.shape[2]))
     check_covered(shard.att.program, deal, shard.values, *shard.whole_sizes)
     agree(_agreed_values(shard, q, k, v, variant))
     arrays = {"q": q, "k": k, "v": v, **shard.values}
@@ -383,7 +384,7 @@ def size(axes: Axes) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A call as one device of a mesh axis computes it. `shard_of` makes it; the rings of `jax_ring` call its `forward`
+    """A call as one device of a mesh axis computes it. `attend` makes it; the rings of `jax_ring` call its `forward`
     and `backward` with the keys that have come."""
 
     att: Attention  # the caller's attention, with the values that the host knows
@@ -510,27 +511,15 @@ class Shard:
         return grads["q"], dfloats, dmoving | {"k": grads["k"], "v": grads["v"]}
 
 
-class ShardAxes(NamedTuple):
-    """How a call is split over devices: the deal, and the axes that split tokens, batch and heads, and tables.
-
-    `whole`: every device has all keys."""
-
-    deal: Deal
-    axis: str
-    whole: bool
-    axes: tuple[Axes, Axes]
-    split: dict[str, tuple[int, ...]]
-
-
-def shard_of(att: Attention, q: Any, axes: ShardAxes, params: dict[str, Any]) -> Shard:
-    """The shard of a call: values of the host are bound, the others stay what they are."""
-    split = axes.split
+def bind_host_values(
+    att: Attention, split: Mapping[str, tuple[int, ...]], params: dict[str, Any]
+) -> tuple[Attention, Arrays]:
+    """`att` with the values that the host knows, and the tables and numbers that gradients or traces may depend on."""
     host, device_values = split_host_device({**att.traced, **params}, None, att.program.learnable, "jax")
     device_values |= {n: host.pop(n) for n in split if n in host}
     check_names(att.program, {**host, **device_values}, split)
     program = att.program.without(device_values).bind(host).fixed()
-    arrays = {n: jnp.asarray(x) for n, x in device_values.items()}
-    return Shard(Attention(program, att.options), *axes, arrays, (q.shape[0], q.shape[2]))
+    return Attention(program, att.options), {n: jnp.asarray(x) for n, x in device_values.items()}
 
 
 PATIENCE = 300  # seconds, as jax.distributed waits for processes to come
