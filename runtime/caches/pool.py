@@ -404,10 +404,8 @@ def seated(pool: PagePool, sequences: Sequence[Any], new: Any, cache: PagedRows)
         _agree(pool, s, tokens - more, more, sat)
         for i in its[(tokens - more) // page :] if more else ():
             if i in written:
-                text = (
-                    f"rows of {written[i]!r} and {s!r} would write new tokens into one page; append them to the pool "
-                )
-                text += f"after the fork, or let it copy the page: copies = pool.own({{{s!r}: {tokens - more}}})"
+                text = f"rows of {written[i]!r} and {s!r} would write new tokens into one page; append them to the "
+                text += f"pool after the fork, or let it copy the page: copies = pool.own({{{s!r}: {tokens - more}}})"
                 raise ShapeError(text)
             written[i] = s
         known = pool.sequence_table.entries[s]
@@ -451,13 +449,9 @@ def _agree(pool: PagePool, s: Any, expected: int, more: int, sat: dict[Any, tupl
 
 
 def _ahead(s: Any, b: int, tokens: int, expected: int, more: int) -> ShapeError:
-    text = (
-        f"row {b} holds {tokens} tokens of the sequence {s!r}, and the pool counts {expected + more}, {more} of them "
-    )
-    text += (
-        "new\n  append them to the pool before the cache, and say by `new` how many are still to be written; to drop "
-    )
-    return ShapeError(f"{text}tokens: pool.truncate({s!r}, {expected})")
+    text = f"row {b} holds {tokens} tokens of the sequence {s!r}, and the pool counts {expected + more}, {more} of "
+    text += "them new\n  append them to the pool before the cache, and say by `new` how many are still to be written; "
+    return ShapeError(f"{text}to drop tokens: pool.truncate({s!r}, {expected})")
 
 
 def refuse_shared(starts: Any, counts: Any, first_owned: Any) -> None:

@@ -172,10 +172,8 @@ def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, tr
     if len(cost) and cost[-1] > BUDGET:
         row = int(runs.row[np.argmax(cost > BUDGET)])
         where = "key" if transposed else "query"
-        text = (
-            f"the border of the mask is {int(cost[-1]):,} elements, more than the {BUDGET:,} that an export looks at; "
-        )
-        text += f"the limit is met at {where} {row * _FINE + int(small.q[0])}\n  ask for a smaller crop, or for "
+        text = f"the border of the mask is {int(cost[-1]):,} elements, more than the {BUDGET:,} that an export looks "
+        text += f"at; the limit is met at {where} {row * _FINE + int(small.q[0])}\n  ask for a smaller crop, or for "
         raise ExportError(f"{text}to_block_mask() or to_fa4(), which hold tiles only")
     per_row = np.bincount(runs.row, weights=width, minlength=small.rows).cumsum() * _FINE**2
     row = 0
@@ -445,10 +443,9 @@ def exact_lists(layout: Tiling, device: Any, *, separate: bool) -> list[Lists]:
     """Lists of partial and of full tiles, by rows and then by columns; of all together unless `separate`."""
     if not layout.exact:
         text = "tiles were left undecided when the budget was spent (exact is False), so the lists would not be those "
-        text += (
-            f"of create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n  ask for layout(..., "
-        )
-        raise ExportError(f"{text}exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() take it as it is")
+        text += f"of create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n"
+        text += "  ask for layout(..., exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() "
+        raise ExportError(f"{text}take it as it is")
     return both_ways(layout, device, "rest", "BlockMask", separate=separate)
 
 

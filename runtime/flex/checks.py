@@ -321,10 +321,8 @@ def check_promises(promises: tuple[str, ...], att: Attention, block_mask: Any, q
         empty_rows = att.mask.empty_rows(q_len, key.shape[2], batch=b, heads=h)
         if empty_rows:
             at = empty_rows.witness
-            text = (
-                f"ROWS_GUARANTEED_SAFE is not so: query {at[2]} of batch entry {at[0]} and head {at[1]} sees no key\n"
-            )
-            text += "  leave it out: frisket finds out by itself, and pays for such rows only where they can be"
+            text = f"ROWS_GUARANTEED_SAFE is not so: query {at[2]} of batch entry {at[0]} and head {at[1]} sees no "
+            text += "key\n  leave it out: frisket finds out by itself, and pays for such rows only where they can be"
             raise KernelOptionError(text)
     if "BLOCKS_ARE_CONTIGUOUS" in promises and block_mask is not None:
         _check_contiguous(block_mask)

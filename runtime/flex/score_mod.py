@@ -329,10 +329,8 @@ def check_total(block_mask: Any, q: Tensor, k: Tensor) -> None:
     """Refuse a mask that is not one of the packed tokens."""
     lengths = tuple(getattr(block_mask, "shape", ())[-2:])
     if lengths and lengths != (q.shape[2], k.shape[2]):
-        text = (
-            f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, the nested tensors hold {q.shape[2]} and "
-        )
-        text += f"{k.shape[2]} tokens\n  make it for them: create_nested_block_mask(mask_mod, 1, 1, query, key)"
+        text = f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, the nested tensors hold {q.shape[2]} "
+        text += f"and {k.shape[2]} tokens\n  make it for them: create_nested_block_mask(mask_mod, 1, 1, query, key)"
         raise ShapeError(text)
 
 

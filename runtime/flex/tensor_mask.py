@@ -72,13 +72,9 @@ class TensorMask:
         """A key that changes with the tensors: equal as long as nothing was written to them."""
         for x, version in self.read:
             if version_of(x, wait=True) != version:
-                text = (
-                    f"a tensor of {x.dtype} {list(x.shape)} has changed since the mask was traced, and its values are "
-                )
-                text += (
-                    "part of the traced expression\n  make the mask again; lookups, `x[q_idx]`, are read at every use"
-                )
-                raise ParameterError(text)
+                text = f"a tensor of {x.dtype} {list(x.shape)} has changed since the mask was traced, and its values "
+                text += "are part of the traced expression\n  make the mask again; lookups, `x[q_idx]`, are read at "
+                raise ParameterError(f"{text}every use")
         return tuple(map(version_of, self.tensors.values()))
 
     @property

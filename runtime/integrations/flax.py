@@ -157,10 +157,9 @@ def attention_fn(
 
 def _refuse_traced(values: Mapping[str, Any]) -> None:
     for name in (n for n, x in values.items() if traced(x)):
-        text = (
-            f"`{name}` is traced by jax.jit or another transform, and a layer outlives that; name it in the text and "
-        )
-        raise ParameterError(f'{text}give the array with every call of the layer: layer(x, mask={{"{name}": {name}}})')
+        text = f"`{name}` is traced by jax.jit or another transform, and a layer outlives that; name it in the text "
+        text += "and give the array with every call of the layer: "
+        raise ParameterError(f'{text}layer(x, mask={{"{name}": {name}}})')
 
 
 @dataclass(frozen=True)

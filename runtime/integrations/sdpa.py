@@ -94,10 +94,8 @@ def sdpa(
             raise ParameterError(f"{name} is {type(x).__name__}; frisket.sdpa takes tensors of torch")
     if query.is_nested or key.is_nested or value.is_nested:
         if attn_mask is not None:
-            words = (
-                "attn_mask is given, and q, k and v are nested tensors, which see their own sequence alone\n  leave it "
-            )
-            words += "out, give is_causal=True, or write the mask as a text: frisket.attention(q, k, v, text)"
+            words = "attn_mask is given, and q, k and v are nested tensors, which see their own sequence alone\n  "
+            words += "leave it out, give is_causal=True, or write the mask as a text: frisket.attention(q, k, v, text)"
             raise ParameterError(words)
         return attend(query, key, value, text, None, scale, enable_gqa, dropout=rate, **values)  # type: ignore[no-any-return]
     q, k, v, lead = _four_axes(query, key, value, enable_gqa)

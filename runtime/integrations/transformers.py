@@ -449,10 +449,8 @@ def _values(config: Any, params: Mapping[str, Any] | None, names: list[str]) -> 
     values = {**(getattr(config, "frisket_params", None) or {}), **(params or {})}
     unused = [n for n in values if n not in names]
     if unused and not isinstance(getattr(config, "frisket_mask", None), dict):  # another layer's may read it
-        text = (
-            f"`{unused[0]}` is in frisket_params, and neither frisket_mask nor frisket_score of the config reads it; "
-        )
-        raise ParameterError(f"{text}the names there are {', '.join(sorted(names)) or 'none'}")
+        text = f"`{unused[0]}` is in frisket_params, and neither frisket_mask nor frisket_score of the config reads "
+        raise ParameterError(f"{text}it; the names there are {', '.join(sorted(names)) or 'none'}")
     return {n: x for n, x in values.items() if n in names}
 
 
@@ -469,11 +467,9 @@ def _check_place(text: str, values: Mapping[str, Any], symbolic: SymbolicMask, h
     _, _, q, k = symbolic.origin
     full = whole((0, 0, q, k), (symbolic.batch, heads, symbolic.q_len, symbolic.kv_len))
     if user_mask.layout(symbolic.q_len, k, symbolic.batch, heads, origin=(0, 0, q, 0), sizes=full).visible_pairs:
-        message = (
-            f"config.frisket_mask shows query {q} keys before {k}, which the cache of this sliding-window layer has "
-        )
-        message += f"dropped: {text}\n  give past_key_values=transformers.DynamicCache(), which keeps all, or raise "
-        raise ParameterError(f"{message}config.sliding_window")
+        message = f"config.frisket_mask shows query {q} keys before {k}, which the cache of this sliding-window layer "
+        message += f"has dropped: {text}\n  give past_key_values=transformers.DynamicCache(), which keeps all, or "
+        raise ParameterError(f"{message}raise config.sliding_window")
 
 
 def check_fields(names: Iterable[str], where: str) -> None:
@@ -557,9 +553,8 @@ def _asks(names: dict[str, Any]) -> bool:
 
 def _modules(kind: type) -> list[dict[str, Any]]:
     """The namespaces of the Python modules that define a model's class and its bases among models."""
-    bases = [
-        c for c in kind.__mro__ if issubclass(c, transformers.PreTrainedModel) and c is not transformers.PreTrainedModel
-    ]
+    base = transformers.PreTrainedModel
+    bases = [c for c in kind.__mro__ if issubclass(c, base) and c is not base]
     return [vars(sys.modules[n]) for n in dict.fromkeys(c.__module__ for c in bases) if n in sys.modules]
 
 

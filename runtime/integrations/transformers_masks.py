@@ -307,10 +307,8 @@ def dense(array: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
         text += "  give an axis its length there, or 1; or a 2-D attention_mask, 0 where tokens are padding"
         raise ShapeError(text)
     if not array.is_floating_point() and array.dtype != torch.bool:
-        text = (
-            f"attention_mask is {_kind(array)}; with 4 axes it is Bools, True where a key is visible, or Floats that "
-        )
-        raise ParameterError(f"{text}are added to scores, 0 where a key is visible")
+        text = f"attention_mask is {_kind(array)}; with 4 axes it is Bools, True where a key is visible, or Floats "
+        raise ParameterError(f"{text}that are added to scores, 0 where a key is visible")
     index = ", ".join([x if n > 1 else "0" for x, n in zip(POSITIONS, array.shape)])
     if array.is_floating_point() and array.is_cpu and not torch.compiler.is_compiling() and not array.requires_grad:
         hidden = array <= torch.finfo(array.dtype).min

@@ -110,10 +110,8 @@ def problem(lengths: CallSizes, args: OperatorArgs, called: Sequence[str]) -> Op
     elif not has_origin and align != "start" and (ahead := lengths.kv_len - lengths.q_len):
         reach = [n for n in (*([0] if args.causal else []), *_sides(args.window)[1:]) if n >= 0]  # keys after a query
         if align is None and reach and ahead + min(reach) < 0:
-            text = (
-                f"{lengths.q_len} queries and {lengths.kv_len} keys: causal and sliding_window place the last query at "
-            )
-            text += f"the last key, so {min(-ahead - min(reach), lengths.q_len)} queries see no key\n"
+            text = f"{lengths.q_len} queries and {lengths.kv_len} keys: causal and sliding_window place the last query "
+            text += f"at the last key, so {min(-ahead - min(reach), lengths.q_len)} queries see no key\n"
             raise ParameterError(f"{text}  align='start' places query 0 at key 0; align='end' says that it is meant")
         flags = [m.at(q=f"q + {ahead}") for m in flags]
     masks += flags
@@ -187,11 +185,9 @@ def _table(tables: dict[str, Any], name: str, x: Any, lengths: CallSizes, has_or
     places.setdefault(("h", lengths.kv_heads), f"h // {group}")  # with as many key heads as heads it is h itself
     index = [places.get(axis) for axis in zip(axes, x.shape, strict=False)]
     if not axes or None in index:
-        text = (
-            f"the {name.replace('_', ' ')} is {list(x.shape)} for (batch, heads, q_len, kv_len) = {(*lengths[:4],)}; "
-        )
-        text += "it has these axes, or batch, q_len and kv_len, or batch and kv_len, each of its length or 1\n"
-        raise ShapeError(f"{text}  heads may be the {lengths.kv_heads} key heads")
+        text = f"the {name.replace('_', ' ')} is {list(x.shape)} for (batch, heads, q_len, kv_len) = "
+        text += f"{(*lengths[:4],)}; it has these axes, or batch, q_len and kv_len, or batch and kv_len, each of its "
+        raise ShapeError(f"{text}length or 1\n  heads may be the {lengths.kv_heads} key heads")
     tables[name] = x
     return f"{name}[{', '.join(map(str, index))}]"
 

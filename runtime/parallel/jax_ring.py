@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -511,9 +511,7 @@ class Shard:
         return grads["q"], dfloats, dmoving | {"k": grads["k"], "v": grads["v"]}
 
 
-def bind_host_values(
-    att: Attention, split: Mapping[str, tuple[int, ...]], params: dict[str, Any]
-) -> tuple[Attention, Arrays]:
+def bind_host_values(att: Attention, split: Collection[str], params: dict[str, Any]) -> tuple[Attention, Arrays]:
     """`att` with the values that the host knows, and the tables and numbers that gradients or traces may depend on."""
     host, device_values = split_host_device({**att.traced, **params}, None, att.program.learnable, "jax")
     device_values |= {n: host.pop(n) for n in split if n in host}
