@@ -255,16 +255,6 @@ def _flash(device: str, contest: Contest) -> Call:
     return _call(contest, device, partial(flash_attn_func, causal=not contest.everything, **inside), swap=True)
 
 
-def warm_up(device: str) -> None:
-    """Run the work that torch does once in a process, whoever computes first."""
-    import torch
-
-    x = torch.randn(1, 1, 64, 16, device=device)
-    torch.nn.functional.scaled_dot_product_attention(x, x, x)
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 REST = 0.1  # arrays of every pair go back to the system after an answer: 60 ms that are nobody else's
 
 
@@ -522,7 +512,12 @@ def timed(
 def warm_up_stage(stage_name: str, device: str) -> None:
     """Run the work that a framework does once in a process, whoever computes first."""
     if stage_name == "torch":
-        warm_up(device)
+        import torch
+
+        x = torch.randn(1, 1, 64, 16, device=device)
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        if device == "cuda":
+            torch.cuda.synchronize()
     else:
         import jax
 

@@ -231,7 +231,7 @@ class RingKVCache(JaxCache):
         batch, new = q.shape[:2]
         # a chunk may have overwritten keys that it sees
         positions.require_room(att, self.window, new, params)
-        where = positions.ring(self.window) if counts is None else positions.ring_padded(self.window)
+        where = positions.ring(self.window, padded=counts is not None)
         tables = {positions.START: self.lengths - counted(counts, batch, new), positions.END: self.lengths}
         return call(att, where, q, self.arrays, tables, params)
 

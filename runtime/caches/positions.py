@@ -86,14 +86,12 @@ REQUESTS = PositionMap(f"{AT}[q]", f"k - {SHIFT}[q]", f"k >= {LOW}[q] & k < {HIG
 STEPS = PositionMap(f"{AT}[b]", f"k - {SHIFT}[b]", f"k >= {LOW}[b] & k < {HIGH}[b]")
 
 
-def ring(slots: int) -> PositionMap:
-    """A ring of the last `slots` tokens: slot s holds the last position p < cache_end with p = s (mod slots)."""
-    return PositionMap(APPENDED.q, f"{END}[b] - 1 - ({END}[b] - 1 - k) % {slots}", APPENDED.seen)
+def ring(slots: int, padded: bool = False) -> PositionMap:
+    """A ring of the last `slots` tokens: slot s holds the last position p < cache_end with p = s (mod slots).
 
-
-def ring_padded(slots: int) -> PositionMap:
-    """PositionMap of a ring cache where queries past the last of a sequence see nothing."""
-    return PositionMap(APPENDED.q, ring(slots).k, PADDED.seen)
+    `padded`: queries past the last of a sequence see nothing."""
+    seen = PADDED.seen if padded else APPENDED.seen
+    return PositionMap(APPENDED.q, f"{END}[b] - 1 - ({END}[b] - 1 - k) % {slots}", seen)
 
 
 def ring_before(slots: int) -> PositionMap:

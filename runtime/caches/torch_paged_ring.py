@@ -294,7 +294,7 @@ class RingKVCache(TorchCache):
         return None if first is None or first % self.window + new > self.window else first % self.window
 
     def _places(self, padded: bool) -> PositionMap:
-        return positions.ring_padded(self.window) if padded else positions.ring(self.window)
+        return positions.ring(self.window, padded)
 
     def _sizes(self, q: Tensor) -> Any:
         return None  # masks that read lengths are refused

@@ -165,16 +165,6 @@ def check_on(device: torch.device, **tensors: Any) -> None:
             raise ShapeError(f"{name} is on {x.device}, the cache on {device}; move one of them")
 
 
-def check_new(k: Tensor, v: Tensor, batch: int, kv_heads: int, head_dim: int, v_dim: int, device: torch.device) -> int:
-    """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim] and v."""
-    check_on(device, k=k, v=v)
-    new = positions.check_new(k, v, "bhsd", batch, kv_heads, head_dim, v_dim)
-    for name, x in (("k", k), ("v", v)):
-        if x.requires_grad and torch.is_grad_enabled():
-            raise BackwardError(f"{name} requires a gradient, and none flows through a cache: {name}.detach()")
-    return new
-
-
 def ancestors(parents: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """(whether node j is node i or above it, bool [..., n, n]; depths int32 [..., n]) of trees whose node i hangs below
     parents[..., i], -1 for a root; a root has depth 0."""
@@ -363,7 +353,12 @@ class TorchCache(nn.Module):
 
     def _new(self, k: Tensor, v: Tensor) -> int:
         """How many tokens a sequence k and v bring. Raises where they are none for this cache."""
-        return check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, self.k.device)
+        check_on(self.k.device, k=k, v=v)
+        new = positions.check_new(k, v, "bhsd", self.batch, self.kv_heads, self.head_dim, self.v_dim)
+        for name, x in (("k", k), ("v", v)):
+            if x.requires_grad and torch.is_grad_enabled():
+                raise BackwardError(f"{name} requires a gradient, and none flows through a cache: {name}.detach()")
+        return new
 
     def _store(self, k: Tensor, v: Tensor, new: int, counts: Any) -> Self:
         """`append`, of tokens that fit."""

@@ -8,7 +8,7 @@ in its place, which holds the expression of that graph as a text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,26 +46,13 @@ Mod = TensorMask | None
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # (out, lse, max)
 
 
-class GraphArgs(NamedTuple):
-    """The arguments of an operator of a graph, as Dynamo writes them."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    score_mod: Any
-    masks: tuple[Any, ...]
-    unused: None
-    request: Any
-    score_values: tuple[Any, ...] = ()
-    mask_values: tuple[Any, ...] = ()
-
-
 class FlexAttentionOp(HigherOrderOperator):
     """A call of flex_attention, as Dynamo writes it: score_mod and mask_mod are graphs, what they captured is last."""
 
     def __call__(self, *arguments: Any) -> Any:
         """Whatever mode is on sees the operator that this is in the end, and nothing of this one."""
-        query, key, value, score_mod, masks, _, request, score_values, mask_values = GraphArgs(*arguments)
+        query, key, value, score_mod, masks, _, request, *captured = arguments
+        score_values, mask_values = captured or ((), ())
         mod = over_graph(score_mod, score_values, "score")
         if request["text"] is not None:
             visible = TensorMask(program(request["text"]).mask.expr, request["values"])  # type: ignore[union-attr]
@@ -85,8 +72,8 @@ class BlockMaskOp(HigherOrderOperator):
     """The tiles of a mask that a graph made, as Dynamo writes it: arguments as those of `FlexAttentionOp`."""
 
     def __call__(self, *arguments: Any) -> Any:
-        query, _, _, _, masks, _, request, _, mask_values = GraphArgs(*arguments)
-        visible = over_graph(masks[-1], mask_values, "mask")
+        query, _, _, _, masks, _, request, *captured = arguments
+        visible = over_graph(masks[-1], captured[-1] if captured else (), "mask")
         if request["text"] is not None:
             visible = TensorMask(program(request["text"]).mask.expr, {})  # type: ignore[union-attr]
         # numbers are part of the program, tensors and open sizes are inputs of the operator
