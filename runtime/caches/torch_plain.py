@@ -304,7 +304,7 @@ class TorchCache(nn.Module):
     def known(self) -> Known:
         """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
         # a buffer on a CPU is read without waiting
-        return self.lengths.tolist() if self.lengths.is_cpu else self._host  # type: ignore[no-any-return]
+        return self.lengths.tolist() if self.lengths.is_cpu else self._host
 
     # -- what the kinds of caches differ in ---------------------------------------------------------------------
 

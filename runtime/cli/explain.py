@@ -214,8 +214,8 @@ def plot(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     data = {"file": str(path), "bytes": bytes_, "counts": vars(layout.counts), "exact": layout.exact}
     if program.score is not None:
         data["score"] = {"text": str(program.score), "hides": program.hidden_by_score is not None}
-    lines = [("written", f"{path}, {show.size(bytes_)}"), ("tiles", show.tiles(layout)), ("score", scored(program))]
-    return answers.CommandResult(data, answers.rows(lines))
+    lines = answers.rows([("written", f"{path}, {show.size(bytes_)}"), ("tiles", show.tiles(layout))])
+    return answers.CommandResult(data, [*lines, *answers.rows([("score", scored(program))])])
 
 
 def titled(program: Program) -> str:

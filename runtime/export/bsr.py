@@ -202,7 +202,7 @@ def to_splash(layout: Tiling, fused: bool = False) -> Splash:
         data_next, mask_next, block_mask = (_small(x) for x in arrays)
         cut = np.ascontiguousarray(partial.swapaxes(-1, -2) if dkv else partial)
         blocks, ids = (cut, mask_next) if len(cut) else (None, None)
-        walk = {"data_next": data_next, "mask_next": ids, "block_mask": block_mask}
+        walk: dict[str, Any] = {"data_next": data_next, "mask_next": ids, "block_mask": block_mask}
         return MaskInfo(**walk, partial_mask_blocks=blocks, q_sequence=None)
 
     return Splash(info(False, True), info(True, not fused), (int(layout.block[0]), int(layout.block[1])))

@@ -264,8 +264,10 @@ class AttentionFn:
                 if n in (MASK, BIAS, STEP):
                     raise ParameterError(f"`{n}` is the name of what a layer passes as an array; call it otherwise")
                 if n not in values:
-                    text = f"`{n}` has no value; give it once, attention_fn(..., {n}=...), or with every call of the "
-                    raise ParameterError(f'{text}layer: layer(x, mask={{"{n}": ...}})')
+                    message = (
+                        f"`{n}` has no value; give it once, attention_fn(..., {n}=...), or with every call of the "
+                    )
+                    raise ParameterError(f'{message}layer: layer(x, mask={{"{n}": ...}})')
 
 
 def _refuse(x: Any, name: str, why: str) -> None:
@@ -298,7 +300,7 @@ def _lengths(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], tuple[i
 def _last_seen(mask: Any) -> jax.Array:
     """The last key that an array of a mask shows to anybody: in flax's cache, the one just written."""
     seen = (mask > 0).any(tuple(range(mask.ndim - 1)))
-    return seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)
+    return seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)  # type: ignore[no-any-return]
 
 
 def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, int, int]) -> tuple[str, Any]:

@@ -254,7 +254,7 @@ def symbolic(
         how: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask, "dtype": dtype}
         how |= {"use_vmap": use_vmap, "device": device, "q_offset": q_offset, "kv_offset": kv_offset}
         how |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "allow_is_causal_skip": False}
-        return (sdpa_mask if bools else eager_mask)(**how)  # type: ignore[no-any-return]
+        return (sdpa_mask if bools else eager_mask)(**how)  # type: ignore[return-value]
 
     if getattr(config, "model_type", None) in EXTENDED:
         return make()

@@ -168,7 +168,7 @@ class ServedLayer:
             read = {name: x for name, x in tables.items() if name in paged_att.program.names}
             values: dict[str, Any] = read | self.values
             batch.plans[key] = paged_att.plan(q_len, pages.shape[1] * k.shape[2], n, heads, **values)
-        return paged_att(q, k, v, plan=batch.plans[key], pages=pages, sinks=sinks)  # type: ignore[no-any-return]
+        return paged_att(q, k, v, plan=batch.plans[key], pages=pages, sinks=sinks)
 
 
 def write(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

@@ -137,7 +137,7 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
     if not traced and len(q.sharding.device_set) == 1:
         platform = platform_of(q)
         backend = call.backend_on(platform, str(q.dtype))
-        return call.forward(backend, platform, learned | fixed, source)  # type: ignore[return-value]
+        return call.forward(backend, platform, learned | fixed, source)
     learned, fixed = varying_alike(learned, fixed)
     return _differentiable(call)(reverse_only(learned), fixed)  # type: ignore[no-any-return]
 

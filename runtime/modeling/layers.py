@@ -333,7 +333,7 @@ def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(str(name), policies, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownNameError(f"there is no checkpoint policy {name!r}{hint}\n  there are {', '.join(policies)}")
-    return policies[name]
+    return policies[name]  # type: ignore[no-any-return]
 
 
 def add_start_docstrings(*docstr: str) -> Callable[[T], T]:
