@@ -20,7 +20,7 @@ from store import Row, run_parts
 
 from frisket.integrations.transformers import register
 from frisket.runtime.bench.race import processor_seconds, raced
-from frisket.runtime.cli.run import pack
+from frisket.runtime.cli.timing import pack
 
 ROOT = Path(__file__).parent.parent
 LENGTH = 4096

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from frisket.runtime.export.tile_lists import mask_mod_of
 from frisket.runtime.machine.modules import load_source
 from frisket.runtime.masks.mask import Mask
 
-from .race import Array, Call, Contest, Contestant, NoWordsError, Stage, failure_text, seconds
+from .race import Array, Call, Contest, Contestant, ContestResult, NoWordsError, Stage, failure_text, seconds
 
 BIASES = 1 << 31  # bytes of a bias for every pair
 
@@ -56,9 +56,7 @@ def torch_stage(device: str, lengths: bool = False) -> Stage:
     import torch
 
     tiers = [b.name for b in ranked("torch", device)] + ([library("torch")] if device == "cpu" else [])
-    contestants = [
-        Contestant(f"frisket {tier}", partial(_ours, tier, device), True, reason(tier, "torch")) for tier in tiers
-    ]
+    contestants = [Contestant(f"frisket {b}", partial(_ours, b, device), True, reason(b, "torch")) for b in tiers]
     contestants += [
         Contestant("SDPA is_causal", partial(_is_causal, device), family="sdpa"),
         Contestant("SDPA with a mask", partial(_masked, device), family="sdpa"),
@@ -257,16 +255,6 @@ def _flash(device: str, contest: Contest) -> Call:
     return _call(contest, device, partial(flash_attn_func, causal=not contest.everything, **inside), swap=True)
 
 
-def warm_up(device: str) -> None:
-    """Run the work that torch does once in a process, whoever computes first."""
-    import torch
-
-    x = torch.randn(1, 1, 64, 16, device=device)
-    torch.nn.functional.scaled_dot_product_attention(x, x, x)
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 REST = 0.1  # arrays of every pair go back to the system after an answer: 60 ms that are nobody else's
 
 
@@ -429,8 +417,7 @@ def _mask_of(contest: Contest) -> Mask:
 
 
 def _refuse_long(contest: Contest, who: str) -> None:
-    longest = max(contest.sizes.q_len, contest.sizes.kv_len)
-    if longest > MOST[who]:
+    if max(contest.sizes.q_len, contest.sizes.kv_len) > MOST[who]:
         raise NoWordsError(f"{who} looks at every pair: it is not asked for more than {MOST[who]:,} tokens")
 
 
@@ -525,7 +512,12 @@ def timed(
 def warm_up_stage(stage_name: str, device: str) -> None:
     """Run the work that a framework does once in a process, whoever computes first."""
     if stage_name == "torch":
-        warm_up(device)
+        import torch
+
+        x = torch.randn(1, 1, 64, 16, device=device)
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        if device == "cuda":
+            torch.cuda.synchronize()
     else:
         import jax
 
@@ -562,20 +554,14 @@ LIMIT = 600  # seconds of one process
 
 
 @dataclass
-class Firsts:
+class Firsts(ContestResult):
     """One contest as far as it has come; seconds by contestant."""
 
-    contest: Contest
-    stage: str
-    ours: tuple[str, ...]
     lengths: tuple[int, ...]
     cold: dict[str, float] = field(default_factory=dict)
     disk: dict[str, float] = field(default_factory=dict)
     other: dict[str, float] = field(default_factory=dict)
     compilations: dict[str, int] = field(default_factory=dict)
-    out: dict[str, str] = field(default_factory=dict)
-    doing: str = ""
-    machine: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
         """A row in the form of schema.py; ratios are of cold first calls, peer / ours."""
@@ -594,7 +580,7 @@ def first_calls(
     contests: list[Contest], stage: Stage, device: str, families: Collection[str] | None = None
 ) -> Iterator[Firsts]:
     """`contests` are one mask at several lengths, the first of them the one that is met first."""
-    chosen = [c for c in stage.contestants if c.ours or families is None or c.family in families]
+    chosen = stage.chosen(families)
     lengths = tuple(c.sizes.q_len for c in contests)
     firsts = Firsts(contests[0], stage.name, tuple(c.name for c in chosen if c.ours), lengths, machine=stage.machine)
     for c in chosen:

@@ -35,6 +35,10 @@ from frisket.runtime.attention.entry import reference
 from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.masks.mask import Mask, Program, ScoreMod, mask, score
 
+Array = NDArray[Any]
+Call = Callable[[], Any]
+Clock = Callable[[Any], float]  # the seconds of a call
+Times = dict[str, list[float]]
 OURS = ("frisket",)  # names of contestants that are not peers
 
 
@@ -96,14 +100,12 @@ def processor_seconds(run: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def turns(
-    calls: Mapping[str, Any], rounds: int, rest: float = 0.0, clock: Callable[[Any], float] = seconds
-) -> Iterator[dict[str, list[float]]]:
+def turns(calls: Mapping[str, Any], rounds: int, rest: float = 0.0, clock: Clock = seconds) -> Iterator[Times]:
     """After every round, the seconds of every call in the rounds so far. Each is warmed up before; the order is
     another one in every round, for the second finds warm caches. `rest` is the pause before each call, in seconds,
     where one gives memory back after it has answered; `clock` is what takes the time of a call."""
     order, draw = list(calls), random.Random(0)  # the same orders in every run
-    times: dict[str, list[float]] = {n: [] for n in calls}
+    times: Times = {n: [] for n in calls}
     for call in calls.values():
         clock(call)
     for _ in range(rounds):
@@ -114,9 +116,7 @@ def turns(
         yield times
 
 
-def rounds_of(
-    calls: Mapping[str, Any], rounds: int, rest: float = 0.0, clock: Callable[[Any], float] = seconds
-) -> dict[str, list[float]]:
+def rounds_of(calls: Mapping[str, Any], rounds: int, rest: float = 0.0, clock: Clock = seconds) -> Times:
     """The seconds of every call in every round, see `turns`."""
     *_, times = turns(calls, rounds, rest, clock)
     return times
@@ -129,7 +129,7 @@ def raced(
     return row(rounds_of(calls, rounds, rest, clock), ours)
 
 
-def row(times: dict[str, list[float]], ours: Sequence[str] = OURS) -> dict[str, Any]:
+def row(times: Times, ours: Sequence[str] = OURS) -> dict[str, Any]:
     """A row of times that were taken, in seconds."""
     peers = [n for n in times if n not in ours]
     return {
@@ -157,8 +157,6 @@ def fresh(code: str, **variables: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
-Array = NDArray[Any]
-Call = Callable[[], Any]
 SAMPLED = 32  # queries in a row that are computed by the interpreter, in three places
 
 
@@ -276,6 +274,9 @@ class Stage:
     rest: float = 0.0  # seconds before each call, where one gives memory back after it has answered
     machine: Mapping[str, Any] = field(default_factory=dict)
 
+    def chosen(self, families: Collection[str] | None) -> list[Contestant]:
+        return [c for c in self.contestants if c.ours or families is None or c.family in families]
+
 
 def standard(sizes: Sizes) -> list[Contest]:
     """The masks that are raced where nobody names one: causal, a window, packed documents, score mods, an image."""
@@ -301,18 +302,24 @@ ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of the largest
 
 
 @dataclass
-class Race:
-    """One contest as far as it has come. `times` are seconds by contestant; `out` says who is not timed, and why."""
+class ContestResult:
+    """The result of a contest on a stage: who is ours, who is out and why, what is done just now."""
 
     contest: Contest
     stage: str
     ours: tuple[str, ...]
+    out: dict[str, str] = field(default_factory=dict, kw_only=True)
+    doing: str = field(default="", kw_only=True)
+    machine: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # what of the stage's device is worth a name
+
+
+@dataclass
+class Race(ContestResult):
+    """One contest as far as it has come. `times` are seconds by contestant; `out` says who is not timed, and why."""
+
     rounds: int
-    times: dict[str, list[float]] = field(default_factory=dict)
+    times: Times = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)  # seconds of the first call, compilation included
-    out: dict[str, str] = field(default_factory=dict)
-    doing: str = ""
-    machine: Mapping[str, Any] = field(default_factory=dict)  # what of the stage's device is worth a name
 
     def row(self) -> dict[str, Any]:
         """A row in the form of schema.py."""
@@ -338,7 +345,7 @@ class Race:
 
 def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] | None = None) -> Iterator[Race]:
     """The race after every step. `families` are the peers that take part, None for all."""
-    chosen = [c for c in stage.contestants if c.ours or families is None or c.family in families]
+    chosen = stage.chosen(families)
     race = Race(contest, stage.name, tuple(c.name for c in chosen if c.ours), rounds, machine=stage.machine)
     calls: dict[str, Call] = {}
     results: dict[str, Any] = {}

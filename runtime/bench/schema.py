@@ -161,6 +161,7 @@ def _keys(entries: Any, where: str, needed: tuple[str, ...], others: tuple[str, 
 
 COLOURS = ("#d9730d", "#7a5cc4", "#1a8f6f", "#b03a6f", "#8a6d1c", "#4f6f8f")
 MARKS = "osD^vP"
+Ratios = Mapping[str, Mapping[str, Sequence[float]]]  # row -> peer -> the median, and its interval
 
 
 def ratios(parts: Mapping[str, Any], ours: str | None = None) -> dict[str, dict[str, Sequence[float]]]:
@@ -176,14 +177,7 @@ def ratios(parts: Mapping[str, Any], ours: str | None = None) -> dict[str, dict[
     return by_row
 
 
-def draw(
-    rows: Mapping[str, Mapping[str, Sequence[float]]],
-    path: Path,
-    *,
-    dark: bool = False,
-    title: str = "",
-    axis: str = "time / frisket's time",
-) -> None:
+def draw(rows: Ratios, path: Path, *, dark: bool = False, title: str = "", axis: str = "time / frisket's time") -> None:
     """Write the chart to `path`, `.png` or `.svg`. Equal rows give equal bytes."""
     if path.suffix.lower() not in SUFFIXES:
         raise ParameterError(f"cannot draw {path.name!r}: name it .png or .svg")
@@ -204,7 +198,7 @@ def draw(
     save(path, content)
 
 
-def _marks(axes: Any, rows: Mapping[str, Mapping[str, Sequence[float]]], p: Palette, title: str, axis: str) -> None:
+def _marks(axes: Any, rows: Ratios, p: Palette, title: str, axis: str) -> None:
     peers = list(dict.fromkeys(peer for of in rows.values() for peer in of))
     axes.set_facecolor(p.paper)
     axes.axvline(1, color=p.full, linewidth=2)

@@ -14,9 +14,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merge
 from frisket.runtime.machine.parameters import traced
@@ -58,11 +58,11 @@ class PagedKVCache(JaxCache):
     Tokens without a page raise `CapacityError`; under `jax.jit` they are dropped and set `overflowed`, as in `KVCache`.
     """
 
-    pages: jax.Array
-    room: jax.Array
-    lengths: jax.Array
-    overflowed: jax.Array
-    rows: jax.Array
+    pages: Array
+    room: Array
+    lengths: Array
+    overflowed: Array
+    rows: Array
 
     @classmethod
     def create(
@@ -89,7 +89,6 @@ class PagedKVCache(JaxCache):
     page = property(lambda self: self.k.shape[1], doc="Tokens of a page.")
     capacity = property(lambda self: self.pages.shape[1] * self.page, doc="The most tokens that a sequence may have.")
 
-    @usual_promotion()
     def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> Self:
         """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number, or
         int [batch]) are tokens that the pool counts already and that are appended next; `copies` what `pool.append`
@@ -105,8 +104,7 @@ class PagedKVCache(JaxCache):
         fresh["overflowed"] = np.zeros(self.batch, bool)
         return replace(cache, **{n: jnp.asarray(x) for n, x in fresh.items()})
 
-    @usual_promotion()
-    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
+    def append(self, k: Array, v: Array, counts: Any = None) -> Self:
         """Append tokens into the pages of each row, like `KVCache.append`."""
         new = check_new(self.arrays, self.batch, k, v)
         counts = counted(counts, self.batch, new)
@@ -114,13 +112,11 @@ class PagedKVCache(JaxCache):
         arrays = self._put(stored(self.arrays, k, v), slots(self.lengths, counts, new, self.capacity))
         return replace(self, **arrays, lengths=lengths, overflowed=self.overflowed | over)
 
-    @usual_promotion()
-    def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
+    def attend(self, att: Attention, q: Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attend like `KVCache.attend`."""
         return read(att, q, self, counts, tree, params, self.pages)
 
-    @usual_promotion()
-    def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
+    def keep(self, path: Array, drafted: Any, counts: Any = None) -> Self:
         """Keep the drafts on `path`, as `KVCache.keep` does, and drop the others.
 
         Call `pool.truncate(sequence, tokens)` right after: `seat` refuses a pool that counts drafts which were not
@@ -141,7 +137,6 @@ class PagedKVCache(JaxCache):
         over = self.overflowed | (real < counts)
         return replace(self, **arrays, lengths=start + counts, rows=rows, overflowed=over)
 
-    @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
         """Keep the first `lengths` tokens of each row, as `KVCache.truncate` does. Call `pool.truncate`, as after
         `keep`. A row whose last page is shared takes no tokens until `seat` has given it another page."""
@@ -151,15 +146,14 @@ class PagedKVCache(JaxCache):
         rows = rows.at[PEAK].max(jnp.where(shorter, self.lengths, 0))
         # a page that another sequence reads is not written to
         room = jnp.where(cache.lengths < rows[OWN], jnp.minimum(self.room, cache.lengths), self.room)
-        result: Self = replace(cache, rows=rows, room=room)
-        return result
+        return replace(cache, rows=rows, room=room)  # type: ignore[no-any-return]
 
-    def _page_and_place(self, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _page_and_place(self, at: Array) -> tuple[Array, Array]:
         """(page, place in it) of tokens [batch, n]."""
         # past the table any page: `_put` drops such tokens by `room`
         return jnp.take_along_axis(self.pages, at // self.page, axis=1, mode="clip"), at % self.page
 
-    def _put(self, new: dict[str, Any], at: jax.Array) -> dict[str, Any]:
+    def _put(self, new: dict[str, Any], at: Array) -> dict[str, Any]:
         """The arrays with `new` at tokens `at` [batch, n]; those without a page are dropped."""
         page, place = self._page_and_place(at)
         pages, size = self.k.shape[:2]
@@ -214,7 +208,7 @@ class RingKVCache(JaxCache):
     a `ShapeError` with a witness. Masks and score mods that read `Q_LEN` or `KV_LEN` are refused.
     """
 
-    lengths: jax.Array
+    lengths: Array
 
     @classmethod
     def create(
@@ -225,25 +219,22 @@ class RingKVCache(JaxCache):
 
     window = property(lambda self: self.k.shape[1], doc="Tokens that the ring holds of a sequence.")
 
-    @usual_promotion()
-    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
+    def append(self, k: Array, v: Array, counts: Any = None) -> Self:
         """Append tokens like `KVCache.append`; new tokens take the place of the oldest."""
         new = check_new(self.arrays, self.batch, k, v)
         return self._written(stored(self.arrays, k, v), counted(counts, self.batch, new))
 
-    @usual_promotion()
-    def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
+    def attend(self, att: Attention, q: Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attend like `KVCache.attend`; `ShapeError` where the last tokens may have overwritten keys that they see;
         `attention` reads these keys first."""
         self._check(att, q, tree, params)
         batch, new = q.shape[:2]
         # a chunk may have overwritten keys that it sees
         positions.require_room(att, self.window, new, params)
-        where = positions.ring(self.window) if counts is None else positions.ring_padded(self.window)
+        where = positions.ring(self.window, padded=counts is not None)
         tables = {positions.START: self.lengths - counted(counts, batch, new), positions.END: self.lengths}
         return call(att, where, q, self.arrays, tables, params)
 
-    @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
         """Empty the sequences with 0 in `lengths`; others stay, as a ring has overwritten their old tokens."""
         lengths = numbers("lengths", lengths, self.batch)
@@ -252,17 +243,8 @@ class RingKVCache(JaxCache):
             raise ParameterError("a ring has overwritten its oldest tokens, and can only be emptied: lengths are 0")
         return replace(self, lengths=jnp.where(lengths > 0, self.lengths, 0))
 
-    @usual_promotion()
     def attention(
-        self,
-        att: Attention,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        counts: Any = None,
-        *,
-        tree: Any = None,
-        **params: Any,
+        self, att: Attention, q: Array, k: Array, v: Array, counts: Any = None, *, tree: Any = None, **params: Any
     ) -> tuple[Any, Self]:
         """(out, cache): the new tokens appended, and attention of their queries. A chunk may overwrite keys that it
         sees. Then the old ring and the chunk are read separately, and the results are merged."""
@@ -277,13 +259,11 @@ class RingKVCache(JaxCache):
         out, lse = merge(*self._parts(att, q, added, real, dict(params)))
         return ((out, lse) if params.get("return_lse") else out), self._written(added, real)
 
-    def _check(self, att: Attention, q: jax.Array, tree: Any, params: dict[str, Any]) -> None:
+    def _check(self, att: Attention, q: Array, tree: Any, params: dict[str, Any]) -> None:
         refuse_tree(tree)
         check_queries(att, q, self.k, "bshd", self.batch, params)
 
-    def _parts(
-        self, att: Attention, q: Any, added: dict[str, Any], counts: jax.Array, params: dict[str, Any]
-    ) -> tuple[Any, Any]:
+    def _parts(self, att: Attention, q: Any, added: Any, counts: Array, params: dict[str, Any]) -> tuple[Any, Any]:
         """Attention to what the ring holds, and to the new tokens."""
         if params.get("return_max"):
             raise ParameterError("a chunk longer than the ring has room for is read in two parts; there is no max")
@@ -294,7 +274,7 @@ class RingKVCache(JaxCache):
             params["sinks"] = jnp.full(q.shape[2], -jnp.inf, jnp.float32)
         return old, call(att, positions.CHUNK, q, added, {**tables, positions.END: self.lengths + counts}, params)
 
-    def _written(self, added: dict[str, Any], counts: jax.Array) -> Self:
+    def _written(self, added: dict[str, Any], counts: Array) -> Self:
         size = self.window
         i = jnp.arange(added["k"].shape[1], dtype=jnp.int32)
         survivors = (i < counts[:, None]) & (i >= counts[:, None] - size)  # of the real ones, those that stay

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from types import FunctionType
 from typing import Any, Self
 
 import jax
@@ -21,11 +22,12 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import BYTES, FLOATS
 from frisket.runtime.machine.parameters import traced
-from frisket.runtime.sharding.partition import names_of, split_as
+from frisket.runtime.sharding.partition import names_of, spec_of, split_as
 
 from . import positions
 from .positions import PositionMap, check_beside, check_path, check_queries, placed
 
+Arrays = Mapping[str, Any]
 finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
 
 
@@ -53,6 +55,12 @@ class JaxCache:
     v: jax.Array
     k_scale: jax.Array | None
     v_scale: jax.Array | None
+
+    def __init_subclass__(cls) -> None:
+        """Compute in public methods as JAX does by default, whatever dtypes the caller lets JAX promote."""
+        for name, method in list(vars(cls).items()):
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                setattr(cls, name, usual_promotion()(method))
 
     batch = property(lambda self: self.lengths.shape[0], doc="Sequences.")
 
@@ -99,7 +107,7 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.clip(values, -most, most).astype(dtype), scale  # x / scale may round past the largest number
 
 
-def stored(like: Mapping[str, Any], k: jax.Array, v: jax.Array) -> dict[str, Any]:
+def stored(like: Arrays, k: jax.Array, v: jax.Array) -> dict[str, Any]:
     """New tokens as a cache with such arrays holds them."""
     arrays: dict[str, Any] = {}
     for n, x in (("k", k), ("v", v)):
@@ -108,21 +116,20 @@ def stored(like: Mapping[str, Any], k: jax.Array, v: jax.Array) -> dict[str, Any
     return arrays
 
 
-def written(arrays: Mapping[str, Any], new: Mapping[str, Any], at: jax.Array) -> dict[str, Any]:
+def written(arrays: Arrays, new: Arrays, at: jax.Array) -> dict[str, Any]:
     """The arrays with `new` [rows, n, ...] at the places `at` [rows, n], all different in a row; those beyond the end
     are dropped. In place where the arrays are donated."""
     put: Any = jax.vmap(lambda array, values, at: array.at[at].set(values, mode="drop", unique_indices=True))
     return {n: x if x is None else put(x, new[n], at) for n, x in arrays.items()}
 
 
-def check_new(arrays: Mapping[str, Any], batch: int, k: Any, v: Any) -> int:
+def check_new(arrays: Arrays, batch: int, k: Any, v: Any) -> int:
     """How many new tokens a sequence, of k [batch, new, kv_heads, head_dim] and v."""
     kv_heads, head_dim = arrays["k"].shape[2:]
     kinds = sorted({arrays[n].dtype.name for n in "kv"})
     if arrays["k_scale"] is not None and not {*kinds} <= {*BYTES}:  # a cast of all Floats casts those of 8 bits too
-        raise ParameterError(
-            f"the cache has scales, and its k and v are {', '.join(kinds)}; it was made for 8 bits: leave their dtypes"
-        )
+        text = f"the cache has scales, and its k and v are {', '.join(kinds)}; it was made for 8 bits: "
+        raise ParameterError(f"{text}leave their dtypes")
     return positions.check_new(k, v, "bshd", batch, kv_heads, head_dim, arrays["v"].shape[3])
 
 
@@ -143,8 +150,7 @@ def numbers(name: str, x: Any, batch: int) -> jax.Array:
         raise ShapeError(f"{name} are {x.dtype}{list(x.shape)}; they are one integer, or [batch] = [{batch}]")
     if not traced(x) and bool((x < 0).any()):
         raise ShapeError(f"{name} are {np.asarray(x)}; each is 0 or more")
-    integers: jax.Array = x.astype(jnp.int32)
-    return integers
+    return jnp.asarray(x, jnp.int32)
 
 
 def pathed(cache: Any, path: Any, drafted: Any, counts: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -154,8 +160,7 @@ def pathed(cache: Any, path: Any, drafted: Any, counts: Any) -> tuple[jax.Array,
     if path.ndim != 2 or path.shape[0] != batch or not jnp.issubdtype(path.dtype, jnp.integer):
         raise ShapeError(f"path is {path.dtype}{list(path.shape)}; it is nodes, integers [{batch}, m]")
     drafts, counts = numbers("drafted", drafted, batch), counted(counts, *path.shape)
-    known = [None if traced(x) else np.asarray(x) for x in (path, drafts, counts, cache.lengths)]
-    check_path(*known)
+    check_path(*(None if traced(x) else np.asarray(x) for x in (path, drafts, counts, cache.lengths)))
     return path.astype(jnp.int32), cache.lengths - drafts, counts
 
 
@@ -206,14 +211,7 @@ def read(att: Attention, q: jax.Array, cache: Any, counts: Any, tree: Any, param
     return call(att, where, q, arrays, tables, {"sizes": (batch, heads, capacity, capacity), **params})
 
 
-def call(
-    att: Attention,
-    where: PositionMap,
-    q: jax.Array,
-    arrays: Mapping[str, Any],
-    tables: Mapping[str, Any],
-    params: Mapping[str, Any],
-) -> Any:
+def call(att: Attention, where: PositionMap, q: jax.Array, arrays: Arrays, tables: Arrays, params: Arrays) -> Any:
     """Attention of q to the arrays of a cache, which hold what `where` says by `tables`."""
     placed_att = placed(att, where)
     present = {n: x for n, x in arrays.items() if x is not None}
@@ -256,13 +254,7 @@ class KVCache(JaxCache):
 
     @classmethod
     def create(
-        cls,
-        batch: int,
-        capacity: int,
-        kv_heads: int,
-        head_dim: int,
-        v_dim: int | None = None,
-        dtype: Any = jnp.float32,
+        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None, dtype: Any = jnp.float32
     ) -> Self:
         """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2 for 8 bits with scales."""
         arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)
@@ -270,7 +262,6 @@ class KVCache(JaxCache):
 
     capacity = property(lambda self: self.k.shape[1], doc="The most tokens that a sequence may have.")
 
-    @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
         """The cache with new tokens after those of every sequence: k [batch, new, kv_heads, head_dim], v likewise.
         `counts` int [batch] says how many of the new tokens are real, the first ones; None means all."""
@@ -281,7 +272,6 @@ class KVCache(JaxCache):
         arrays = written(self.arrays, stored(self.arrays, k, v), at)
         return replace(self, **arrays, lengths=lengths, overflowed=self.overflowed | over)
 
-    @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attention of the last tokens of every sequence: q [batch, new, heads, head_dim] are the queries of the last
         `counts` tokens (None: as many as q has); out likewise with v_dim, 0 at padding. `params` as in a call of `att`,
@@ -292,7 +282,6 @@ class KVCache(JaxCache):
         the first draft plus its depth."""
         return read(att, q, self, counts, tree, params)
 
-    @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
         """Keep some of the last `drafted` tokens (a number, or int [batch]) of every sequence: those on `path` int
         [batch, m], nodes of the tree in the order of the tree. `counts` int [batch] says how many entries of the path
@@ -305,7 +294,6 @@ class KVCache(JaxCache):
 
 
 lax: Any = jax.lax  # JAX leaves some of its functions untyped
-P: Any = jax.sharding.PartitionSpec
 Axes = str | tuple[str, ...] | None
 
 
@@ -380,8 +368,8 @@ class ShardedKVCache(JaxCache):
         shardings = jax.eval_shape(put)  # shapes alone, without memory
         specs = {n: NamedSharding(mesh, s) for n, s in shardings._specs.items() if s is not None}
         shardings = replace(shardings, **specs)
-        cache: Self = jax.jit(put, out_shardings=shardings)()  # made where it stays: no device holds all of it
-        return cache
+        # made where it stays: no device holds all of it
+        return jax.jit(put, out_shardings=shardings)()  # type: ignore[no-any-return]
 
     capacity = property(lambda self: self.k.shape[1], doc="The most tokens that a sequence may have.")
 
@@ -397,15 +385,14 @@ class ShardedKVCache(JaxCache):
         # results of a step have specs without trailing None, but for explicit axes
         while AxisType.Auto in self.mesh.axis_types and entries and entries[-1] is None:
             entries = entries[:-1]
-        return P(*entries)
+        return spec_of(*entries)
 
-    @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
         """Append tokens like `KVCache.append`."""
         new = check_new(self.arrays, self.batch, k, v)
         counts = counted(counts, self.batch, new)
         lengths, over = grown(self.lengths, counts, self.capacity)
-        rows, tokens = P(self.batch_axis), P(self.batch_axis, None, self.head_axis)
+        rows, tokens = spec_of(self.batch_axis), spec_of(self.batch_axis, None, self.head_axis)
 
         def put(arrays: Any, k: Any, v: Any, lengths: Any, counts: Any) -> Any:
             mine, i = arrays["k"].shape[1], jnp.arange(new, dtype=jnp.int32)
@@ -419,7 +406,6 @@ class ShardedKVCache(JaxCache):
         stores = run(self.arrays, k, v, self.lengths, counts)
         return replace(self, **stores, lengths=lengths, overflowed=self.overflowed | over)
 
-    @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Any:
         """Attend like `KVCache.attend`, without trees."""
         if params.pop("tree", None) is not None:
@@ -450,9 +436,9 @@ class ShardedKVCache(JaxCache):
             return (out, lse) if self.axis is None else _merged(out, lse, self.axis)
 
         specs = {n: s for n, s in self._specs.items() if n in self.arrays}
-        queries, rows = P(self.batch_axis, None, self.head_axis), P(self.batch_axis)
-        results = queries, P(self.batch_axis, self.head_axis)
-        run = self._mapped(look, (specs, queries, rows, rows, P()), results)
+        queries, rows = spec_of(self.batch_axis, None, self.head_axis), spec_of(self.batch_axis)
+        results = queries, spec_of(self.batch_axis, self.head_axis)
+        run = self._mapped(look, (specs, queries, rows, rows, spec_of()), results)
         out, lse = run(self.arrays, q, starts, self.lengths, params)
         return (out, lse) if return_lse else out
 

@@ -132,12 +132,9 @@ class PagePool:
             if n < 0:
                 raise ShapeError(f"{n} more tokens for the sequence {s!r}; `truncate` takes tokens off")
             needed[s] = -(-(self._lengths[s] + n) // self.page) - len(self._pages[s])
-        shared = self._shared(
-            # a full last page is not written to
-            (s, len(self._pages[s]) - 1)
-            for s, n in tokens.items()
-            if n and self._lengths[s] % self.page
-        )
+        # a full last page is not written to
+        open_pages = ((s, len(self._pages[s]) - 1) for s, n in tokens.items() if n and self._lengths[s] % self.page)
+        shared = self._shared(open_pages)
         self._require(sum(needed.values()) + len(shared))
         copies = self._copy_pages(shared)
         for s, n in tokens.items():
@@ -407,10 +404,9 @@ def seated(pool: PagePool, sequences: Sequence[Any], new: Any, cache: PagedRows)
         _agree(pool, s, tokens - more, more, sat)
         for i in its[(tokens - more) // page :] if more else ():
             if i in written:
-                raise ShapeError(
-                    f"rows of {written[i]!r} and {s!r} would write new tokens into one page; append them to the pool "
-                    f"after the fork, or let it copy the page: copies = pool.own({{{s!r}: {tokens - more}}})"
-                )
+                text = f"rows of {written[i]!r} and {s!r} would write new tokens into one page; append them to the "
+                text += f"pool after the fork, or let it copy the page: copies = pool.own({{{s!r}: {tokens - more}}})"
+                raise ShapeError(text)
             written[i] = s
         known = pool.sequence_table.entries[s]
         table[b, : len(its)], room[b], lengths[b] = its, len(its) * page, tokens - more
@@ -453,11 +449,9 @@ def _agree(pool: PagePool, s: Any, expected: int, more: int, sat: dict[Any, tupl
 
 
 def _ahead(s: Any, b: int, tokens: int, expected: int, more: int) -> ShapeError:
-    return ShapeError(
-        f"row {b} holds {tokens} tokens of the sequence {s!r}, and the pool counts {expected + more}, {more} of them "
-        f"new\n  append them to the pool before the cache, and say by `new` how many are still to be written; to drop "
-        f"tokens: pool.truncate({s!r}, {expected})"
-    )
+    text = f"row {b} holds {tokens} tokens of the sequence {s!r}, and the pool counts {expected + more}, {more} of "
+    text += "them new\n  append them to the pool before the cache, and say by `new` how many are still to be written; "
+    return ShapeError(f"{text}to drop tokens: pool.truncate({s!r}, {expected})")
 
 
 def refuse_shared(starts: Any, counts: Any, first_owned: Any) -> None:

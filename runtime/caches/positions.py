@@ -14,7 +14,7 @@ Tables of a call with it, Int [batch]: `cache_start`, the position of the first 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from numbers import Real
@@ -33,6 +33,7 @@ from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.machine.parameters import names_of, traced
 from frisket.runtime.masks.mask import Mask, mask
 
+Params = Mapping[str, Any]  # keywords of a call of the attention
 START, END, NEW = "cache_start", "cache_end", "cache_new"
 DEPTH, ANCESTORS = "cache_depth", "cache_ancestors"
 BATCH, HEAD, FIRST = "cache_batch", "cache_head", "cache_first"  # numbers: where the part of a device begins
@@ -85,14 +86,12 @@ REQUESTS = PositionMap(f"{AT}[q]", f"k - {SHIFT}[q]", f"k >= {LOW}[q] & k < {HIG
 STEPS = PositionMap(f"{AT}[b]", f"k - {SHIFT}[b]", f"k >= {LOW}[b] & k < {HIGH}[b]")
 
 
-def ring(slots: int) -> PositionMap:
-    """A ring of the last `slots` tokens: slot s holds the last position p < cache_end with p = s (mod slots)."""
-    return PositionMap(APPENDED.q, f"{END}[b] - 1 - ({END}[b] - 1 - k) % {slots}", APPENDED.seen)
+def ring(slots: int, padded: bool = False) -> PositionMap:
+    """A ring of the last `slots` tokens: slot s holds the last position p < cache_end with p = s (mod slots).
 
-
-def ring_padded(slots: int) -> PositionMap:
-    """PositionMap of a ring cache where queries past the last of a sequence see nothing."""
-    return PositionMap(APPENDED.q, ring(slots).k, PADDED.seen)
+    `padded`: queries past the last of a sequence see nothing."""
+    seen = PADDED.seen if padded else APPENDED.seen
+    return PositionMap(APPENDED.q, f"{END}[b] - 1 - ({END}[b] - 1 - k) % {slots}", seen)
 
 
 def ring_before(slots: int) -> PositionMap:
@@ -119,31 +118,32 @@ def _placed(att: Attention, places: PositionMap) -> Attention:
     return Attention(CallProgram(seen, att.score and att.score.at(**positions), unwritten=True), att.options)
 
 
-def require_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> None:
+def require_room(att: Attention, slots: int, new: int, params: Params) -> None:
     """Raise `ShapeError` unless a ring of `slots` tokens, `new` just written, holds all `att` with `params` sees."""
     if why := no_room(att, slots, new, params):
         raise ShapeError(why)
 
 
-def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> str:
+def no_room(att: Attention, slots: int, new: int, params: Params) -> str:
     """A reason why new tokens do not fit, or an empty text.
 
     Parts of the mask that read tables are left out of the question, which makes the answer safe, not exact; positions
     are looked at up to 2**20."""
-    numbers = [(n, x) for n, x in params.items() if isinstance(x, Real) and n in att.program.names] if params else ()
-    key = "room", slots, new, *numbers
-    if key not in att.calls:
-        att.calls[key] = _no_room(att.program.bind(dict(numbers)), slots, new)
-    return str(att.calls[key])
+    return _reason(att, params, _no_room, slots, new)
 
 
-def not_served(att: Attention, params: Mapping[str, Any]) -> str:
+def not_served(att: Attention, params: Params) -> str:
     """A reason why a serving engine cannot run `att` for requests that share a batch and are read in chunks, or an
     empty text: positions of a batch and lengths change at every step, and a chunk has no later tokens to see."""
-    numbers = [(n, x) for n, x in params.items() if isinstance(x, Real) and n in att.program.names]
-    key = "served", *numbers
+    return _reason(att, params, _not_served)
+
+
+def _reason(att: Attention, params: Params, ask: Callable[..., str], *sizes: int) -> str:
+    """The answer about the program of `att` with the numbers in `params`; asked once for each of them."""
+    numbers = [(n, x) for n, x in params.items() if isinstance(x, Real) and n in att.program.names] if params else ()
+    key = ask.__name__, *sizes, *numbers
     if key not in att.calls:
-        att.calls[key] = _not_served(att.program.bind(dict(numbers)))
+        att.calls[key] = ask(att.program.bind(dict(numbers)), *sizes)
     return str(att.calls[key])
 
 
@@ -217,9 +217,7 @@ def check_attention(att: Any, params: Collection[str]) -> None:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<number or array>")
 
 
-def check_queries(
-    att: Any, q: Any, like: Any, layout: str, batch: int, params: Mapping[str, Any], tree: Any = None
-) -> None:
+def check_queries(att: Any, q: Any, like: Any, layout: str, batch: int, params: Params, tree: Any = None) -> None:
     """Raise for queries, and trees of them, that do not fit a cache with keys like `like`."""
     key = "asked of a cache", *params
     if not isinstance(att, Attention) or key not in att.calls:

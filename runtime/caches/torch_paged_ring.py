@@ -20,7 +20,7 @@ from frisket.runtime.attention.merge import merge
 from . import positions
 from .pool import LOW, OWN, PEAK, Copy, PagedRows, PagePool, empty_rows, refuse_shared, seated
 from .positions import PositionMap, check_beside, refuse_tree
-from .torch_plain import CacheShape, TorchCache, WrittenTokens, counts_of, numbers, quantized
+from .torch_plain import CacheShape, Known, TorchCache, WrittenTokens, counts_of, numbers, quantized
 
 
 class PagedKVCache(TorchCache):
@@ -140,9 +140,7 @@ class PagedKVCache(TorchCache):
         self._rooms = np.where(now < first_owned, np.minimum(self._rooms or 0, now), self._rooms or 0).tolist()
         return self
 
-    def _nodes_kept(
-        self, path: Tensor, start: Tensor, number: Tensor, begin: list[int] | None, host_counts: list[int] | None
-    ) -> Tensor:
+    def _nodes_kept(self, path: Tensor, start: Tensor, number: Tensor, begin: Known, host_counts: Known) -> Tensor:
         low, peak = self._rows[LOW], self._rows[PEAK]
         if begin is None or host_counts is None:
             low[:] = peak[:] = 0  # nobody knows where they begin
@@ -296,7 +294,7 @@ class RingKVCache(TorchCache):
         return None if first is None or first % self.window + new > self.window else first % self.window
 
     def _places(self, padded: bool) -> PositionMap:
-        return positions.ring_padded(self.window) if padded else positions.ring(self.window)
+        return positions.ring(self.window, padded)
 
     def _sizes(self, q: Tensor) -> Any:
         return None  # masks that read lengths are refused

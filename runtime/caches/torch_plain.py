@@ -31,6 +31,7 @@ from . import positions
 from .positions import PositionMap, check_beside, check_path, check_queries, placed
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
+Known = list[int] | None  # a number for each sequence; None where only a device knows them
 LEAST = torch.finfo(torch.float32).tiny
 PLAIN = tuple(getattr(torch, name) for name in FLOATS)
 
@@ -94,8 +95,7 @@ class WrittenTokens(NamedTuple):
 
 def written_tokens(counts: Tensor, new: int, most: int | None = None) -> WrittenTokens:
     """The first `counts` [batch] of `new` tokens, of them the last `most`."""
-    sequences = torch.arange(len(counts), device=counts.device)
-    row = torch.where(counts > 0, sequences, counts.argmax())[:, None]
+    row = torch.where(counts > 0, torch.arange(len(counts), device=counts.device), counts.argmax())[:, None]
     real = counts[row].long()
     token = torch.minimum(torch.arange(new, device=counts.device), (real - 1).clamp_min(0))
     if most is not None and new > most:
@@ -118,7 +118,7 @@ def write(store: Tensor, at: Tensor, new: Tensor, real: WrittenTokens | None) ->
         flat.index_copy_(0, at, torch.where(real.some, real.of(new).reshape(-1, *width), flat[at]))
 
 
-def numbers(name: str, x: Any, batch: int) -> list[int] | None:
+def numbers(name: str, x: Any, batch: int) -> Known:
     """One integer for each sequence, from one or [batch] of them; None where a device has them."""
     if isinstance(x, Tensor) and not x.is_cpu:
         if x.shape not in ((), (batch,)) or x.dtype not in (torch.int32, torch.int64):
@@ -127,15 +127,14 @@ def numbers(name: str, x: Any, batch: int) -> list[int] | None:
     array = np.asarray(x)
     if array.shape not in ((), (batch,)) or array.dtype.kind not in "iu":
         raise _wrong(name, x, batch)
-    values: list[int] = np.broadcast_to(array, (batch,)).tolist()
-    return values
+    return np.broadcast_to(array, (batch,)).tolist()  # type: ignore[no-any-return]
 
 
 def _wrong(what: str, x: Any, batch: int) -> ShapeError:
     return ShapeError(f"{what} are {x}; they are integers [batch], one for each of {batch} sequences")
 
 
-def on(device: torch.device, x: Any, values: list[int] | None) -> Tensor:
+def on(device: torch.device, x: Any, values: Known) -> Tensor:
     """int32 [batch] on a device; nothing waits for it."""
     if values is None:
         assert isinstance(x, Tensor)
@@ -143,7 +142,7 @@ def on(device: torch.device, x: Any, values: list[int] | None) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
 
-def counts_of(counts: Any, batch: int, new: int, device: torch.device) -> tuple[Tensor, list[int] | None]:
+def counts_of(counts: Any, batch: int, new: int, device: torch.device) -> tuple[Tensor, Known]:
     """How many of `new` tokens of each sequence are real: int32 [batch] on the device, and checked numbers if known."""
     host_counts = numbers("counts", counts, batch)
     if host_counts is not None and not 0 <= min(host_counts) <= max(host_counts) <= new:
@@ -164,16 +163,6 @@ def check_on(device: torch.device, **tensors: Any) -> None:
             raise ShapeError(f"{name} is a {type(x).__name__}; give a torch tensor")
         if x.device != device:
             raise ShapeError(f"{name} is on {x.device}, the cache on {device}; move one of them")
-
-
-def check_new(k: Tensor, v: Tensor, batch: int, kv_heads: int, head_dim: int, v_dim: int, device: torch.device) -> int:
-    """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim] and v."""
-    check_on(device, k=k, v=v)
-    new = positions.check_new(k, v, "bhsd", batch, kv_heads, head_dim, v_dim)
-    for name, x in (("k", k), ("v", v)):
-        if x.requires_grad and torch.is_grad_enabled():
-            raise BackwardError(f"{name} requires a gradient, and none flows through a cache: {name}.detach()")
-    return new
 
 
 def ancestors(parents: Any, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -303,8 +292,8 @@ class TorchCache(nn.Module):
         self.register_buffer("first", first, persistent=False)  # where the tokens of a head begin
         self.capacity = self.room = tokens
         self.slots = None
-        self._host: list[int] | None = [0] * batch
-        self._rooms: list[int] | None = [tokens] * batch
+        self._host: Known = [0] * batch
+        self._rooms: Known = [tokens] * batch
         self._steps: dict[Any, DecodeCall] = {}  # key of a step -> its `DecodeCall`
 
     @property
@@ -312,11 +301,10 @@ class TorchCache(nn.Module):
         """The dtype of stored keys and values."""
         return self.k.dtype
 
-    def known(self) -> list[int] | None:
+    def known(self) -> Known:
         """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
         # a buffer on a CPU is read without waiting
-        lengths: list[int] | None = x.tolist() if (x := self.lengths).is_cpu else self._host
-        return lengths
+        return self.lengths.tolist() if self.lengths.is_cpu else self._host
 
     # -- what the kinds of caches differ in ---------------------------------------------------------------------
 
@@ -335,9 +323,7 @@ class TorchCache(nn.Module):
         self.overflowed |= real < counts
         return real
 
-    def _nodes_kept(
-        self, path: Tensor, start: Tensor, number: Tensor, begin: list[int] | None, host_counts: list[int] | None
-    ) -> Tensor:
+    def _nodes_kept(self, path: Tensor, start: Tensor, number: Tensor, begin: Known, host_counts: Known) -> Tensor:
         """How many nodes of a path are written from `start` on, where the tree begins; both as the host knows them."""
         return number
 
@@ -367,7 +353,12 @@ class TorchCache(nn.Module):
 
     def _new(self, k: Tensor, v: Tensor) -> int:
         """How many tokens a sequence k and v bring. Raises where they are none for this cache."""
-        return check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, self.k.device)
+        check_on(self.k.device, k=k, v=v)
+        new = positions.check_new(k, v, "bhsd", self.batch, self.kv_heads, self.head_dim, self.v_dim)
+        for name, x in (("k", k), ("v", v)):
+            if x.requires_grad and torch.is_grad_enabled():
+                raise BackwardError(f"{name} requires a gradient, and none flows through a cache: {name}.detach()")
+        return new
 
     def _store(self, k: Tensor, v: Tensor, new: int, counts: Any) -> Self:
         """`append`, of tokens that fit."""
@@ -430,19 +421,18 @@ class TorchCache(nn.Module):
         if host_lengths is not None and min(host_lengths) < 0:
             raise ShapeError(f"lengths are {host_lengths}; each is 0 or more")
         new_lengths = torch.minimum(self.lengths, on(self.k.device, lengths, host_lengths))
-        self._tell(
-            known, host_lengths and known and [min(0, n - have) for n, have in zip(host_lengths, known, strict=True)]
-        )
+        more = host_lengths and known and [min(0, n - have) for n, have in zip(host_lengths, known, strict=True)]
+        self._tell(known, more)
         self.lengths.copy_(new_lengths)
         self.overflowed &= self.lengths > 0  # an empty row may take another sequence
         return self
 
     # -- how ------------------------------------------------------------------------------------------------
 
-    def _grown(self, known: list[int] | None, new: int, counts: Any) -> int | Tensor:
+    def _grown(self, known: Known, new: int, counts: Any) -> int | Tensor:
         """How many tokens there are more, int32 [batch], or a number where all are kept; room is seen to."""
         number: Tensor | None = None
-        host_counts: list[int] | None = [new] * self.batch
+        host_counts: Known = [new] * self.batch
         if counts is not None:
             number, host_counts = counts_of(counts, self.batch, new, self.k.device)
         if known is None or host_counts is None:
@@ -455,7 +445,7 @@ class TorchCache(nn.Module):
             number = torch.full_like(self.lengths, new)
         return new if number is None else number
 
-    def _append(self, known: list[int] | None, new: int, number: Tensor | None, k: Tensor, v: Tensor) -> None:
+    def _append(self, known: Known, new: int, number: Tensor | None, k: Tensor, v: Tensor) -> None:
         """`append` in operations of torch."""
         first = None if number is not None or known is None else self._beside(known, new)
         if first is not None:
@@ -470,7 +460,7 @@ class TorchCache(nn.Module):
         token = start[real.row] + real.token
         return self._where(token if self.slots else token.clamp_max(self.capacity - 1), real)
 
-    def _tell(self, known: list[int] | None, more: list[int] | None) -> None:
+    def _tell(self, known: Known, more: Known) -> None:
         if not self.lengths.is_cpu:
             # the lengths on a CPU are read from the buffer
             self._host = known and more and [have + n for have, n in zip(known, more, strict=True)]

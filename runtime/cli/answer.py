@@ -186,9 +186,8 @@ def add_subject(p: argparse.ArgumentParser, block: tuple[int, int] | None = (128
     group.add_argument("expr", metavar="EXPR", help="a mask or a score mod, a .frisket file, or - for standard input")
     group.add_argument("--score", metavar="EXPR", help="a score mod, in addition to the mask")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="bind a scalar: --set w=256")
-    group.add_argument(
-        "--table", action="append", default=[], metavar="NAME=FILE", help="bind a table: doc=doc.npy, or doc=[0,0,1,1]"
-    )
+    table = "bind a table: doc=doc.npy, or doc=[0,0,1,1]"
+    group.add_argument("--table", action="append", default=[], metavar="NAME=FILE", help=table)
     if expand:
         group.add_argument("--expand", action="store_true", help="write calls of the library out as formulas")
     default = "default: the backend's choice" if block is None else "default: {}x{}".format(*block)

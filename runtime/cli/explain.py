@@ -32,13 +32,8 @@ from . import answer as answers
 from . import show
 
 PAGES = (".html", ".htm")
-STYLE = {
-    "visible": answers.GOOD,
-    "full": answers.GOOD,
-    "hidden": answers.BAD,
-    "empty": answers.BAD,
-    "partial": answers.SOME,
-}
+STYLE = {"visible": answers.GOOD, "full": answers.GOOD, "hidden": answers.BAD, "empty": answers.BAD}
+STYLE["partial"] = answers.SOME
 
 
 def add_explain(p: argparse.ArgumentParser) -> None:
@@ -121,9 +116,8 @@ def places(mask: Mask, clauses: Sequence[Expr]) -> list[Span]:
     """The spans of a mask's clauses in its text, in order: what became the clause, else the least that holds it."""
     spans = set()
     for clause in clauses:
-        matches = [span for span, e in mask.sites if e is clause] or [
-            span for span, e in mask.sites if any(x is clause for x in walk(e))
-        ]
+        exact = [span for span, e in mask.sites if e is clause]
+        matches = exact or [span for span, e in mask.sites if any(x is clause for x in walk(e))]
         if matches:
             spans.add(min(matches, key=lambda span: span.stop - span.start))
     return sorted(spans, key=lambda span: span.start)
@@ -208,8 +202,7 @@ def plot(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     if path.suffix.lower() not in (*PAGES, *SUFFIXES):
         raise ParameterError(f"cannot write {path.name!r}: name it .png, .svg or .html")
     program = show.read_program(args)
-    mask = show.visible_mask(program, "to draw")
-    layout = show.laid_out(args, mask)
+    layout = show.laid_out(args, show.visible_mask(program, "to draw"))
     if path.suffix.lower() not in PAGES:
         layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or titled(program))
     elif (args.b, args.h, args.title) != (None, None, None) or args.dark:
@@ -221,10 +214,8 @@ def plot(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     data = {"file": str(path), "bytes": bytes_, "counts": vars(layout.counts), "exact": layout.exact}
     if program.score is not None:
         data["score"] = {"text": str(program.score), "hides": program.hidden_by_score is not None}
-    lines = answers.rows(
-        [("written", f"{path}, {show.size(bytes_)}"), ("tiles", show.tiles(layout)), ("score", scored(program))]
-    )
-    return answers.CommandResult(data, lines)
+    lines = answers.rows([("written", f"{path}, {show.size(bytes_)}"), ("tiles", show.tiles(layout))])
+    return answers.CommandResult(data, [*lines, *answers.rows([("score", scored(program))])])
 
 
 def titled(program: Program) -> str:
@@ -248,9 +239,8 @@ def add_explore(p: argparse.ArgumentParser) -> None:
     answers.add_subject(p, expand=False)
     answers.add_sizes(p)
     served = p.add_argument_group("the server")
-    served.add_argument(
-        "--port", type=answers.natural, default=0, metavar="N", help="on 127.0.0.1; default: one that is free"
-    )
+    port = "on 127.0.0.1; default: one that is free"
+    served.add_argument("--port", type=answers.natural, default=0, metavar="N", help=port)
     served.add_argument("--no-browser", action="store_true", help="print the address, and open nothing")
     answers.examples(
         p,

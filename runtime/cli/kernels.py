@@ -109,9 +109,8 @@ def add_check(p: argparse.ArgumentParser) -> None:
     every = "every dtype, length, number of key heads, rows with and without keys, forward and gradients"
     level.add_argument("--all", action="store_true", help=every)
     level.add_argument("--case", type=case_of, metavar="CASE", help="one of them, by the name that a mismatch prints")
-    which.add_argument(
-        "--backend", nargs="+", metavar="B", help="these; default: all that run here without an interpreter"
-    )
+    here = "these; default: all that run here without an interpreter"
+    which.add_argument("--backend", nargs="+", metavar="B", help=here)
     which.add_argument("--dtype", nargs="+", choices=DTYPES, help="these; default: float32 and one of 16 bits")
     examples(
         p,
@@ -279,14 +278,11 @@ def add_emit(p: argparse.ArgumentParser) -> None:
     kernel.add_argument("--head-dim", type=positive, default=64, metavar="N", help="default: %(default)s")
     kernel.add_argument("--v-dim", type=positive, metavar="N", help="head size of values; default: --head-dim")
     kernel.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16; default: %(default)s")
-    kernel.add_argument(
-        "--report", action="store_true", help="compile for Triton: registers, spills, shared memory; no GPU is needed"
-    )
-    gpus = ", ".join(GPUS)
-    kernel.add_argument("--arch", nargs="+", metavar="GPU", help=f"{gpus}; several with --report")
-    kernel.add_argument(
-        "--build", action="store_true", help="compile the C++ kernels, forward and backward, into the cache on disk"
-    )
+    resources = "compile for Triton: registers, spills, shared memory; no GPU is needed"
+    kernel.add_argument("--report", action="store_true", help=resources)
+    kernel.add_argument("--arch", nargs="+", metavar="GPU", help=f"{', '.join(GPUS)}; several with --report")
+    built = "compile the C++ kernels, forward and backward, into the cache on disk"
+    kernel.add_argument("--build", action="store_true", help=built)
     kernel.add_argument("--framework", default="torch", choices=("torch", "jax"), help="of --build")
     examples(
         p,
@@ -442,9 +438,8 @@ def package(name: str, release: str | None) -> str:
 def engines() -> dict[str, str]:
     """Whether each kernel of a vendor takes calls by itself, where it provably computes them and is faster."""
     faster = {(row.engine, row.platform) for row in COSTS}
-    where = {
-        b.name: [p for p in CHECKED.get(b.name, ()) if (b.name, p) in faster] for b in RECORDS.values() if b.is_engine
-    }
+    names = [b.name for b in RECORDS.values() if b.is_engine]
+    where = {n: [p for p in CHECKED.get(n, ()) if (n, p) in faster] for n in names}
     others = {n: f"where it is named: engines={n!r}" if n in offered() else f"backend={n!r} alone" for n in where}
     return {
         n: " ".join(["by itself on", " and ".join(map(str.upper, x)), "and"] * bool(x) + [others[n]])
@@ -502,6 +497,6 @@ def remembered() -> answers.CommandResult:
         (t.name, f"{t.entries:,}", f"{t.bound:,}", size(t.bytes), f"{t.hits:,}", f"{t.misses:,}")
         for t in totals.values()
     ]
-    header = [tuple(name if name != "bound" else "at most" for name in Info._fields)]
+    header = [tuple("at most" if name == "bound" else name for name in Info._fields)]
     data = {"after": EXAMPLE, "tables": [t._asdict() for t in totals.values()]}
     return answers.CommandResult(data, table([*header, *lines], right=range(1, 6)))

@@ -41,24 +41,20 @@ class Command:
 
 
 LOOK, RUN, SEE = "See what a mask does", "Run it", "Look inside"
-COMMANDS = {
-    c.name: c
-    for c in (
-        Command("show", "EXPR", "how much it shows, what is read, and the picture of its tiles", LOOK, "show"),
-        Command("explain", "EXPR", "why a query sees a key or not; or every stage up to a kernel", LOOK, "explain"),
-        Command("plot", "EXPR -o FILE", "a picture, or a page to zoom into and ask", LOOK, "explain"),
-        Command("explore", "EXPR", "the mask in a browser: edit it, see tiles and cost change", LOOK, "explain"),
-        Command("library", "[WORD ...]", "the masks and score mods there are; one in full", LOOK, "show"),
-        Command("check", "EXPR", "compare every kernel with a float64 reference", RUN, "kernels"),
-        Command("run", "EXPR --tokens FILE ...", "attention over files packed into one sequence", RUN, "run"),
-        Command("bench", "[EXPR]", "frisket vs. the other libraries here, with interleaved calls", RUN, "bench"),
-        Command(
-            "emit", "EXPR --backend BACKEND", "the source text of a kernel, or what it takes of a GPU", SEE, "kernels"
-        ),
-        Command("doctor", "", "what is installed, what runs here, and what is missing", SEE, "kernels"),
-        Command("completion", "SHELL", "a script that completes commands, options and names", SEE, "show"),
-    )
-}
+_COMMANDS = (
+    Command("show", "EXPR", "how much it shows, what is read, and the picture of its tiles", LOOK, "show"),
+    Command("explain", "EXPR", "why a query sees a key or not; or every stage up to a kernel", LOOK, "explain"),
+    Command("plot", "EXPR -o FILE", "a picture, or a page to zoom into and ask", LOOK, "explain"),
+    Command("explore", "EXPR", "the mask in a browser: edit it, see tiles and cost change", LOOK, "explain"),
+    Command("library", "[WORD ...]", "the masks and score mods there are; one in full", LOOK, "show"),
+    Command("check", "EXPR", "compare every kernel with a float64 reference", RUN, "kernels"),
+    Command("run", "EXPR --tokens FILE ...", "attention over files packed into one sequence", RUN, "timing"),
+    Command("bench", "[EXPR]", "frisket vs. the other libraries here, with interleaved calls", RUN, "timing"),
+    Command("emit", "EXPR --backend BACKEND", "the source text of a kernel, or what it takes of a GPU", SEE, "kernels"),
+    Command("doctor", "", "what is installed, what runs here, and what is missing", SEE, "kernels"),
+    Command("completion", "SHELL", "a script that completes commands, options and names", SEE, "show"),
+)
+COMMANDS = {c.name: c for c in _COMMANDS}
 HEAD = "Attention masks and score modifiers, from a line of text to a kernel."
 FOOT = """\
 EXPR is text such as 'causal & window(256)', a .frisket file, or - for stdin.

@@ -132,12 +132,8 @@ def text(e: Expr | None) -> str | None:
 def laid(layout: Layout, mask: Mask) -> tuple[dict[str, Any], list[tuple[str, str | Text]]]:
     """Counts and facts of a layout: as data, and for people who have never seen one."""
     c, f, (bq, bk) = layout.counts, layout.facts, layout.block
-    data: dict[str, Any] = {
-        "q_len": layout.q_len,
-        "kv_len": layout.kv_len,
-        "batch": layout.batch,
-        "heads": layout.heads,
-    }
+    data: dict[str, Any] = {"q_len": layout.q_len, "kv_len": layout.kv_len}
+    data |= {"batch": layout.batch, "heads": layout.heads}
     data |= {"block": list(layout.block), "counts": asdict(c), "exact": layout.exact, "density": layout.density}
     data |= {"facts": f.as_dict(), "visible_pairs": f.visible_pairs}
     shape = f"{counted(layout.q_len, 'query', 'queries')} × {counted(layout.kv_len, 'key')}, in tiles of {bq} × {bk}"
@@ -296,8 +292,7 @@ def in_full(e: Entry, console: Console) -> list[Piece]:
     text = rows([("entry", Text(e.signature, "bold cyan")), ("", e.sentence), *parts])
     mask = program(e.example).mask if e.example else None
     if mask is not None:
-        layout = mask.layout(LENGTH, LENGTH)
-        text += ["", picture(layout, argparse.Namespace(b=0, h=0), console)]
+        text += ["", picture(mask.layout(LENGTH, LENGTH), argparse.Namespace(b=0, h=0), console)]
     return text
 
 
@@ -326,14 +321,8 @@ def completion(args: argparse.Namespace, console: Console) -> CommandResult:
 def complete(p: argparse.ArgumentParser) -> None:
     """Names of the library where an EXPR stands, files where a file does."""
     names = " ".join(sorted({e.name for e in entries().values()}))
-    known = {
-        "preamble": {
-            "bash": f'_frisket_library() {{ compgen -W "{names}" -- "$1"; compgen -f -X "!*.frisket" -- "$1"; }}'
-        },
-        "bash": "_frisket_library",
-        "zsh": f"({names})",
-        "fish": names,
-    }
+    bash = f'_frisket_library() {{ compgen -W "{names}" -- "$1"; compgen -f -X "!*.frisket" -- "$1"; }}'
+    known = {"preamble": {"bash": bash}, "bash": "_frisket_library", "zsh": f"({names})", "fish": names}
     for action in p._actions:
         if action.metavar in ("EXPR", "WORD"):
             action.complete = known  # type: ignore[attr-defined]

@@ -134,9 +134,8 @@ def _legend(figure: Figure, style: Style, panel: Panel, at: tuple[int, int]) -> 
         rows = [("full", p.full), ("partial, most read", p.partial), ("little read", p.tint), ("empty", p.empty)]
     for text, colour in rows:
         corner = (x / width, 1 - (y + pt(9)) / height)
-        figure.add_artist(
-            Rectangle(corner, pt(9) / width, pt(9) / height, facecolor=colour, edgecolor=p.dim, linewidth=0.5)
-        )
+        look: dict[str, Any] = {"facecolor": colour, "edgecolor": p.dim, "linewidth": 0.5}
+        figure.add_artist(Rectangle(corner, pt(9) / width, pt(9) / height, **look))
         figure.text((x + pt(13)) / width, 1 - (y + pt(4.5)) / height, text, size=8, color=p.ink, va="center")
         x += pt(24 + 4.6 * len(text))
 

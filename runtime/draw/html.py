@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError
 from frisket.dsl.explain import Wording
@@ -34,12 +33,11 @@ from frisket.dsl.show import places
 from frisket.dsl.types import FLOAT
 from frisket.dsl.work import modular
 from frisket.grammar.memo import memo
-from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.layouts.tiling import Array, Tiling
 
 from .pixels import DARK, LIGHT, Palette, of_tiles, png, save
 from .terminal import start_of
 
-Array = NDArray[Any]
 Tables = Mapping[str, Array]
 Pack = Callable[[Array], dict[str, str]]
 TABLES = 8 << 20  # bytes of packed tables in one page
@@ -224,9 +222,8 @@ def notebook(layout: Tiling) -> str:
     width, height = (max(24, round(220 * n / longest)) for n in (layout.kv_len, layout.q_len))
     source = "data:image/png;base64," + base64.b64encode(png(panel.colours)).decode("ascii")
     text = " ".join(repr(layout.shown).split())
-    note = (
-        "" if panel.tiles == (1, 1) else "one dot shows {} × {} tiles, deeper where more are read".format(*panel.tiles)
-    )
+    dot = "one dot shows {} × {} tiles, deeper where more are read".format(*panel.tiles)
+    note = "" if panel.tiles == (1, 1) else dot
     if len(layout.spans.count) > 1:
         note = "; ".join(filter(None, [f"batch 0, head 0 of {layout.batch * layout.heads:,}", note]))
     return (

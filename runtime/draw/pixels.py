@@ -38,7 +38,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import uses
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.dense import coordinates, visible
-from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.layouts.tiling import Array, Tiling
 from frisket.runtime.machine.modules import extras
 
 from .terminal import of_layout, start_of
@@ -64,7 +64,6 @@ LIGHT = Palette("#0a4c86", "#d9730d", "#f3bd7c", "#f3f4f6", "#ffffff", "#1b1f24"
 DARK = Palette("#a8dcff", "#d98032", "#704218", "#1d2026", "#111317", "#e6e9ed", "#9aa4af")
 
 
-Array = NDArray[Any]
 CELLS = 512  # along each axis at most
 TOKENS = 512 * 512  # positions of one picture that shows tokens
 INSIDE = 4096 * 4096  # positions that are looked at to show the inside of partial tiles

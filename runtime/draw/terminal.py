@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 CELLS = 32  # drawn cells along each axis at most: two columns each, so 64 of 80
+Ints = NDArray[np.int64]
 MARGIN = 8  # columns for the labels of rows
 
 
@@ -31,9 +32,9 @@ class CellCounts:
     """Tiles counted per drawn cell: `full` and `partial` are int64 [rows, columns]; a cell spans
     `step = (q, k)` tiles, fewer at the far edges."""
 
-    full: NDArray[np.int64]
-    partial: NDArray[np.int64]
-    total: NDArray[np.int64]
+    full: Ints
+    partial: Ints
+    total: Ints
     step: tuple[int, int]
 
 
@@ -47,22 +48,20 @@ def from_runs(
     rows, columns = -(-q_tiles // steps[0]), -(-k_tiles // steps[1])
     row = np.repeat(np.arange(q_tiles), np.diff(row_ptr)) // steps[0]
 
-    def count(tile_kind: int) -> NDArray[np.int64]:
+    def count(tile_kind: int) -> Ints:
         of = (kind == tile_kind) & (stop > start)
         return _spread(row[of], start[of], stop[of], steps[1], rows, columns)
 
     return CellCounts(count(FULL), count(PARTIAL), _sizes((q_tiles, k_tiles), steps), steps)
 
 
-def _spread(
-    row: NDArray[np.int64], start: NDArray[np.int64], stop: NDArray[np.int64], step: int, rows: int, columns: int
-) -> NDArray[np.int64]:
+def _spread(row: Ints, start: Ints, stop: Ints, step: int, rows: int, columns: int) -> Ints:
     """How many of the tiles `[start, stop)` of each row fall into each cell."""
     # tiles of a run left of x grow linearly with x: count them as `min(stop, x) - min(start, x)` through
     # the end cells and, in between, a constant `step` written as differences
     first, last = start // step, (stop - 1) // step
 
-    def add(column: NDArray[np.int64], weight: NDArray[np.int64]) -> NDArray[np.int64]:
+    def add(column: Ints, weight: Ints) -> Ints:
         flat = np.bincount(row * (columns + 1) + column, weight, rows * (columns + 1))
         return flat.astype(np.int64).reshape(rows, columns + 1)
 
@@ -78,7 +77,7 @@ def _steps(shape: tuple[int, ...], cells: int) -> tuple[int, int]:
     return max(1, -(-q_tiles // cells)), max(1, -(-k_tiles // cells))
 
 
-def _sizes(shape: tuple[int, ...], steps: tuple[int, int]) -> NDArray[np.int64]:
+def _sizes(shape: tuple[int, ...], steps: tuple[int, int]) -> Ints:
     sides = [np.diff(np.append(np.arange(0, n, s), n)) for n, s in zip(shape, steps, strict=True)]
     return np.multiply.outer(*sides)
 
@@ -139,7 +138,7 @@ ASCII = Ink(". ", "-", "+", "%", "#", "\\")
 STYLES = {"empty": "dim", "little": "magenta", "half": "magenta", "most": "cyan", "full": "cyan"}
 
 
-def _levels(grid: CellCounts) -> NDArray[np.int64]:
+def _levels(grid: CellCounts) -> Ints:
     """0 empty, 1 little, 2 half, 3 most, 4 full; a partial tile counts as half visible."""
     share = (grid.full + grid.partial / 2) / grid.total
     level = np.digitize(share, [0.3, 0.6]) + 1

@@ -58,22 +58,28 @@ HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question of the page. `have` are the tables it has already, by their digests."""
+class ProblemSize:
+    """Lengths in tokens, and about how many documents tables that are made up cut them into."""
 
-    text: str
     q_len: int = 2048
     kv_len: int = 2048
     batch: int = 1
     heads: int = 1
-    block: tuple[int, int] = (128, 128)
     documents: int = 8
-    values: Mapping[str, Number] = field(default_factory=dict)
-    have: frozenset[str] = frozenset()
 
     @property
-    def problem(self) -> ProblemSize:
-        return ProblemSize(self.q_len, self.kv_len, self.batch, self.heads, self.documents)
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(SIZES, (self.batch, self.heads, self.q_len, self.kv_len), strict=True))
+
+
+@dataclass(frozen=True)
+class Question(ProblemSize):
+    """A question of the page. `have` are the tables it has already, by their digests."""
+
+    text: str = field(kw_only=True)
+    block: tuple[int, int] = (128, 128)
+    values: Mapping[str, Number] = field(default_factory=dict)
+    have: frozenset[str] = frozenset()
 
 
 def answer(question: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, Any]:
@@ -125,7 +131,7 @@ def checked(question: Mapping[str, Any]) -> Question:
         raise ParameterError("values are numbers, true or false, by the names of parameters")
     if not isinstance(have, list | tuple) or not all(isinstance(x, str) for x in have):
         raise ParameterError("`have` lists the digests of tables")
-    return Question(question["text"], **numbers, block=(block[0], block[1]), values=values, have=frozenset(have))
+    return Question(text=question["text"], **numbers, block=(block[0], block[1]), values=values, have=frozenset(have))
 
 
 def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
@@ -159,7 +165,7 @@ def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[
     # what the page says replaces the defaults of the program
     values = {n: x for n, x in {**syntax.defaults, **request.values}.items() if n in names and n not in files}
     tables = {n: x for n, x in files.items() if n in names}
-    scalars, guesses = all_sliders(values, tables, whole, request.problem)
+    scalars, guesses = all_sliders(values, tables, whole, request)
     every = {**{s.name: s.value for s in scalars}, **tables, **{n: t.array for n, t in guesses.items()}}
     return program(request.text, "mask", **every), scalars, guesses
 
@@ -184,13 +190,11 @@ def unfinished(syntax: Parsed, roots: list[Expr], bound: set[str]) -> None:
     """MaskSyntaxError for a Bool, or a text that is only a name, that nearly is, or begins, a name of the language:
     somebody is still typing it. A name without such a neighbour is a parameter."""
     names = [*definitions(), *BUILT_IN, *CONSTANTS, "score", *re.findall(r"\bdef\s+(\w+)", syntax.source)]
-    problems = {}
+    known, problems = {*BUILT_IN, *CONSTANTS}, {}
     for span, e in syntax.sites:
         if e.op != "param" or e.name in {*bound, *syntax.declared} or not (e.type is BOOL or e in roots):
             continue
-        begun = sorted(
-            (n for n in names if n.startswith(e.name)), key=lambda n: (n in BUILT_IN or n in CONSTANTS, len(n))
-        )
+        begun = sorted((n for n in names if n.startswith(e.name)), key=lambda n: (n in known, len(n)))
         if near := begun[:1] or get_close_matches(e.name, names, 1, 0.7):
             declare = f" A parameter of that name is declared: `param {e.name}: bool`" if e.type is BOOL else ""
             remedy = f"did you mean `{near[0]}`?{declare}"
@@ -214,11 +218,9 @@ def keyed(array: Array, have: frozenset[str]) -> dict[str, str]:
 
 
 def digest(array: Array) -> str:
-    return hashlib.blake2b(
-        # equal bytes may have another shape
-        np.ascontiguousarray(array).tobytes() + str((array.dtype, array.shape)).encode(),
-        digest_size=16,
-    ).hexdigest()
+    # equal bytes may have another shape
+    content = np.ascontiguousarray(array).tobytes() + str((array.dtype, array.shape)).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 # -- what it costs ------------------------------------------------------------------------------------------
@@ -264,7 +266,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
     """A score mod's text, and what becomes of a score: of 1 over queries and keys, where the mod knows positions, as
     `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves` from -span to span, of up to 4 heads."""
     named = uses(mod.expr)
-    env: dict[str, Any] = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
+    env: dict[str, Any] = {**request.sizes, **mod.scalars, "b": 0, "h": 0}
     out: dict[str, Any] = {"text": mod.expanded}
     with np.errstate(all="ignore"):  # a score mod may divide by 0: that shows as hidden
         if named & {"q", "k"}:
@@ -311,9 +313,7 @@ def command(request: Question, scalars: list[Slider], tables: list[str]) -> str:
     return shlex.join([*words, *(word for name in tables for word in ("--table", f"{name}={name}.npy"))])
 
 
-def python(
-    request: Question, program: Program, scalars: list[Slider], guesses: Mapping[str, MadeUp], read_: list[str]
-) -> str:
+def python(request: Question, program: Program, scalars: list[Slider], guesses: Guesses, read_: list[str]) -> str:
     """Lines of Python that compute the answer, with the tables that were made up; they run, but for files."""
     lines = [*(["import numpy as np", ""] if read_ or guesses else []), "import frisket as fk", ""]
     lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in guesses.values() if t.needs)
@@ -355,21 +355,6 @@ NUMBERS += (("far", 128.0), ("p|rate|x", 0.5))
 
 
 @dataclass(frozen=True)
-class ProblemSize:
-    """Lengths in tokens, and about how many documents tables that are made up cut them into."""
-
-    q_len: int
-    kv_len: int
-    batch: int = 1
-    heads: int = 1
-    documents: int = 8
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return dict(zip(SIZES, (self.batch, self.heads, self.q_len, self.kv_len), strict=True))
-
-
-@dataclass(frozen=True)
 class Slider:
     """A number and its slider: from `low` to `high`, both inclusive."""
 
@@ -391,9 +376,12 @@ class MadeUp:
     needs: str = ""  # a function those call
 
 
+Guesses = dict[str, MadeUp]
+
+
 def all_sliders(
     values: Mapping[str, Number], tables: Mapping[str, Array], e: Expr, problem: ProblemSize
-) -> tuple[list[Slider], dict[str, MadeUp]]:
+) -> tuple[list[Slider], Guesses]:
     """Every scalar of `e` with its slider, and the tables that are not among `tables`. A table of one Int for each
     batch entry, `n[b]`, has a slider for all of them."""
     names = names_of(e)
@@ -490,9 +478,8 @@ def made_up(name: str, type: Type, e: Expr, numbers: Mapping[str, Number], probl
         ids = np.broadcast_to(np.repeat(each, np.diff(off))[: shape[-1]], shape)
         code = f"np.repeat({f'{cut}[:-1]' if firsts else f'np.arange({n}, dtype=np.int32)'}, np.diff({cut}))"
         code += f"[:{shape[-1]}]" if shape[-1] < length else ""
-        return MadeUp(
-            ids, f"{name} = " + (code if ids.ndim == 1 else f"np.broadcast_to({code}, {shape})"), note, OFFSETS
-        )
+        code = code if ids.ndim == 1 else f"np.broadcast_to({code}, {shape})"
+        return MadeUp(ids, f"{name} = {code}", note, OFFSETS)
     code = f"{name} = np.sort({rng}.integers(0, {n}, {shape}, np.int32), -1)"
     return MadeUp(np.sort(draw.integers(0, n, shape, np.int32), -1), code, f"random numbers below {n}")
 

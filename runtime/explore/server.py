@@ -44,15 +44,13 @@ from socketserver import TCPServer
 from time import monotonic
 from typing import Any, ClassVar
 
-from numpy.typing import NDArray
-
 from frisket import grammar
 from frisket.dsl import ir
 from frisket.dsl.library import Entry, library
 from frisket.dsl.operators import BUILT_IN, CONSTANTS
 from frisket.runtime.draw import html
 
-from .answer import LONGEST, answer
+from .answer import LONGEST, Array, answer
 
 HOST = "127.0.0.1"
 PATH = 2 << 10  # bytes of an address
@@ -69,7 +67,6 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 Page = Callable[[str], str]  # of a nonce for its scripts
-Array = NDArray[Any]
 LIMIT = 8.0  # seconds for one answer
 START = 60.0  # and for a process to begin
 MEMORY = 4 << 30  # bytes for it

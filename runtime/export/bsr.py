@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ExportError
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL
 from frisket.lowering.aten.expr import distance_only
-from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.layouts.tiling import Array, Tiling
 from frisket.runtime.machine.modules import extras
 
 from .tile_lists import BUDGET, distinct, elements, scene, why
 
-Array = NDArray[Any]
 _STEP = 1 << 21  # elements looked at in one go
 
 
@@ -203,9 +202,8 @@ def to_splash(layout: Tiling, fused: bool = False) -> Splash:
         data_next, mask_next, block_mask = (_small(x) for x in arrays)
         cut = np.ascontiguousarray(partial.swapaxes(-1, -2) if dkv else partial)
         blocks, ids = (cut, mask_next) if len(cut) else (None, None)
-        return MaskInfo(
-            data_next=data_next, mask_next=ids, block_mask=block_mask, partial_mask_blocks=blocks, q_sequence=None
-        )
+        walk: dict[str, Any] = {"data_next": data_next, "mask_next": ids, "block_mask": block_mask}
+        return MaskInfo(**walk, partial_mask_blocks=blocks, q_sequence=None)
 
     return Splash(info(False, True), info(True, not fused), (int(layout.block[0]), int(layout.block[1])))
 

@@ -7,18 +7,15 @@ FlashMask's start and end rows: for every key, the queries that do not see it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError, MismatchError
 from frisket.lowering.engines.flags import packing
-from frisket.runtime.layouts.tiling import Tiling
+from frisket.runtime.layouts.tiling import Array, Tiling
 
 from .tile_lists import ANY, VisibleRuns, lines, listed, reader, why
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)

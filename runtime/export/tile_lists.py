@@ -28,14 +28,13 @@ from frisket.lowering.analysis.tiles import FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.kernels.torch_mask_mod import mask_mod
 from frisket.lowering.plan import ProgramFacts, Runs, Sizes, from_records, make_plan, merge
 from frisket.lowering.simplify import ProgramExprs, simplify
-from frisket.runtime.layouts.tiling import RunTable, Tiling
+from frisket.runtime.layouts.tiling import Array, RunTable, Tiling
 from frisket.runtime.machine.modules import extras, load_source
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-Array = NDArray[Any]
 T = TypeVar("T")
 Values = Mapping[str, Any]
 BUDGET = 1 << 28  # elements, or entries of an array, an export may look at or hold
@@ -173,11 +172,9 @@ def _from_tiles(layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, tr
     if len(cost) and cost[-1] > BUDGET:
         row = int(runs.row[np.argmax(cost > BUDGET)])
         where = "key" if transposed else "query"
-        raise ExportError(
-            f"the border of the mask is {int(cost[-1]):,} elements, more than the {BUDGET:,} that an export looks at; "
-            f"the limit is met at {where} {row * _FINE + int(small.q[0])}\n"
-            "  ask for a smaller crop, or for to_block_mask() or to_fa4(), which hold tiles only"
-        )
+        text = f"the border of the mask is {int(cost[-1]):,} elements, more than the {BUDGET:,} that an export looks "
+        text += f"at; the limit is met at {where} {row * _FINE + int(small.q[0])}\n  ask for a smaller crop, or for "
+        raise ExportError(f"{text}to_block_mask() or to_fa4(), which hold tiles only")
     per_row = np.bincount(runs.row, weights=width, minlength=small.rows).cumsum() * _FINE**2
     row = 0
     while row < small.rows:
@@ -411,10 +408,8 @@ def to_fa4(layout: Tiling, device: Any = "cpu", compact: bool = False) -> FA4:
     """
     partial, full, partial_q, full_q = both_ways(layout, device, "zero", "FA4", compact=compact)
     block = (int(layout.block[0]), int(layout.block[1]))
-    return FA4(
-        BlockSparseTensors(partial.count, partial.index, full.count, full.index, block),
-        BlockSparseTensors(partial_q.count, partial_q.index, full_q.count, full_q.index, block),
-    )
+    forward = BlockSparseTensors(partial.count, partial.index, full.count, full.index, block)
+    return FA4(forward, BlockSparseTensors(partial_q.count, partial_q.index, full_q.count, full_q.index, block))
 
 
 def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
@@ -447,11 +442,10 @@ def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: boo
 def exact_lists(layout: Tiling, device: Any, *, separate: bool) -> list[Lists]:
     """Lists of partial and of full tiles, by rows and then by columns; of all together unless `separate`."""
     if not layout.exact:
-        raise ExportError(
-            f"tiles were left undecided when the budget was spent (exact is False), so the lists would not be those of "
-            f"create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n"
-            "  ask for layout(..., exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() take it as it is"
-        )
+        text = "tiles were left undecided when the budget was spent (exact is False), so the lists would not be those "
+        text += f"of create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n"
+        text += "  ask for layout(..., exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() "
+        raise ExportError(f"{text}take it as it is")
     return both_ways(layout, device, "rest", "BlockMask", separate=separate)
 
 
@@ -479,9 +473,8 @@ def written(
     assert plan.mask is not None
     literal = {param(s.name, s.type): lit(s.value) for s in plan.slots if s.value is not None}
     names = {t.name: t.source + {"": "", "segment": "_of", "segment below": "_below"}[t.derived] for t in plan.tables}
-    as_they_are = {
-        names[t.name]: x for t in plan.tables if not t.derived and (x := (tensors or {}).get(t.source)) is not None
-    }
+    tensors = tensors or {}
+    as_they_are = {names[t.name]: tensors[t.source] for t in plan.tables if not t.derived and t.source in tensors}
     mask = renamed(simplify(substitute(plan.mask, literal)), names)
     read = {names[n]: np.asarray(t) for n, t in plan.table_values(arrays).items()}
     kinds = free_names(mask)[1]

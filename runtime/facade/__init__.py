@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from frisket.runtime.attention.warm import Warmed as Warmed
     from frisket.runtime.attention.warm import warm as warm
     from frisket.runtime.backends.registry import backends as backends
-    from frisket.runtime.masks.answers import Answer as Answer
+    from frisket.runtime.masks.layout import Answer as Answer
     from frisket.runtime.masks.layout import Layout as Layout
     from frisket.runtime.masks.mask import Mask as Mask
     from frisket.runtime.masks.mask import Program as Program
@@ -72,13 +72,12 @@ _HOMES = {
     "frisket.dsl.explain": "Explanation",
     "frisket.dsl.library": "Entry library",
     "frisket.lowering.pipeline": "Stages",
-    "frisket.runtime.masks.answers": "Answer",
     "frisket.runtime.attention.attention": "Attention",
     "frisket.runtime.backends.registry": "backends",
     "frisket.runtime.attention.entry": "attention compile reference",
     "frisket.runtime.plans.device": "FlatPlan",
     "frisket.runtime.plans.host": "Plan",
-    "frisket.runtime.masks.layout": "Layout",
+    "frisket.runtime.masks.layout": "Answer Layout",
     "frisket.runtime.attention.order": "Order reorder",
     "frisket.runtime.masks.mask": "Mask Program ScoreMod load mask score",
     "frisket.runtime.attention.merge": "merge",

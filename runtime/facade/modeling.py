@@ -23,5 +23,5 @@ __all__ = layers.__all__
 def __getattr__(name: str) -> Any:
     if name == "BaseJAXAttentionModule":  # a module of flax, which the others do not need
         with extras():
-            return import_module("frisket.runtime.modeling.linen_cache").BaseJAXAttentionModule
+            return import_module("frisket.integrations.flax").BaseJAXAttentionModule
     raise AttributeError(f"module 'frisket.modeling' has no attribute {name!r}")

@@ -22,8 +22,7 @@ from frisket.lowering.plan import Problem, Sizes
 from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.export.tile_lists import exact_lists
 from frisket.runtime.machine.caller import outside
-from frisket.runtime.masks.answers import score_lookups
-from frisket.runtime.masks.layout import Layout
+from frisket.runtime.masks.layout import Layout, score_lookups
 from frisket.runtime.masks.mask import Mask, MaskLike
 
 from . import derived, tensor_mask
@@ -32,6 +31,8 @@ from .tensor_mask import LISTS, TENSORS, Lists, TensorMask
 
 Block = int | tuple[int, int]
 Pair = tuple[int, int]
+Batch = tuple[int, ...]  # B and H, or one of them, or neither
+Mod = TensorMask | None
 
 
 class BlockMask(theirs.BlockMask):
@@ -108,9 +109,7 @@ class BlockMask(theirs.BlockMask):
         self._user_lists, self._fn = lists, fn
         self._check_cover(lengths)
 
-    def _begin(
-        self, mod: TensorMask | None, lengths: Pair, block: Pair, batch: tuple[int, ...], device: Any, text: str | None
-    ) -> None:
+    def _begin(self, mod: Mod, lengths: Pair, block: Pair, batch: Batch, device: Any, text: str | None) -> None:
         self._traced = mod  # what mask_mod says; all of the mask unless there are lists of the user's
         self._text = mod.text if text is None and mod is not None else text
         self._fn = self._user_lists = None
@@ -122,14 +121,7 @@ class BlockMask(theirs.BlockMask):
 
     @classmethod
     def of(
-        cls,
-        mod: TensorMask | None,
-        lengths: tuple[int, int],
-        block: tuple[int, int],
-        batch: tuple[int, ...],
-        device: Any,
-        like: BlockMask | None = None,
-        text: str | None = None,
+        cls, mod: Mod, lengths: Pair, block: Pair, batch: Batch, device: Any, like: Any = None, text: str | None = None
     ) -> BlockMask:
         """A mask by its expression alone, with the options of another."""
         mask = cls.__new__(cls)  # `__init__` needs lists, and checks them
@@ -173,8 +165,7 @@ class BlockMask(theirs.BlockMask):
         tensor_mask.check_lists(lists, kv_len, block[1])
         if dq_kv_order is not None and not isinstance(dq_kv_order, bool | Tensor):
             raise ListError(f"dq_kv_order must be a bool, Tensor, or None, not {type(dq_kv_order).__name__}")
-        order = dq_kv_order if isinstance(dq_kv_order, Tensor) else None
-        lists |= {"dq_kv_order": order}
+        lists["dq_kv_order"] = dq_kv_order if isinstance(dq_kv_order, Tensor) else None
         columns = tensor_mask.columns_of(lists, kv_len, block[1])
         if seq_lengths is None:
             seq_lengths = kv_indices.shape[-2] * block[0], columns * block[1]
@@ -254,9 +245,7 @@ class BlockMask(theirs.BlockMask):
     def _now(self) -> dict[str, Any]:
         """Remembered results, cleared if a tensor has changed. Lists that the user wrote to are kept as given."""
         lists = self._results.get("lists")
-        if lists is not None and (list_versions := _versions(lists)) != self._results.setdefault(
-            "written", list_versions
-        ):
+        if lists is not None and (now := _versions(lists)) != self._results.setdefault("written", now):
             self._hold(lists)
         versions = (self._mod.versions, () if self._user_lists is None else _versions(self._user_lists))
         if self._versions != versions:
@@ -564,6 +553,5 @@ def unflatten(leaves: Any, context: tuple[Any, ...]) -> BlockMask:
     return mask
 
 
-pytree.register_pytree_node(
-    BlockMask, flatten, unflatten, serialized_type_name="frisket.flex.BlockMask", flatten_with_keys_fn=flatten_with_keys
-)
+_SAVED: dict[str, Any] = {"serialized_type_name": "frisket.flex.BlockMask", "flatten_with_keys_fn": flatten_with_keys}
+pytree.register_pytree_node(BlockMask, flatten, unflatten, **_SAVED)

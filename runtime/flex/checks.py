@@ -73,11 +73,9 @@ def check_lookups(lookups: Iterable[Lookup], renamed: Mapping[str, str] | None =
         negative = one.value < 0
         wraps = ", and torch would read from the end" if negative else ""
         bound = f"{index} >= 0" if negative else f"{index} < {one.size}"
-        raise GatherError(
-            f"`{text}` reads `{node.name}` at {one.value} on axis {one.axis}, which has entries 0..{one.size - 1}, "
-            f"at {at}{wraps}\n"
-            f"  hide such positions first, `({bound}) & ...`, or clamp the index: `({index}).clamp(0, {one.size - 1})`"
-        )
+        reads = f"`{text}` reads `{node.name}` at {one.value} on axis {one.axis}, which has entries 0..{one.size - 1}, "
+        clamp = f"or clamp the index: `({index}).clamp(0, {one.size - 1})`"
+        raise GatherError(f"{reads}at {at}{wraps}\n  hide such positions first, `({bound}) & ...`, {clamp}")
 
 
 # key -> the kernels it is for, and its place in LaunchOptions
@@ -323,10 +321,9 @@ def check_promises(promises: tuple[str, ...], att: Attention, block_mask: Any, q
         empty_rows = att.mask.empty_rows(q_len, key.shape[2], batch=b, heads=h)
         if empty_rows:
             at = empty_rows.witness
-            raise KernelOptionError(
-                f"ROWS_GUARANTEED_SAFE is not so: query {at[2]} of batch entry {at[0]} and head {at[1]} sees no key\n"
-                "  leave it out: frisket finds out by itself, and pays for such rows only where they can be"
-            )
+            text = f"ROWS_GUARANTEED_SAFE is not so: query {at[2]} of batch entry {at[0]} and head {at[1]} sees no "
+            text += "key\n  leave it out: frisket finds out by itself, and pays for such rows only where they can be"
+            raise KernelOptionError(text)
     if "BLOCKS_ARE_CONTIGUOUS" in promises and block_mask is not None:
         _check_contiguous(block_mask)
 

@@ -58,11 +58,9 @@ def create_block_mask(
     lengths and counts that are not positive; and `GatherError`, an IndexError, where the mask shows a position at which
     it reads outside a table, below 0 too: at once if its tables are on the host, else when it is laid out.
     """
-    compiling = torch.compiler.is_dynamo_compiling()
-    if _compile and not compiling:
-        warnings.warn(
-            "_compile has no effect: the mask is never evaluated on every position", DeprecationWarning, stacklevel=2
-        )
+    if _compile and not torch.compiler.is_dynamo_compiling():
+        message = "_compile has no effect: the mask is never evaluated on every position"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
     if not isinstance(dq_kv_order, bool):
         message = f"dq_kv_order must be a bool when using create_block_mask, not {type(dq_kv_order).__name__}\n"
         raise ParameterError(f"{message}  BlockMask.from_kv_blocks takes a tensor")

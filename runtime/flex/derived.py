@@ -89,9 +89,8 @@ def _pick(index: Any, n: int, name: str) -> Pick:
         if not entries:
             raise PickError(f"{name} {_text(index)} picks nothing of {n}")
         # a step of 1 needs no tensor: `narrow` is a view
-        return Pick(
-            entries[0], len(entries), n, None if entries.step == 1 or len(entries) == 1 else torch.tensor(entries)
-        )
+        at = None if entries.step == 1 or len(entries) == 1 else torch.tensor(entries)
+        return Pick(entries[0], len(entries), n, at)
     if isinstance(index, Tensor) and index.ndim == 1 and not index.is_floating_point():
         return _entries(index, n, name)
     what = f"a tensor of {index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else repr(index)
@@ -169,16 +168,22 @@ def part(mask: BlockMask, index: Any) -> BlockMask:
         return picked
     if short and not selection[-1].whole_rows:
         raise ListError("the row of tiles that the lengths cut is picked before others\n  pick it last")
-    lists: Lists = {**dict.fromkeys(TENSORS)}
-    for name in LISTS[:4]:
-        if (x := user_lists[name]) is not None:
-            for axis, pick in enumerate(selection):
-                x = pick.select(x, axis)
-            lists[name] = x
+    lists = _picked_rows(user_lists, selection)
     if user_lists["q_indices"] is not None:
         columns = tensor_mask.columns_of(lists, kv_len, mask._block[1])
         lists = tensor_mask.with_columns(lists, columns, kv_len, mask._block[1])
     picked._hold(tensor_mask.with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists)
+    return picked
+
+
+def _picked_rows(lists: Lists, selection: Sequence[Pick]) -> Lists:
+    """The lists by rows of the batch entries, heads and rows of tiles that are picked."""
+    picked: Lists = dict.fromkeys(TENSORS)
+    for name in LISTS[:4]:
+        if (x := lists[name]) is not None:
+            for axis, pick in enumerate(selection):
+                x = pick.select(x, axis)
+            picked[name] = x
     return picked
 
 
@@ -375,13 +380,7 @@ def _part_in_graph(mask: BlockMask, index: Any) -> BlockMask:
     elif rows.at is None:
         length = min(length, q_len - rows.start * size)
     picked = _with_function(mask, picked_mod, (length, kv_len), tuple(p.count for p in entries))
-    chosen: Lists = dict.fromkeys(TENSORS)
-    for name in LISTS[:4]:
-        x = lists[name]
-        if x is not None:
-            for axis, pick in enumerate(selection):
-                x = pick.select(x, axis)
-        chosen[name] = x
+    chosen = _picked_rows(lists, selection)
     if lists["q_indices"] is not None:
         chosen = tensor_mask.with_columns(chosen, -(-kv_len // mask._block[1]))
     picked._hold(tensor_mask.with_orders(chosen, mask.dq_kv_order_spt) if mask._orders else chosen)

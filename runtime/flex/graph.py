@@ -8,7 +8,7 @@ in its place, which holds the expression of that graph as a text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,20 +43,7 @@ def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 Mod = TensorMask | None
-
-
-class GraphArgs(NamedTuple):
-    """The arguments of an operator of a graph, as Dynamo writes them."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    score_mod: Any
-    masks: tuple[Any, ...]
-    unused: None
-    request: Any
-    score_values: tuple[Any, ...] = ()
-    mask_values: tuple[Any, ...] = ()
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # (out, lse, max)
 
 
 class FlexAttentionOp(HigherOrderOperator):
@@ -64,16 +51,15 @@ class FlexAttentionOp(HigherOrderOperator):
 
     def __call__(self, *arguments: Any) -> Any:
         """Whatever mode is on sees the operator that this is in the end, and nothing of this one."""
-        query, key, value, score_mod, masks, _, request, score_values, mask_values = GraphArgs(*arguments)
+        query, key, value, score_mod, masks, _, request, *captured = arguments
+        score_values, mask_values = captured or ((), ())
         mod = over_graph(score_mod, score_values, "score")
         if request["text"] is not None:
             visible = TensorMask(program(request["text"]).mask.expr, request["values"])  # type: ignore[union-attr]
         else:
             visible = over_graph(masks[-1], mask_values, "mask")
-        if request["tiles"] is not None:
-            visible = visible.within(
-                request["tiles"], tuple(request["tiles"].shape[:-2]), tuple(map(_fixed, request["block"]))
-            )
+        if (kinds := request["tiles"]) is not None:
+            visible = visible.within(kinds, tuple(kinds.shape[:-2]), tuple(map(_fixed, request["block"])))
         if request["ragged"] is not None:
             ragged = Ragged(*(*request["ragged"], request["pattern"]))
             visible, mod = confined(visible, ragged), local_in_graph(mod, ragged)
@@ -86,19 +72,16 @@ class BlockMaskOp(HigherOrderOperator):
     """The tiles of a mask that a graph made, as Dynamo writes it: arguments as those of `FlexAttentionOp`."""
 
     def __call__(self, *arguments: Any) -> Any:
-        query, _, _, _, masks, _, request, _, mask_values = GraphArgs(*arguments)
-        visible = over_graph(masks[-1], mask_values, "mask")
+        query, _, _, _, masks, _, request, *captured = arguments
+        visible = over_graph(masks[-1], captured[-1] if captured else (), "mask")
         if request["text"] is not None:
             visible = TensorMask(program(request["text"]).mask.expr, {})  # type: ignore[union-attr]
         # numbers are part of the program, tensors and open sizes are inputs of the operator
         numbers = {n: x for n, x in visible.values.items() if isinstance(x, bool | int | float)}
         free = {n: x for n, x in visible.values.items() if n not in numbers}
         mask_program = CallProgram(Mask(visible.expr, only(numbers, visible.expr)), None)
-        return (
-            torch_library.written_tiles(
-                spec_of(mask_program, Options(), free), query, request["sizes"], request["block"], free
-            ),
-        )
+        spec = spec_of(mask_program, Options(), free)
+        return (torch_library.written_tiles(spec, query, request["sizes"], request["block"], free),)
 
 
 def tiles(mask: BlockMask) -> Tensor:
@@ -183,18 +166,14 @@ def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
     return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
 
-def operator(
-    qkv: Qkv, mod: Mod, visible: Mod, options: Options, top: bool, rows: bool = True
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def operator(qkv: Qkv, mod: Mod, visible: Mod, options: Options, top: bool, rows: bool = True) -> Outputs:
     """(out, lse, max) by an operator of frisket; without `rows`, lse and max may be None."""
     if mod is not None:
         mod = without_clashes(mod, visible)[0]
     values = {n: x for one in (visible, mod) if one is not None for n, x in one.values.items()}
     numbers = {n: x for n, x in values.items() if isinstance(x, bool | int | float)}
-    program = CallProgram(
-        None if visible is None else Mask(visible.expr, only(numbers, visible.expr)),
-        None if mod is None else ScoreMod(mod.expr, only(numbers, mod.expr)),
-    )
+    mask = None if visible is None else Mask(visible.expr, only(numbers, visible.expr))
+    program = CallProgram(mask, None if mod is None else ScoreMod(mod.expr, only(numbers, mod.expr)))
     free = {n: x for n, x in values.items() if n not in numbers}
     spec = spec_of(program, options, free)
     return torch_library.written(spec, 0.0, CallArgs(*qkv, top=top), None, free, rows)

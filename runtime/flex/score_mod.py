@@ -50,6 +50,7 @@ STATELESS = (object, ModuleType, SimpleNamespace, Generic, Protocol, ABC)  # for
 UNNAMED = frozenset({"__call__", "forward", "_forward_hooks", "_forward_pre_hooks"})  # read by a call of an object
 QUIET = ("__repr__", "__str__", "__setattr__", "__delattr__")  # special methods that read nothing for a score
 Names = frozenset[str]
+Tensors = Mapping[str, Tensor]  # those that a score mod reads, by the names of its tables
 
 
 class UnknownState(Exception):  # noqa: N818 (never leaves this file)
@@ -157,9 +158,8 @@ def _reached(namespaces: Sequence[Mapping[str, Any]], names: Names) -> tuple[Nam
         # other descriptors compute what they return
         if any(hasattr(type(x), "__get__") and not isinstance(x, FunctionType) for x in methods):
             raise UnknownState
-        more = names.union(
-            *(names_read(x.__code__) for x in methods if isinstance(x, FunctionType) and not is_foreign(x))
-        )
+        own = (x for x in methods if isinstance(x, FunctionType) and not is_foreign(x))
+        more = names.union(*(names_read(x.__code__) for x in own))
         if more == names:
             return names, methods
         names = more
@@ -230,9 +230,8 @@ def traced(score_mod: Any, valueless: bool = False) -> tuple[TensorMask, tuple[T
     except TraceError as error:
         raise ScoreModError(str(error)) from error
     if function.result is not FLOAT:
-        raise ScoreModError(
-            "score_mod returns an Int\n  it returns a Float: the score, or what was made of it; `x.float()` is one too"
-        )
+        text = "score_mod returns an Int\n  it returns a Float: the score, or what was made of it; "
+        raise ScoreModError(f"{text}`x.float()` is one too")
     if not function.scored:
         text = "score_mod takes no score\n  it is score_mod(score, b, h, q_idx, kv_idx); a function of four that hides "
         raise ScoreModError(f"{text}positions is a mask_mod, for create_block_mask")
@@ -330,10 +329,9 @@ def check_total(block_mask: Any, q: Tensor, k: Tensor) -> None:
     """Refuse a mask that is not one of the packed tokens."""
     lengths = tuple(getattr(block_mask, "shape", ())[-2:])
     if lengths and lengths != (q.shape[2], k.shape[2]):
-        raise ShapeError(
-            f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, the nested tensors hold {q.shape[2]} and "
-            f"{k.shape[2]} tokens\n  make it for them: create_nested_block_mask(mask_mod, 1, 1, query, key)"
-        )
+        text = f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, the nested tensors hold {q.shape[2]} "
+        text += f"and {k.shape[2]} tokens\n  make it for them: create_nested_block_mask(mask_mod, 1, 1, query, key)"
+        raise ShapeError(text)
 
 
 LARGE = 1 << 20  # bytes of tables: an attention over more lives as long as its mask, not for who may come again
@@ -347,9 +345,7 @@ class FlexPair:
     """The attention of a score mod and a mask, as long as the tables it has copies of stay as they are. Float tensors
     of the score mod are not copied: every call brings them."""
 
-    def __init__(
-        self, mod: Scored | None, visible: TensorMask | None, options: Options, tensors: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, mod: Scored | None, visible: TensorMask | None, options: Options, tensors: Tensors) -> None:
         score, names = (None, {}) if mod is None else without_clashes(mod.score, visible)
         self.renamed = names
         kinds = {} if score is None else names_of(score.expr)
@@ -370,18 +366,10 @@ class FlexPair:
         self.plans: dict[Any, Any] = {}
         self.checked: set[Any] = set()
 
-    def holds(self, tensors: Mapping[str, Tensor]) -> bool:
+    def holds(self, tensors: Tensors) -> bool:
         return all(x.is_still(x.ref() if n is None else tensors[n]) for n, x in self.watched)
 
-    def check(
-        self,
-        q: Tensor,
-        k: Tensor,
-        tensors: Mapping[str, Tensor],
-        requests: KernelRequests,
-        mask: Any,
-        words: Any = None,
-    ) -> None:
+    def check(self, q: Tensor, k: Tensor, tensors: Tensors, requests: KernelRequests, mask: Any, words: Any) -> None:
         """Check once for these lengths, where nothing is on a device. `words` are those of `check_lookups`."""
         place = q.shape[:3], k.shape[2], requests.promises
         if place in self.checked or 0 in q.shape or 0 in k.shape:  # without queries or keys no table is read
@@ -395,9 +383,7 @@ class FlexPair:
             check_promises(requests.promises, self.att, mask, q, k)
         self.checked.add(place)
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, tensors: Mapping[str, Tensor], top: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, tensors: Tensors, top: bool) -> Any:
         params = {n: tensors[source] for n, source in self.floats.items()}
         plan = None
         if self.placed and not params:
@@ -409,18 +395,13 @@ class FlexPair:
             plan = self.plans.get(place)
         elif self.placed:
             params |= self.placed
-        results: tuple[Tensor, Tensor, Tensor | None] = torch_op.attend(
-            self.att, CallArgs(query, key, value, plan, top=top, layout="bhsd", params=params)
-        )
-        return results
+        return torch_op.attend(self.att, CallArgs(query, key, value, plan, top=top, layout="bhsd", params=params))
 
 
 _PLAIN = Scored(TensorMask(ir.SCORE, {}), {}, (), None)  # neither
 
 
-def pair_of(
-    mod: Scored | None, visible: TensorMask | None, options: Options, tensors: Mapping[str, Tensor]
-) -> FlexPair:
+def pair_of(mod: Scored | None, visible: TensorMask | None, options: Options, tensors: Tensors) -> FlexPair:
     """The attention of both, kept as long as the mask is, or the score mod where there is none."""
     if visible is not None and visible.read:
         _ = visible.versions  # says so where a value that the trace looked at has changed

@@ -72,10 +72,9 @@ class TensorMask:
         """A key that changes with the tensors: equal as long as nothing was written to them."""
         for x, version in self.read:
             if version_of(x, wait=True) != version:
-                raise ParameterError(
-                    f"a tensor of {x.dtype} {list(x.shape)} has changed since the mask was traced, and its values are "
-                    "part of the traced expression\n  make the mask again; lookups, `x[q_idx]`, are read at every use"
-                )
+                text = f"a tensor of {x.dtype} {list(x.shape)} has changed since the mask was traced, and its values "
+                text += "are part of the traced expression\n  make the mask again; lookups, `x[q_idx]`, are read at "
+                raise ParameterError(f"{text}every use")
         return tuple(map(version_of, self.tensors.values()))
 
     @property
@@ -344,8 +343,7 @@ def _check_entries(name: str, count: Tensor, index: Tensor, columns: int) -> Non
     width = index.shape[-1]
     if bool(((count < 0) | (count > width)).any()):
         raise ListError(f"{name}_num_blocks has entries outside 0..{width}, the length of a list")
-    valid = torch.arange(width) < count[..., None]
-    bad = valid & ((index < 0) | (index >= columns))
+    bad = (torch.arange(width) < count[..., None]) & ((index < 0) | (index >= columns))
     if bool(bad.any()):
         text = f"{name}_indices lists column {int(index[bad][0])}\n  there are columns 0..{columns - 1}, of tiles"
         raise ListError(text)

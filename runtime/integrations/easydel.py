@@ -6,16 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.operations import AttentionMetadata, AttentionRegistry
 from frisket.runtime.operations.operators import CallSizes, sinks_of_heads
-from frisket.runtime.sharding.partition import fitting, names_of
+from frisket.runtime.sharding.partition import fitting, names_of, spec_of
 
 __all__ = ["register"]
-
-_spec: Any = PartitionSpec  # JAX leaves some of its functions untyped
 
 
 def register(name: str = "frisket", operator: str = "frisket") -> type[Any]:
@@ -71,8 +68,7 @@ def register(name: str = "frisket", operator: str = "frisket") -> type[Any]:
             outputs = _attend(self.metadata, operator, query, key, value, call)
             return AttentionOutput(attention_weights=None, attention_outputs=outputs)
 
-    registered: type[Any] = OperationRegistry.register(FrisketAttn)
-    return registered
+    return OperationRegistry.register(FrisketAttn)  # type: ignore[no-any-return]
 
 
 def _attend(theirs: Any, operator: str, query: Any, key: Any, value: Any, call: dict[str, Any]) -> Any:
@@ -95,16 +91,16 @@ def _attend(theirs: Any, operator: str, query: Any, key: Any, value: Any, call: 
 
     def spec(name: str, x: Any) -> Any:
         if name in ("softmax_aux", "dropout_rng"):
-            return _spec(heads) if name == "softmax_aux" else _spec()
+            return spec_of(heads) if name == "softmax_aux" else spec_of()
         rows = batch if jax.tree.leaves(x)[0].shape[0] == lengths.batch else None  # one for all entries is not split
-        return _spec(rows) if name == "segment_ids" else _spec(rows, None if x.shape[1] == 1 else heads)
+        return spec_of(rows) if name == "segment_ids" else spec_of(rows, None if x.shape[1] == 1 else heads)
 
     def local(query: Any, key: Any, value: Any, arrays: dict[str, Any]) -> Any:
         return op(query, key, value, **arrays, **settings).attention_outputs
 
     # A program of EasyDeL's may have a second mesh, for experts. JAX refuses that to operations that it is to split
     # over devices, and not under shard_map.
-    split = _spec(batch, None, heads)
+    split = spec_of(batch, None, heads)
     specs = (split, split, split, {n: spec(n, x) for n, x in arrays.items()})
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split)(query, key, value, arrays)
 
@@ -115,9 +111,8 @@ def _mask(lengths: CallSizes, mask_info: Any) -> dict[str, Any]:
         return {}
     if mask_info._attention_mask is None and mask_info._q_segment_ids is not None:
         # EasyDeL's property would make a dense mask of them
-        return {
-            "segment_ids": (mask_info.q_segment_ids[:, : lengths.q_len], mask_info.kv_segment_ids[:, : lengths.kv_len])
-        }
+        ids = mask_info.q_segment_ids[:, : lengths.q_len], mask_info.kv_segment_ids[:, : lengths.kv_len]
+        return {"segment_ids": ids}
     return {"mask": mask_info.get_or_compute_attention_mask()[..., : lengths.q_len, : lengths.kv_len]}
 
 
@@ -129,9 +124,8 @@ DEFAULTS |= {"deterministic": True, "dropout_prob": 0.0}
 def _flags(lengths: CallSizes, call: dict[str, Any]) -> dict[str, Any]:
     """The settings of a call of EasyDeL's that say something to frisket."""
     if call.get("cum_seqlens_q") is not None or call.get("cum_seqlens_k") is not None:
-        raise ParameterError(
-            "cum_seqlens_q and cum_seqlens_k are not read here; give segment ids: mask_info=MaskInfo.from_segments(ids)"
-        )
+        text = "cum_seqlens_q and cum_seqlens_k are not read here; give segment ids: "
+        raise ParameterError(f"{text}mask_info=MaskInfo.from_segments(ids)")
     settings = {n: call.get(n, default) for n, default in DEFAULTS.items()}
     if (mask_info := call.get("mask_info")) is not None:
         # a cache writes the window into the mask, and then keys may begin in the middle of the sequence

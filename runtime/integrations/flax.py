@@ -1,4 +1,5 @@
-"""Attention for flax: a layer of nnx, and `attention_fn` for flax's own layers, those of linen too.
+"""Attention for flax: a layer of nnx, `attention_fn` for flax's own layers, those of linen too, and the base of
+attention modules of linen that keep their cache in the collection "cache".
 
 >>> import jax.numpy as jnp
 >>> from flax import nnx
@@ -29,14 +30,14 @@ from frisket.runtime.machine.modules import extras
 with extras():
     import jax
     import jax.numpy as jnp
-    from flax import nnx
+    from flax import linen, nnx
 
 import frisket.operations as operations
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.modeling import apply_rotary_pos_emb, rotary_tables
+from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.entry import scaled_attention
 from frisket.runtime.backends.registry import check_name
-from frisket.runtime.caches.jax_plain import KVCache
+from frisket.runtime.caches.jax_plain import KVCache, ShardedKVCache
 from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.calls.program import program_of
@@ -44,6 +45,7 @@ from frisket.runtime.machine.parameters import call_value, refuse_additive, trac
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
+from frisket.runtime.modeling.layers import apply_rotary_pos_emb, concatenate_to_cache, rotary_tables
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 
@@ -155,10 +157,9 @@ def attention_fn(
 
 def _refuse_traced(values: Mapping[str, Any]) -> None:
     for name in (n for n, x in values.items() if traced(x)):
-        raise ParameterError(
-            f"`{name}` is traced by jax.jit or another transform, and a layer outlives that; name it in the text and "
-            f'give the array with every call of the layer: layer(x, mask={{"{name}": {name}}})'
-        )
+        text = f"`{name}` is traced by jax.jit or another transform, and a layer outlives that; name it in the text "
+        text += "and give the array with every call of the layer: "
+        raise ParameterError(f'{text}layer(x, mask={{"{name}": {name}}})')
 
 
 @dataclass(frozen=True)
@@ -263,10 +264,10 @@ class AttentionFn:
                 if n in (MASK, BIAS, STEP):
                     raise ParameterError(f"`{n}` is the name of what a layer passes as an array; call it otherwise")
                 if n not in values:
-                    raise ParameterError(
+                    message = (
                         f"`{n}` has no value; give it once, attention_fn(..., {n}=...), or with every call of the "
-                        f'layer: layer(x, mask={{"{n}": ...}})'
                     )
+                    raise ParameterError(f'{message}layer: layer(x, mask={{"{n}": ...}})')
 
 
 def _refuse(x: Any, name: str, why: str) -> None:
@@ -299,8 +300,7 @@ def _lengths(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], tuple[i
 def _last_seen(mask: Any) -> jax.Array:
     """The last key that an array of a mask shows to anybody: in flax's cache, the one just written."""
     seen = (mask > 0).any(tuple(range(mask.ndim - 1)))
-    last: jax.Array = seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)
-    return last
+    return seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)  # type: ignore[no-any-return]
 
 
 def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, int, int]) -> tuple[str, Any]:
@@ -320,3 +320,65 @@ def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, in
         x = x.reshape(shape)
         index[:0] = ["0" if n == 1 else f"b // {s} % {n}" for n, s in zip(batch_shape, strides, strict=True)]
     return f"{name}[{', '.join(index)}]", x
+
+
+# -- for modules of linen ----------------------------------------------------------------------------------------------
+
+
+class BaseJAXAttentionModule(linen.Module):
+    """A linen module with `_concatenate_to_cache(key, value, query_states, attention_mask)`, called once a step.
+
+    >>> import jax
+    >>> from types import SimpleNamespace
+    >>> class Keys(BaseJAXAttentionModule):
+    ...     @linen.compact
+    ...     def __call__(self, x, mask):
+    ...         return self._concatenate_to_cache(x, x, x, mask)
+    >>> model = Keys(SimpleNamespace(quantize_kv_cache=True))
+    >>> cache = model.init(jax.random.key(0), jnp.ones((2, 8, 1, 4)), None)  # room for 8 tokens
+    >>> (key, _, mask), cache = model.apply(cache, jnp.ones((2, 3, 1, 4)), None, mutable="cache")
+    >>> key.shape, mask[0, 0, 0].astype(int).tolist(), int(cache["cache"]["cache_index"])
+    ((2, 8, 1, 4), [1, 1, 1, 0, 0, 0, 0, 0], 3)
+
+    `init` makes the cache, of as many tokens as it gets. Every call after it appends key [batch, new, kv_heads,
+    head_dim] and value, and returns the whole cache in their dtypes, and the mask of `concatenate_to_cache`.
+
+    `config` may have `quantize_kv_cache`: int8, with a float32 scale for each vector. With `use_sharded_kv_caching`
+    positions are split over the axis "sp" of `jax_mesh()`, batches over "dp" and "fsdp", heads over "tp". The
+    collection "cache" has `cached_key`, `cached_value`, their `..._scale` if quantized, and `cache_index`, the number
+    of tokens.
+    """
+
+    config: Any
+
+    @linen.compact
+    @usual_promotion()
+    def _concatenate_to_cache(
+        self, key: Any, value: Any, query_states: Any, attention_mask: Any
+    ) -> tuple[Any, Any, Any]:
+        few = getattr(self.config, "quantize_kv_cache", False)
+        has_cache = self.has_variable("cache", "cached_key")  # before `self.variable` makes it
+        variables = {}  # by the name that a KVCache has for them
+        for n, x in (("key", key), ("value", value)):
+            variables[n[0]] = self.variable("cache", f"cached_{n}", jnp.zeros, x.shape, jnp.int8 if few else x.dtype)
+            if few:
+                scale = self.variable("cache", f"cached_{n}_scale", jnp.zeros, x.shape[:-1], jnp.float32)
+                variables[f"{n[0]}_scale"] = scale
+        index = self.variable("cache", "cache_index", jnp.zeros, (), jnp.int32)
+        if not has_cache:
+            return key, value, attention_mask
+        kind: Any = KVCache
+        fields: dict[str, Any] = {"k_scale": None, "v_scale": None} | {n: x.value for n, x in variables.items()}
+        # one index for all sequences
+        fields |= {"lengths": jnp.full(len(key), index.value), "overflowed": jnp.zeros(len(key), bool)}
+        if getattr(self.config, "use_sharded_kv_caching", False):
+            kind = ShardedKVCache
+            fields |= {"mesh": self.config.jax_mesh(), "axis": "sp", "batch_axis": ("dp", "fsdp"), "head_axis": "tp"}
+        cache, mask = concatenate_to_cache(kind(**fields), key, value, attention_mask)
+        for n, variable in variables.items():
+            variable.value = getattr(cache, n)
+        index.value += key.shape[1]
+        if not few:
+            return cache.k, cache.v, mask
+        key = (cache.k * cache.k_scale[..., None]).astype(key.dtype)
+        return key, (cache.v * cache.v_scale[..., None]).astype(value.dtype), mask

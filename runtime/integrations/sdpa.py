@@ -94,12 +94,10 @@ def sdpa(
             raise ParameterError(f"{name} is {type(x).__name__}; frisket.sdpa takes tensors of torch")
     if query.is_nested or key.is_nested or value.is_nested:
         if attn_mask is not None:
-            raise ParameterError(
-                "attn_mask is given, and q, k and v are nested tensors, which see their own sequence alone\n  leave it "
-                "out, give is_causal=True, or write the mask as a text: frisket.attention(q, k, v, text)"
-            )
-        out = attend(query, key, value, text, None, scale, enable_gqa, dropout=rate, **values)
-        return out
+            words = "attn_mask is given, and q, k and v are nested tensors, which see their own sequence alone\n  "
+            words += "leave it out, give is_causal=True, or write the mask as a text: frisket.attention(q, k, v, text)"
+            raise ParameterError(words)
+        return attend(query, key, value, text, None, scale, enable_gqa, dropout=rate, **values)  # type: ignore[no-any-return]
     q, k, v, lead = _four_axes(query, key, value, enable_gqa)
     if rate == 1:  # torch drops every weight, and frisket divides by the share that stays
         v, rate = v * 0.0, 0.0
@@ -120,12 +118,8 @@ def sdpa(
 def _four_axes(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """q, k and v [batch, heads, length, dim], and the axes that `batch` stands for."""
     # the usual call: no view is made
-    if (
-        q.ndim == k.ndim == v.ndim == 4
-        and q.shape[0] == k.shape[0]
-        and k.shape[:2] == v.shape[:2]
-        and (gqa or q.shape[1] == k.shape[1])
-    ):
+    alike = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] and k.shape[:2] == v.shape[:2]
+    if alike and (gqa or q.shape[1] == k.shape[1]):
         return q, k, v, (q.shape[0],)
     if min(q.ndim, k.ndim, v.ndim) < 2:
         shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in zip(("query", "key", "value"), (q, k, v)))
@@ -198,8 +192,7 @@ def _masked(
             text, tables = facts.mask, dict(facts.tables)
         if bias is not None:
             tables["attn_mask"] = bias
-        out: Tensor = attend(q, k, v, _both(text, causal), score, scale, gqa, dropout=rate, **tables)
-        return out
+        return attend(q, k, v, _both(text, causal), score, scale, gqa, dropout=rate, **tables)  # type: ignore[no-any-return]
     facts = _facts_of(owner, mask.detach())
     how = (*q.shape[:3], k.shape[2], causal, rate, scale, gqa)
     if how not in facts.plans:

@@ -158,8 +158,7 @@ class SymbolicMask:
             raise ParameterError(f"{text}array\n  load it with attn_implementation='eager', or 'sdpa'")
         if "array" not in self.cached:  # one array for all layers
             self.cached["array"] = self.make()
-        tensor: Tensor = self.cached["array"]
-        return tensor
+        return self.cached["array"]  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):  # whoever only asks makes no array
@@ -255,9 +254,7 @@ def symbolic(
         how: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask, "dtype": dtype}
         how |= {"use_vmap": use_vmap, "device": device, "q_offset": q_offset, "kv_offset": kv_offset}
         how |= {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "allow_is_causal_skip": False}
-        array: Any = (sdpa_mask if bools else eager_mask)(**how)
-        tensor: Tensor = array
-        return tensor
+        return (sdpa_mask if bools else eager_mask)(**how)  # type: ignore[return-value]
 
     if getattr(config, "model_type", None) in EXTENDED:
         return make()
@@ -295,6 +292,10 @@ def _filled(real: Tensor, stop: int) -> Tensor:
     return torch.nn.functional.pad(real, (0, missing)) if missing > 0 else real
 
 
+def _kind(array: Tensor) -> str:
+    return f"{str(array.dtype).removeprefix('torch.')}{list(array.shape)}"
+
+
 def dense(array: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
     """A mask [batch or 1, heads or 1, q_len, kv_len] that a call brings: Bools are looked up, and so are Floats that
     are 0 or no more than the least of their dtype; other Floats are added to scores. Ints, which eager attention adds
@@ -302,16 +303,12 @@ def dense(array: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
     (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
     want = batch, heads, q_len, kv_len
     if array.ndim != 4 or any(n not in (1, m) for n, m in zip(array.shape, want)):
-        raise ShapeError(
-            f"attention_mask is {str(array.dtype).removeprefix('torch.')}{list(array.shape)}, and this attention is "
-            f"[batch, heads, q_len, kv_len] = {list(want)}\n  give an axis its length there, or 1; or a 2-D "
-            "attention_mask, 0 where tokens are padding"
-        )
+        text = f"attention_mask is {_kind(array)}, and this attention is [batch, heads, q_len, kv_len] = {list(want)}\n"
+        text += "  give an axis its length there, or 1; or a 2-D attention_mask, 0 where tokens are padding"
+        raise ShapeError(text)
     if not array.is_floating_point() and array.dtype != torch.bool:
-        raise ParameterError(
-            f"attention_mask is {str(array.dtype).removeprefix('torch.')}{list(array.shape)}; with 4 axes it is Bools, "
-            "True where a key is visible, or Floats that are added to scores, 0 where a key is visible"
-        )
+        text = f"attention_mask is {_kind(array)}; with 4 axes it is Bools, True where a key is visible, or Floats "
+        raise ParameterError(f"{text}that are added to scores, 0 where a key is visible")
     index = ", ".join([x if n > 1 else "0" for x, n in zip(POSITIONS, array.shape)])
     if array.is_floating_point() and array.is_cpu and not torch.compiler.is_compiling() and not array.requires_grad:
         hidden = array <= torch.finfo(array.dtype).min

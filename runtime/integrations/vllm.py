@@ -21,7 +21,7 @@ from torch import Tensor
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.runtime.calls.arrays import MULTIPLE
 
-from .transformers_config import FIELDS, check_fields
+from .transformers import FIELDS, check_fields
 from .vllm_pages import PagedBatch, ServedLayer, steps_in_front, write
 
 try:
@@ -80,9 +80,8 @@ def check_served(config: Any) -> None:
         f"take a GPU or a CPU, as vLLM does not take CUSTOM on {current_platform.device_name}": not takes_custom,
     }
     if names and (why := [text for text, present in reasons.items() if present]):
-        raise ParameterError(
-            f"{names[0]} is set, and vLLM would serve this model without frisket\n  {why[0]}, or leave {names[0]} out"
-        )
+        text = f"{names[0]} is set, and vLLM would serve this model without frisket"
+        raise ParameterError(f"{text}\n  {why[0]}, or leave {names[0]} out")
 
 
 def __getattr__(name: str) -> Any:
@@ -170,9 +169,8 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
         config = get_current_vllm_config()
         model, dtype = config.model_config, str(config.model_config.dtype).removeprefix("torch.")
         if kv_cache_dtype not in ("auto", dtype):
-            raise ParameterError(
-                f"a KV cache of {kv_cache_dtype} for a model of {dtype}: give --kv-cache-dtype auto\n  or {ELSEWHERE}"
-            )
+            text = f"a KV cache of {kv_cache_dtype} for a model of {dtype}: give --kv-cache-dtype auto"
+            raise ParameterError(f"{text}\n  or {ELSEWHERE}")
         refused = {  # vLLM asks a backend about these on GPUs, and on CPUs does not
             f"attention of type {attn_type}": attn_type != "decoder",
             "images whose tokens see each other": model.is_mm_prefix_lm,

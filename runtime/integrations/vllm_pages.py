@@ -45,8 +45,8 @@ class PagedBatch:
     tokens: int
     steps: int
     slots: Tensor  # int64 [tokens]: where new keys are written, negative for padding
-    decode: tuple[Tensor, dict[str, Tensor]] | None
-    rest: tuple[Tensor, dict[str, Tensor]] | None
+    decode: Part | None
+    rest: Part | None
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -75,9 +75,7 @@ def steps_in_front(starts: Tensor) -> int:
     return int((starts.diff() == 1).to(torch.int8).cumprod(0).sum())
 
 
-def _row(
-    starts: Tensor, lengths: Tensor, blocks: Tensor, first: int, tokens: int, page: int
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _row(starts: Tensor, lengths: Tensor, blocks: Tensor, first: int, tokens: int, page: int) -> Part:
     """The used blocks of all requests, one request behind another, int32 [1, requests * width], and the tables of the
     batch's tokens from `first` up to `tokens`, exclusive. Places behind the last used block are read by no token."""
     n, width = blocks.shape
@@ -154,9 +152,8 @@ class ServedLayer:
             out = self._part(positions.APPENDED, q[:n, :, None], pool, batch, batch.decode, sinks)
             parts.append(out[:, :, 0])
         if batch.rest is not None:
-            out = self._part(
-                positions.REQUESTS, q[n : batch.tokens].transpose(0, 1)[None], pool, batch, batch.rest, sinks
-            )
+            row = q[n : batch.tokens].transpose(0, 1)[None]
+            out = self._part(positions.REQUESTS, row, pool, batch, batch.rest, sinks)
             parts.append(out[0].transpose(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -168,12 +165,10 @@ class ServedLayer:
         k, v = pool[..., : q.shape[-1]], pool[..., q.shape[-1] :]
         key = paged_att, heads, *((name, id(x)) for name, x in self.values.items())
         if key not in batch.plans:  # once for the layers that are alike
-            values: dict[str, Any] = {
-                name: x for name, x in tables.items() if name in paged_att.program.names
-            } | self.values
+            read = {name: x for name, x in tables.items() if name in paged_att.program.names}
+            values: dict[str, Any] = read | self.values
             batch.plans[key] = paged_att.plan(q_len, pages.shape[1] * k.shape[2], n, heads, **values)
-        out: Tensor = paged_att(q, k, v, plan=batch.plans[key], pages=pages, sinks=sinks)
-        return out
+        return paged_att(q, k, v, plan=batch.plans[key], pages=pages, sinks=sinks)
 
 
 def write(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

@@ -40,8 +40,7 @@ def attend(att: Any, request: CallArgs) -> tuple[Any, ...]:
         raise
     outputs = att.run(call)
     att.check_if_asked(call, outputs)
-    results: tuple[Any, ...] = call.arrays.as_called(*outputs)
-    return results
+    return call.arrays.as_called(*outputs)  # type: ignore[no-any-return]
 
 
 def _at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
@@ -57,10 +56,8 @@ def _at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
             raise ShapeError(f"origin has {x}\n  it is (b, h, q, k), integers, q and k also one per batch entry")
     # without sizes the whole problem ends where the arrays end, and a traced origin does not say where
     if request.sizes is None and any(uses(e) & {*SIZES} for e in att.program.exprs.parts):
-        raise ParameterError(
-            f"origin is traced by jax.jit or another transform, and the mask or score mod reads {', '.join(SIZES)}\n"
-            "  give the lengths of the whole problem: sizes=(B, H, Q_LEN, KV_LEN)"
-        )
+        text = f"origin is traced by jax.jit or another transform, and the mask or score mod reads {', '.join(SIZES)}\n"
+        raise ParameterError(f"{text}  give the lengths of the whole problem: sizes=(B, H, Q_LEN, KV_LEN)")
     name = "origin_"
     while any(n.startswith(name) for n in att.program.names):  # a parameter of the user may begin so
         name += "_"
@@ -86,10 +83,8 @@ def check_platform(backend: str, platform: str, geometry: Geometry) -> None:
     """Raise where a call names a backend that does not run on a platform; warn where it runs slowly."""
     allowed = RECORDS[backend].lowered_for or (platform,)
     if platform not in allowed:
-        raise BackendError(
-            f"backend {backend!r} runs on {' and '.join(allowed)}, and this is lowered for {platform}\n"
-            "  without a backend each platform takes its default"
-        )
+        text = f"backend {backend!r} runs on {' and '.join(allowed)}, and this is lowered for {platform}\n"
+        raise BackendError(f"{text}  without a backend each platform takes its default")
     if platform == "cpu" and RECORDS[backend].interpreter:
         warn_slow(backend, geometry)
 
@@ -121,8 +116,7 @@ def quickest(name: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: 
     others = (b for b in backends_of("jax") if b.instead == name)
     faster = (b for b in others if b.pays is not None and b.pays(plan, geometry, dtype, narrow))
     fit = (b for b in faster if not (lowerable(b.name) or b.unfit()))
-    none: frozenset[str] = frozenset()
-    return next((b.name for b in fit if not _reason(b, plan, geometry, dtype, shapes, none)), name)
+    return next((b.name for b in fit if not _reason(b, plan, geometry, dtype, shapes, frozenset())), name)
 
 
 def quickest_of(name: str, plan: Plan, geometry: Geometry, dtype: str, options: Options) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 from numpy.typing import NDArray
 
 import frisket
@@ -43,11 +43,12 @@ from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.plans.device import DevicePlanSpec, FlatPlan
 from frisket.runtime.plans.host import Plan
-from frisket.runtime.sharding.partition import fitting
+from frisket.runtime.sharding.partition import fitting, spec_of
 
 from .attend import backend_on, check_platform, executor, quickest
 
 Arrays = dict[str, Any]
+Index = NDArray[np.int64]
 RESULTS = ("out", "lse", "top", "lse_residual", "softmax_stats")  # of a forward
 # of arrays that have queries or keys
 LENGTH_AXES = dict.fromkeys(("q", "k", "v", "out", "dout"), 1) | dict.fromkeys((*RESULTS[1:], "dlse"), 2)
@@ -362,12 +363,9 @@ class RepeatedSpans:
 
 _auto_axes: Any = jax.sharding.auto_axes  # JAX leaves some of its functions untyped
 _reshard: Any = jax.sharding.reshard
-_spec: Any = PartitionSpec
 
 
-def take(
-    x: jax.Array, index: NDArray[np.int64], axis: int, inverse: NDArray[np.int64] | None = None, scratch: bool = False
-) -> jax.Array:
+def take(x: jax.Array, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> jax.Array:
     """`x` at `index` along an axis; with the index that puts rows back, gradients are gathered by it: JAX's own adds
     rows to zeros, and takes seven times as long on a CPU. On a mesh of explicit axes it stays split as it is, as far as
     the new length goes: there no gather says by itself how its result is split."""
@@ -382,10 +380,10 @@ def take(
         return _gather(index, inverse, axis)(reverse_only({"x": x})["x"])  # type: ignore[no-any-return]
     spec = [*have.spec, *[None] * (x.ndim - len(have.spec))]
     spec[axis] = fitting(have.mesh.shape, spec[axis], len(index))
-    return _auto_axes(gather, out_sharding=NamedSharding(have.mesh, _spec(*spec)))(x)  # type: ignore[no-any-return]
+    return _auto_axes(gather, out_sharding=NamedSharding(have.mesh, spec_of(*spec)))(x)  # type: ignore[no-any-return]
 
 
-def _gather(index: NDArray[np.int64], inverse: NDArray[np.int64], axis: int) -> Any:
+def _gather(index: Index, inverse: Index, axis: int) -> Any:
     gather: Any = jax.custom_vjp(lambda x: jnp.take(x, jnp.asarray(index), axis=axis))
     gather.defvjp(lambda x: (gather(x), None), lambda _, out: (_gather(inverse, index, axis)(out),))
     return gather
@@ -440,5 +438,5 @@ def placed(x: Any, like: Any = None) -> Any:
     have: Any = jax.typeof(x).sharding
     if AxisType.Explicit not in have.mesh.axis_types:
         return x
-    spec: Any = _spec() if like is None else jax.typeof(like).sharding.spec
+    spec: Any = spec_of() if like is None else jax.typeof(like).sharding.spec
     return _reshard(x, NamedSharding(have.mesh, spec))

@@ -37,10 +37,9 @@ from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import CheckedCall
 
 from .attend import quickest
-from .call import JaxCall, narrowed, placed, reverse_only
+from .call import Arrays, JaxCall, narrowed, placed, reverse_only
 from .primitives import Task, bound
 
-Arrays = dict[str, Any]  # by name; see `call.py`
 ANY = (128, 128)  # a tile, where only what all have in common is asked for
 OUT, LSE = "frisket out", "frisket lse"  # for jax.checkpoint_policies.save_only_these_names
 
@@ -124,8 +123,7 @@ def _divided(
     places = {n: i for kind in ("slots", "tables") for n, i in numbered[kind].items() if n in flow}
     inside = [isinstance(x, jax.Array) for x in leaves]
     learned = {n: leaves[i] for n, i in places.items() if inside[i]}
-    learned_places = {places[n] for n in learned}
-    fixed = {str(i): x for i, x in enumerate(leaves) if inside[i] and i not in learned_places}
+    fixed = {str(i): x for i, x in enumerate(leaves) if inside[i] and i not in places.values()}
     static = tuple(None if inside[i] else x for i, x in enumerate(leaves))
     bare = replace(geometry, origin=(0, 0, 0, 0), sizes=None)  # both are leaves: calls that differ in them share a text
     leaf_places = static, tree, places, tuple(shapes.items())
@@ -139,8 +137,7 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
     if not traced and len(q.sharding.device_set) == 1:
         platform = platform_of(q)
         backend = call.backend_on(platform, str(q.dtype))
-        result: tuple[Any, Any, Any] = call.forward(backend, platform, learned | fixed, source)
-        return result
+        return call.forward(backend, platform, learned | fixed, source)
     learned, fixed = varying_alike(learned, fixed)
     return _differentiable(call)(reverse_only(learned), fixed)  # type: ignore[no-any-return]
 

@@ -29,7 +29,7 @@ from jax._src.mesh import get_concrete_mesh as concrete_mesh
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding
 
 from frisket.dsl.errors import BackwardError, FrisketError
 from frisket.grammar.memo import memo
@@ -37,7 +37,7 @@ from frisket.lowering.derive import norm_width
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import platform_of
-from frisket.runtime.sharding.partition import fitting, names_of
+from frisket.runtime.sharding.partition import fitting, names_of, spec_of
 
 from .call import RESULTS, SHARD, JaxCall
 
@@ -92,8 +92,7 @@ class Task:
 
     def run(self, platform: str, exported: bool, *operands: Any) -> tuple[Any, ...]:
         """Run the task on a platform, in instances in turn where they are mapped; native kernels map themselves."""
-        dtype = str(operands[0].dtype)
-        backend = self.call.backend_on(platform, dtype, exported, frozenset(self.grad_names))
+        backend = self.call.backend_on(platform, str(operands[0].dtype), exported, frozenset(self.grad_names))
 
         def one(*operands: Any) -> tuple[Any, ...]:
             arrays = dict(zip(self.names, operands, strict=True))
@@ -131,7 +130,6 @@ UNSPLIT = ("s", "t", "d", "e", "g", "p", "c", "r")  # factors that are not split
 
 
 _split: Any = custom_partitioning  # JAX leaves some of its functions untyped, and types others too narrowly
-_spec: Any = PartitionSpec
 _psum: Any = jax.lax.psum
 _sharding_rule: Any = SdyShardingRule
 
@@ -173,8 +171,7 @@ def _rule(task: Task, operands: Any, results: Any) -> SdyShardingRule:
     met = [f for array in (*operand_axes, *result_axes) for a in array for f in ([a] if isinstance(a, str) else a)]
     fixed = tuple(f for f in dict.fromkeys(met) if f in UNSPLIT or f in alone)  # in the order they are met in
     sizes = {"g": group} if heads == ("n", "g") else {}
-    rule: SdyShardingRule = _sharding_rule(operand_axes, result_axes, need_replication_factors=fixed, **sizes)
-    return rule
+    return _sharding_rule(operand_axes, result_axes, need_replication_factors=fixed, **sizes)  # type: ignore[no-any-return]
 
 
 def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: Any) -> Any:
@@ -188,7 +185,7 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
 
     def sharding(name: str, front: list[Any], rank: int) -> NamedSharding:
         entries = [where.get(a) for a in task.axes(name)]
-        return NamedSharding(mesh, _spec(*front, *entries, *[None] * (rank - len(front) - len(entries))))
+        return NamedSharding(mesh, spec_of(*front, *entries, *[None] * (rank - len(front) - len(entries))))
 
     fronts = [[x for x, (_, batched) in zip(instances, task.levels) if batched[i]] for i in range(len(task.names))]
     in_shardings = tuple(sharding(n, f, len(x.shape)) for n, f, x in zip(task.names, fronts, operands, strict=True))
@@ -235,8 +232,7 @@ NO_HESSIAN = BackwardError(
 def bound(task: Task, *operands: Any) -> tuple[Any, ...]:
     """The results of a task under a trace."""
     backward = int(bool(task.grad_names))
-    results: tuple[Any, ...] = tuple((LOCAL if _no_devices() else WHOLE)[backward].bind(*operands, task=task))
-    return results
+    return tuple((LOCAL if _no_devices() else WHOLE)[backward].bind(*operands, task=task))
 
 
 def _no_devices() -> bool:
@@ -266,15 +262,14 @@ def _sharding(task: Task, name: str, operands: Any, rank: int) -> NamedSharding:
     query_axes = dict(zip("bshd", operands[0].sharding.spec[depth:], strict=True))
     front = [_instances(mesh, task, i, operands) for i in range(len(task.levels))]
     axes = [query_axes.get("h" if a == "n" else a) if a in "bhn" else None for a in AXES.get(name, "")]
-    return NamedSharding(mesh, _spec(*front, *axes, *[None] * (rank - len(front) - len(axes))))
+    return NamedSharding(mesh, spec_of(*front, *axes, *[None] * (rank - len(front) - len(axes))))
 
 
 def _impl(*operands: Any, task: Task) -> tuple[Any, ...]:
     if not all(isinstance(x, jax.Array) for x in operands):  # numpy's, given to `jax.grad`, arrive as they are
         operands = tuple(map(jax.numpy.asarray, operands))
     if len(operands[0].sharding.device_set) > 1:
-        results: tuple[Any, ...] = _on_devices(task)(*operands)
-        return results
+        return _on_devices(task)(*operands)  # type: ignore[no-any-return]
     return task.run(platform_of(operands[0]), False, *operands)
 
 

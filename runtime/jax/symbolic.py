@@ -88,10 +88,9 @@ def _intervals(mask: Expr, traced: Mapping[str, Any], limits: Mapping[str, float
     magnitudes = {n: 2.0**30 for n, x in traced.items() if "int" in str(x.dtype)}  # positions, lengths
     intervals = planner(mask, frozenset(), {**magnitudes, **limits}, int64_enabled()).seen
     if not intervals or any(n.op not in KNOWN for pair in intervals for e in pair for n in walk(machine(e))):
-        raise LoweringError(
-            f"which tiles `{mask!r}` shows is found for known lengths: it does not bound the keys of a query by "
-            "numbers\n  bounds on k, as in `causal & window(256) & k < lengths[b]`, take symbolic ones;" + EACH[2:]
-        )
+        text = f"which tiles `{mask!r}` shows is found for known lengths: it does not bound the keys of a query by "
+        text += "numbers\n  bounds on k, as in `causal & window(256) & k < lengths[b]`, take symbolic ones;"
+        raise LoweringError(text + EACH[2:])
     return intervals
 
 
@@ -112,10 +111,8 @@ def _check_lengths(program: CallProgram, values: Mapping[str, Any], g: Geometry)
             if need is not None and not (length >= need if fixed and isinstance(need, int) else length == need):
                 if fixed and literal(conj(seen, when, index >= length), program.scalars) is FALSE:
                     continue
-                raise ParameterError(
-                    f"table `{n.name}` has {length} entries on axis {axis} and is read at `{index.name}`, of which "
-                    f"there are {need}; give the exported function a table of that length"
-                )
+                text = f"table `{n.name}` has {length} entries on axis {axis} and is read at `{index.name}`, of which "
+                raise ParameterError(f"{text}there are {need}; give the exported function a table of that length")
 
 
 def _shape(x: Any) -> str:
@@ -123,9 +120,8 @@ def _shape(x: Any) -> str:
 
 
 def _no_gradient(*_: Any, **__: Any) -> Any:
-    raise BackwardError(
-        "a gradient of attention to symbolic lengths is asked for, and there is none" + EACH + ": those have gradients"
-    )
+    text = "a gradient of attention to symbolic lengths is asked for, and there is none"
+    raise BackwardError(f"{text}{EACH}: those have gradients")
 
 
 _forward_only: Any = Primitive("frisket_forward_only")

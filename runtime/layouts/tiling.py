@@ -38,6 +38,7 @@ from frisket.lowering.simplify import simplify
 from frisket.runtime.machine import parameters
 
 Array = NDArray[Any]
+At = int | None
 _TILE = 1 << 22  # positions of a tile that explain looks at
 _ROW = 1 << 8  # steps to search a row for a key it sees
 _STEPS = 1 << 27  # to find a position outside of offsets
@@ -240,25 +241,17 @@ class Tiling:
         r = self._runs
         line = r.slice * self.rows + r.row
         gaps = (line[1:] == line[:-1]) & (r.start[1:] != r.stop[:-1])
-        named = sorted(uses(self.mask) & {"b", "h"}) + sorted({*self.params, *self.tables})
+        named = (*sorted(uses(self.mask) & {"b", "h"}), *sorted({*self.params, *self.tables}))
         most, analysis = int(np.bincount(line, minlength=1).max(initial=0)), self.analysis
-        return Facts(
-            most, not gaps.any(), analysis.bounds is not None, tuple(named), analysis.method, analysis.settled, self
-        )
+        return Facts(most, not gaps.any(), analysis.bounds is not None, named, analysis.method, analysis.settled, self)
 
     @overload
-    def explain(self, q: int, k: int, b: int | None = None, h: int | None = None) -> Explanation: ...
+    def explain(self, q: int, k: int, b: At = None, h: At = None) -> Explanation: ...
     @overload
-    def explain(self, *, tile: tuple[int, int], b: int | None = None, h: int | None = None) -> TileExplanation: ...
+    def explain(self, *, tile: tuple[int, int], b: At = None, h: At = None) -> TileExplanation: ...
 
     def explain(
-        self,
-        q: int | None = None,
-        k: int | None = None,
-        b: int | None = None,
-        h: int | None = None,
-        *,
-        tile: tuple[int, int] | None = None,
+        self, q: At = None, k: At = None, b: At = None, h: At = None, *, tile: tuple[int, int] | None = None
     ) -> Explanation | TileExplanation:
         """Explain why query q may or may not see key k, in global positions: the clause of the mask and its values.
 
@@ -316,9 +309,8 @@ def _table(runs: Runs, spans: Spans, rows: int) -> RunTable:
     lines = len(spans.count) * rows
     row_ptr = np.zeros(lines + 1, np.int64)
     np.cumsum(np.bincount(runs.slice * rows + runs.row, minlength=lines), out=row_ptr[1:])
-    return RunTable(
-        row_ptr, runs.start.astype(np.int32), runs.stop.astype(np.int32), runs.kind.astype(np.uint8), spans.slice_of
-    )
+    start, stop = (x.astype(np.int32) for x in (runs.start, runs.stop))
+    return RunTable(row_ptr, start, stop, runs.kind.astype(np.uint8), spans.slice_of)
 
 
 @dataclass(frozen=True)
@@ -446,18 +438,18 @@ def _of_document(e: Expr) -> bool:
     return e.op == "segment" or (e.op == "reduce" and e.name[0] == "max")
 
 
+Values = Mapping[str, Any]
+NO_TABLES: Values = MappingProxyType({})
+
+
 def check_reach(
-    mask: Expr,
-    readers: Sequence[Expr],
-    scalars: Mapping[str, Any],
-    tables: Mapping[str, Array],
-    problem: Problem,
-    shapes: Mapping[str, Array] = MappingProxyType({}),
+    mask: Expr, readers: Sequence[Expr], scalars: Values, tables: Values, problem: Problem, shapes: Values = NO_TABLES
 ) -> None:
     """Refuse a table that a bare coordinate of `readers` runs past the end of, at a position that `mask` shows and
     where the lookup counts. Refuse offsets that do not hold a bare coordinate whose segment counts. Elsewhere lookups
     clamp. `shapes` stand for tables whose values are not known; a lookup that such values guard is not checked."""
     stops = dict(zip("bhqk", problem.ends, strict=True))
+    starts = {c: np.min(x) for c, x in zip("bhqk", problem.origin, strict=True)}
     known = {**tables, **shapes}
     env, known_tables = {**problem.named_sizes, **scalars}, {n: Table(t) for n, t in known.items()}
     scope = Scope(env, known_tables, _STEPS)
@@ -490,11 +482,7 @@ def check_reach(
             raise ParameterError(f"{text}{advice}")
     for e in readers:
         segments = parameters.segments_of_coordinates(e, tables)
-        outside = {
-            n: stops[c]
-            for c, n, first, last in segments
-            if np.min(problem.origin["bhqk".index(c)]) < first or stops[c] > last
-        }
+        outside = {n: stops[c] for c, n, first, last in segments if starts[c] < first or stops[c] > last}
         if not outside or parameters.names_of(e).keys() & shapes.keys():
             continue
         reader, seen = bind_in_part(e, tables), TRUE if e.type is BOOL else visible

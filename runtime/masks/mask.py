@@ -24,19 +24,19 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.types import BOOL
 from frisket.lowering.dense import check_room, coordinates, visible
-from frisket.lowering.plan import Problem
+from frisket.lowering.plan import Problem, Sizes
 from frisket.lowering.simplify import ProgramExprs, prepare
 from frisket.runtime.layouts.tiling import check_reach
 from frisket.runtime.machine import parameters
 from frisket.runtime.machine.caller import counting, warn_once
 
-from . import answers
-from .answers import Answer
-from .layout import Layout, make_layout
+from . import layout
+from .layout import Answer, Layout, make_layout
 
 if TYPE_CHECKING:
     from frisket.lowering.analysis.decide import Lookup
 
+Params = Mapping[str, Any] | None
 MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
 ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
 
@@ -62,9 +62,7 @@ class Mask(parameters.BoundExpr):
 
     what = "mask"
 
-    def __init__(
-        self, expr: Expr, params: Mapping[str, Any] | None = None, origin: parameters.Origin | None = None
-    ) -> None:
+    def __init__(self, expr: Expr, params: Params = None, origin: parameters.Origin | None = None) -> None:
         if isinstance(expr, str):
             raise ParameterError(f"Mask takes an expression; write frisket.mask({expr!r}) for a text")
         if expr.type is not BOOL:
@@ -113,9 +111,8 @@ class Mask(parameters.BoundExpr):
         check_room(problem.lengths, 1)
         env = {**coordinates(problem), **self.scalars}
         with parameters.locating(self):
-            return visible(
-                self.expr, env, self.tables, problem.lengths
-            ).copy()  # a copy: what is broadcast cannot be written to
+            shown = visible(self.expr, env, self.tables, problem.lengths)
+            return shown.copy()  # what is broadcast cannot be written to
 
     @counting
     def layout(
@@ -126,7 +123,7 @@ class Mask(parameters.BoundExpr):
         heads: int = 1,
         block: tuple[int, int] = (128, 128),
         origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0),
-        sizes: tuple[int, int, int, int] | None = None,
+        sizes: Sizes | None = None,
         exact: bool = True,
         budget: int | None = None,
     ) -> Layout:
@@ -153,7 +150,7 @@ class Mask(parameters.BoundExpr):
         >>> mask("causal & window(256)").visible_pairs(1_000_000, 1_000_000)
         255967360
         """
-        return answers.visible_pairs(self, Problem.of(q_len, kv_len, **where))
+        return layout.visible_pairs(self, Problem.of(q_len, kv_len, **where))
 
     @counting
     def implies(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -164,7 +161,7 @@ class Mask(parameters.BoundExpr):
 
         Raises `Undecided` where that would take more looking than the `budget`.
         """
-        return answers.implies(self, mask(other), *_asked(q_len, kv_len, **where))
+        return layout.implies(self, mask(other), *_asked(q_len, kv_len, **where))
 
     @counting
     def equivalent(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -175,7 +172,7 @@ class Mask(parameters.BoundExpr):
 
         Raises `Undecided` where that would take more looking than the `budget`.
         """
-        return answers.equivalent(self, mask(other), *_asked(q_len, kv_len, **where))
+        return layout.equivalent(self, mask(other), *_asked(q_len, kv_len, **where))
 
     @counting
     def is_empty(self, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -184,7 +181,7 @@ class Mask(parameters.BoundExpr):
         >>> mask("q - k > 4096").is_empty(4096, 4096).holds
         True
         """
-        return answers.is_empty(self, *_asked(q_len, kv_len, **where))
+        return layout.is_empty(self, *_asked(q_len, kv_len, **where))
 
     @counting
     def empty_rows(self, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -193,15 +190,13 @@ class Mask(parameters.BoundExpr):
         >>> mask("causal & k >= 3").empty_rows(4096, 4096).witness
         (0, 0, 0, None)
         """
-        return answers.empty_rows(self, *_asked(q_len, kv_len, **where))
+        return layout.empty_rows(self, *_asked(q_len, kv_len, **where))
 
     def __add__(self, other: Any) -> Mask:
         raise ParameterError("masks are joined with `&`, `|`, `^` and `-`, and turned round with `~`; they do not add")
 
     @counting
-    def check_tables(
-        self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, sizes: tuple[int, int, int, int] | None = None
-    ) -> None:
+    def check_tables(self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, sizes: Sizes | None = None) -> None:
         """Raise unless everything is bound, lengths are positive, and no visible position reads past the end of
         a table. `sizes` are B, H, Q_LEN, KV_LEN where positions end earlier."""
         self._check_tables(Problem.of(q_len, kv_len, batch, heads, sizes=sizes))
@@ -211,7 +206,7 @@ class Mask(parameters.BoundExpr):
         check_reach(self.expr, [self.expr], self.scalars, self.tables, problem)
 
 
-def _asked(q_len: int, kv_len: int, budget: int = answers.BUDGET, **where: Any) -> tuple[Problem, int]:
+def _asked(q_len: int, kv_len: int, budget: int = layout.BUDGET, **where: Any) -> tuple[Problem, int]:
     """The problem that a question is about, and the steps that its answer may take."""
     return Problem.of(q_len, kv_len, **where), budget
 
@@ -235,9 +230,7 @@ class ScoreMod(parameters.BoundExpr):
 
     what = "score mod"
 
-    def __init__(
-        self, expr: Expr, params: Mapping[str, Any] | None = None, origin: parameters.Origin | None = None
-    ) -> None:
+    def __init__(self, expr: Expr, params: Params = None, origin: parameters.Origin | None = None) -> None:
         if expr.type is BOOL:
             raise ParameterError(f"a score mod is a number, `{expr!r}` is a Bool")
         super().__init__(ir.to_float(expr), params, origin)
@@ -261,7 +254,7 @@ class ScoreMod(parameters.BoundExpr):
         >>> print(score("score + t[q - k]", t=[0.0] * 64).lookups(256, 256, mask="causal & window(64)")[0])
         t[q - k] stays within 64 entries
         """
-        return answers.score_lookups(self, _mask_or_none(mask), *_asked(q_len, kv_len, **where))
+        return layout.score_lookups(self, _mask_or_none(mask), *_asked(q_len, kv_len, **where))
 
     def _no_arithmetic(self, other: Any) -> Any:
         text = "score mods compose with `then`: s.then(t) feeds the result of s to t as `score`; "
@@ -392,11 +385,8 @@ def _from_python(
     at = paths_to(fn, [x for x in (*captured.values(), *traced.read) if not isinstance(x, np.ndarray)])
     paths = {n: at.get(id(x), ()) for n, x in captured.items() if id(x) in at or parameters.learns(x)}
     inside = tuple((x, at[id(x)]) for x in traced.read if id(x) in at)
-    return (
-        traced.expr,
-        {**values, **params},
-        parameters.Origin(captured=captured, notes=traced.notes, paths=paths, inside=inside),
-    )
+    origin = parameters.Origin(captured=captured, notes=traced.notes, paths=paths, inside=inside)
+    return traced.expr, {**values, **params}, origin
 
 
 def load(path: str | Path, **params: Any) -> Program:
@@ -433,11 +423,13 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
     lone = parsed.expr  # a program of one expression: its type says what it is
     m = parsed.mask if lone is None or lone.type is not BOOL else lone
     s = parsed.score if lone is None or lone.type is BOOL else lone
-    return Program(
-        None if m is None else Mask(m, parameters.with_learned(only(values, m), params), _origin(parsed, "mask")),
-        None if s is None else ScoreMod(s, parameters.with_learned(only(values, s), params), _origin(parsed, "score")),
-        name,
-    )
+
+    def part(kind: Any, e: Expr | None, what: str) -> Any:
+        if e is not None:
+            return kind(e, parameters.with_learned(only(values, e), params), _origin(parsed, what))
+        return None
+
+    return Program(part(Mask, m, "mask"), part(ScoreMod, s, "score"), name)
 
 
 def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:

@@ -289,8 +289,7 @@ def get_ranks_and_size(mesh: Any) -> dict[str, Any]:
     A model split over "tp" and "sp" spans `mp_node_size` processes, 1 where one process has all devices;
     there are `dp_node_size` such groups. The ranks are this process's place inside its group, and its group's.
     """
-    parts = mesh.shape.get("tp", 1) * mesh.shape.get("sp", 1)
-    size = max(1, parts // jax.local_device_count())
+    size = max(1, mesh.shape.get("tp", 1) * mesh.shape.get("sp", 1) // jax.local_device_count())
     group, rank = divmod(jax.process_index(), size)
     data: dict[str, Any] = {"mesh": mesh, "mp_node_size": size, "dp_node_size": jax.process_count() // size}
     return data | {"dp_node_rank": group, "mp_node_rank": rank}
@@ -334,8 +333,7 @@ def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(str(name), policies, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownNameError(f"there is no checkpoint policy {name!r}{hint}\n  there are {', '.join(policies)}")
-    policy: Callable[..., Any] = policies[name]
-    return policy
+    return policies[name]  # type: ignore[no-any-return]
 
 
 def add_start_docstrings(*docstr: str) -> Callable[[T], T]:

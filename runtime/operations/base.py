@@ -27,7 +27,7 @@ from frisket.runtime.calls.options import rate_of
 from frisket.runtime.machine.caller import warn_once
 from frisket.runtime.modeling.layers import create_mesh, repeat_kv_bsnh
 from frisket.runtime.sharding import partition
-from frisket.runtime.sharding.partition import EMPTY_VAL, PartitionAxis, PartitionManager
+from frisket.runtime.sharding.partition import EMPTY_VAL, PartitionAxis, PartitionManager, spec_of
 
 Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what JSON has, and back
 
@@ -40,6 +40,9 @@ def array_to_json(x: Any) -> dict[str, Any]:
 def array_from_json(x: Mapping[str, Any]) -> Any:
     flat = np.frombuffer(base64.b64decode(x["base64"]), jnp.dtype(x["dtype"]))  # numpy alone knows no bfloat16
     return jnp.asarray(flat.reshape(x["shape"]))
+
+
+ARRAY: Codec = array_to_json, array_from_json
 
 
 class Record:
@@ -108,9 +111,7 @@ class AttentionOutput(Record):
     attention_weights: Any = None
     attention_outputs: Any = None
 
-    codecs: ClassVar[dict[str, Codec]] = dict.fromkeys(
-        ("attention_weights", "attention_outputs"), (array_to_json, array_from_json)
-    )
+    codecs: ClassVar[dict[str, Codec]] = dict.fromkeys(("attention_weights", "attention_outputs"), ARRAY)
 
 
 class Backend(StrEnum):
@@ -306,15 +307,14 @@ class AttentionMetadata(Record):
         [batch, length, heads, head_dim], or with `BTHD=False` [batch, heads, length, head_dim]; bias and mask are
         [batch, heads, q_len, kv_len]. `qkv_mni_sharding` splits keys and values as queries: for repeated key heads.
         """
-        heads, dims = (
-            (partition.HEAD, partition.HEAD_DIM) if qkv_mni_sharding else (partition.KV_HEAD, partition.KV_HEAD_DIM)
-        )
+        of_queries = partition.HEAD, partition.HEAD_DIM
+        heads, dims = of_queries if qkv_mni_sharding else (partition.KV_HEAD, partition.KV_HEAD_DIM)
 
         def spec(length: str, heads: str, dims: str) -> PartitionSpec:
             axes = [partition.BATCH, length, heads, dims] if BTHD else [partition.BATCH, heads, length, dims]
             return self.partition_manager.resolve(axes, mode)
 
-        query = spec(partition.QUERY_LENGTH, partition.HEAD, partition.HEAD_DIM)
+        query = spec(partition.QUERY_LENGTH, *of_queries)
         key = spec(partition.KV_LENGTH, heads, dims)
         bias, mask = (
             self.partition_manager.resolve([partition.BATCH, h, partition.QUERY_LENGTH, partition.BIAS_KV_SEQ], mode)
@@ -517,9 +517,6 @@ class AttentionRegistry(OperationRegistry):
         return super().register(OperationRegistry.register(impl_cls))
 
 
-_spec: Any = PartitionSpec
-
-
 class AttentionImpl(BaseOperation, ABC):
     """Attention under a name: `AttentionRegistry.create(name, metadata)`; subclasses write `forward_native`.
 
@@ -534,9 +531,9 @@ class AttentionImpl(BaseOperation, ABC):
     (1, 64, 4, 16)
     >>> op.get_impl_name(), op.get_impl_metadata().softmax_scale, op.current_backend() == jax.default_backend()
     (('frisket', 'blocksparse', 'sdpa', 'flash_attn2'), 0.125, True)
-    >>> op.create_stable_sharding(_spec("dp", "sp", "tp"), [0, 2])
+    >>> op.create_stable_sharding(spec_of("dp", "sp", "tp"), [0, 2])
     P('dp', None, 'tp')
-    >>> op.placed(q, _spec("dp")) is q  # without a mesh
+    >>> op.placed(q, spec_of("dp")) is q  # without a mesh
     True
     """
 
@@ -592,19 +589,15 @@ class AttentionImpl(BaseOperation, ABC):
             wrong = [i for i, axis in keep.items() if not 0 <= axis < min(rank, len(source))]
             if wrong:
                 raise ShapeError(f"index {wrong[0]} is no axis of {state_ps}{f' and {clone_ps}' if clone_ps else ''}")
-            state_ps = _spec(*(source[i] if i in keep.values() else None for i in range(rank)))
+            state_ps = spec_of(*(source[i] if i in keep.values() else None for i in range(rank)))
         if tensor is None or self.metadata.mesh is None:
             return state_ps
         return self.metadata.partition_manager.fit(state_ps, tensor.shape, self.metadata.mesh)
 
     def placed(self, x: Any, spec: PartitionSpec) -> Any:
         """`x` split over the mesh as far as its shape goes; `x` itself without a mesh of several devices."""
-        if (
-            x is None
-            or (mesh := self.metadata.mesh) is None
-            or mesh.size == 1
-            or not any(map(partition.names_of, spec))
-        ):
+        mesh = self.metadata.mesh
+        if x is None or mesh is None or mesh.size == 1 or not any(map(partition.names_of, spec)):
             return x
         return self.metadata.partition_manager.place(jax.numpy.asarray(x), spec)
 

@@ -94,9 +94,8 @@ def problem(lengths: CallSizes, args: OperatorArgs, called: Sequence[str]) -> Op
     array = mask if isinstance(mask, np.ndarray) or traced(mask) or framework_of(mask) == "jax" else None
     refuse_additive(array, bias)
     # texts are checked with stand-ins: traced arrays have no values
-    parts = program_of(
-        None if array is not None else mask, args.score, {n: stand_in(x) for n, x in values.items()}, called
-    )
+    stand_ins = {n: stand_in(x) for n, x in values.items()}
+    parts = program_of(None if array is not None else mask, args.score, stand_ins, called)
     parts = parts.without(values)  # values come with a call, and are no part of what is compiled
     masks, flags = [m for m in (parts.mask,) if m is not None], _flags(args.causal, args.window)
     scores = [s for s in (parts.score,) if s is not None]
@@ -111,11 +110,9 @@ def problem(lengths: CallSizes, args: OperatorArgs, called: Sequence[str]) -> Op
     elif not has_origin and align != "start" and (ahead := lengths.kv_len - lengths.q_len):
         reach = [n for n in (*([0] if args.causal else []), *_sides(args.window)[1:]) if n >= 0]  # keys after a query
         if align is None and reach and ahead + min(reach) < 0:
-            raise ParameterError(
-                f"{lengths.q_len} queries and {lengths.kv_len} keys: causal and sliding_window place the last query at "
-                f"the last key, so {min(-ahead - min(reach), lengths.q_len)} queries see no key\n"
-                "  align='start' places query 0 at key 0; align='end' says that it is meant"
-            )
+            text = f"{lengths.q_len} queries and {lengths.kv_len} keys: causal and sliding_window place the last query "
+            text += f"at the last key, so {min(-ahead - min(reach), lengths.q_len)} queries see no key\n"
+            raise ParameterError(f"{text}  align='start' places query 0 at key 0; align='end' says that it is meant")
         flags = [m.at(q=f"q + {ahead}") for m in flags]
     masks += flags
     if args.segment_ids is not None:
@@ -188,11 +185,9 @@ def _table(tables: dict[str, Any], name: str, x: Any, lengths: CallSizes, has_or
     places.setdefault(("h", lengths.kv_heads), f"h // {group}")  # with as many key heads as heads it is h itself
     index = [places.get(axis) for axis in zip(axes, x.shape, strict=False)]
     if not axes or None in index:
-        raise ShapeError(
-            f"the {name.replace('_', ' ')} is {list(x.shape)} for (batch, heads, q_len, kv_len) = {(*lengths[:4],)}; "
-            "it has these axes, or batch, q_len and kv_len, or batch and kv_len, each of its length or 1\n"
-            f"  heads may be the {lengths.kv_heads} key heads"
-        )
+        text = f"the {name.replace('_', ' ')} is {list(x.shape)} for (batch, heads, q_len, kv_len) = "
+        text += f"{(*lengths[:4],)}; it has these axes, or batch, q_len and kv_len, or batch and kv_len, each of its "
+        raise ShapeError(f"{text}length or 1\n  heads may be the {lengths.kv_heads} key heads")
     tables[name] = x
     return f"{name}[{', '.join(map(str, index))}]"
 
@@ -336,9 +331,8 @@ class FrisketAttention(AttentionImpl):
         return there[0]
 
 
-KEYWORDS = tuple(
-    n for n, p in signature(FrisketAttention.forward_native).parameters.items() if p.kind is p.KEYWORD_ONLY
-)
+_PARAMETERS = signature(FrisketAttention.forward_native).parameters
+KEYWORDS = tuple(n for n, p in _PARAMETERS.items() if p.kind is p.KEYWORD_ONLY)
 
 
 def _on(backend: Backend) -> type[FrisketAttention]:
@@ -353,9 +347,8 @@ def _on(backend: Backend) -> type[FrisketAttention]:
     OneBackend.__name__ = OneBackend.__qualname__ = "Frisket" + "".join(p.title() for p in backend.name.split("-"))
     OneBackend.__doc__ = f"Attention compiled by frisket for backend {backend.name!r}: see `FrisketAttention`."
     if backend.oracle:
-        OneBackend.__doc__ = (
-            "The float64 reference, on the host: no gradients, not under `jax.jit`; to check others against."
-        )
+        text = "The float64 reference, on the host: no gradients, not under `jax.jit`; to check others against."
+        OneBackend.__doc__ = text
     return AttentionRegistry.register(OneBackend)
 
 

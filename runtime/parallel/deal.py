@@ -114,8 +114,7 @@ def contiguous(work: TileCosts) -> Array:
 
 def zigzag(work: TileCosts) -> Array:
     """Rank r has chunks r and 2 * ranks - 1 - r of 2 * ranks chunks."""
-    half = -(-work.per_rank // 2)
-    front, back = np.split(np.arange(len(work.cost)), [half * work.ranks])
+    front, back = np.split(np.arange(len(work.cost)), [-(-work.per_rank // 2) * work.ranks])
     return np.concatenate([front.reshape(work.ranks, -1), back.reshape(work.ranks, -1)[::-1]], axis=1)
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax._src import distributed  # the store that jax.distributed keeps its own state in
 from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 from frisket.dsl.errors import ParameterError, PeerError, ShapeError
 from frisket.dsl.ir import param, substitute, walk
@@ -40,7 +40,7 @@ from frisket.runtime.jax.op import LSE, OUT, of_sinks, prepared, varying_alike
 from frisket.runtime.jax.primitives import Task, bound
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.plans.device import split_host_device
-from frisket.runtime.sharding.partition import split_as
+from frisket.runtime.sharding.partition import spec_of, split_as
 
 from .deal import Deal, Step, Variant, check_variant, steps
 from .shards import AT, ShardAttention, ShardPlace, ShardTable, check_covered, check_names, check_sides, on_shard
@@ -50,7 +50,6 @@ _checkpoint: Any = _checkpoint_name  # JAX leaves some of its functions untyped
 _barrier: Any = lax.optimization_barrier
 _ppermute: Any = lax.ppermute
 _psum_scatter: Any = lax.psum_scatter
-_spec: Any = PartitionSpec
 
 
 @usual_promotion()
@@ -105,12 +104,13 @@ def attend(
         how: dict[str, Any] = {"deal": deal, "axis": axis, "variant": variant, "batch_axis": batch_axis}
         how["head_axis"] = head_axis
         local = partial(attend, att, split=split, return_lse=return_lse, **how)
-        spec, rows = _spec(batch_axis, axis, head_axis), _spec(batch_axis, head_axis, axis)
+        spec, rows = spec_of(batch_axis, axis, head_axis), spec_of(batch_axis, head_axis, axis)
         tables = _specs({"b": batch_axis, "h": head_axis, "q": axis, "k": axis}, att, parts)
         values = {"seed": seed, "sinks": sinks, **params}
         return _over(mesh, local, (spec, tables), (q, k, v), values, (spec, rows) if return_lse else spec)
     _check(q, k, deal, axis, variant)
-    shard = shard_of(att, q, ShardAxes(deal, axis, variant == "all-gather", axes, parts), params)
+    bound_att, known = bind_host_values(att, parts, params)
+    shard = Shard(bound_att, deal, axis, variant == "all-gather", axes, parts, known, (q.shape[0], q.shape[2]))
     check_covered(shard.att.program, deal, shard.values, *shard.whole_sizes)
     agree(_agreed_values(shard, q, k, v, variant))
     arrays = {"q": q, "k": k, "v": v, **shard.values}
@@ -135,7 +135,7 @@ def _specs(axes: Mapping[str, Axes], att: Attention, split: Mapping[str, tuple[i
         if e.op == "lookup" and e.name in split:
             split_axes = split[e.name]
             check_sides(e, split_axes)
-            tables[e.name] = _spec(*(axes.get(a.name) if i in split_axes else None for i, a in enumerate(e.args)))
+            tables[e.name] = spec_of(*(axes.get(a.name) if i in split_axes else None for i, a in enumerate(e.args)))
     return tables
 
 
@@ -148,7 +148,7 @@ def _over(mesh: Any, local: Callable[..., Any], specs: Any, qkv: Any, values: Ar
     def mine(q: Any, k: Any, v: Any, arrays: Arrays) -> Any:
         return local(q, k, v, **arrays, **rest)
 
-    ins = spec, spec, spec, {n: tables.get(n, _spec()) for n in arrays}
+    ins = spec, spec, spec, {n: tables.get(n, spec_of()) for n in arrays}
     operands = *qkv, arrays
     if any(t == AxisType.Explicit for t in mesh.axis_types):  # there shard_map takes nothing that is split otherwise
         operands = jax.tree.map(lambda x, part: split_as(x, mesh, part, explicit=True), operands, ins)
@@ -259,8 +259,7 @@ class _Ring:
             terms = {"q": dq, **dvalues}
             return sums | {n: sums[n] + x.astype(real) for n, x in terms.items()}, dkeys
 
-        grads: Arrays = self._walk(local_keys, sums, step, tuple(n for n in self.axis if n in learned))
-        return grads
+        return self._walk(local_keys, sums, step, tuple(n for n in self.axis if n in learned))  # type: ignore[no-any-return]
 
     def _walk(self, local_keys: Arrays, state: Any, step: Callable[..., Any], returned: tuple[str, ...]) -> Any:
         """The state after all steps: (out, lse, lse_residual) forward, sums of gradients backward. `step(keys, k_at,
@@ -302,8 +301,7 @@ class _Ring:
             return local_keys
         start = self.shard.of_rank(np.array(step.start, np.int32))
         part = {n: lax.dynamic_slice_in_dim(x, start, step.length, self.axis[n]) for n, x in local_keys.items()}
-        sent: Arrays = _ppermute(part, self.shard.axis, step.pairs)
-        return sent
+        return _ppermute(part, self.shard.axis, step.pairs)  # type: ignore[no-any-return]
 
     def _with_returned(self, step: Step, back: Arrays, sums: Arrays) -> Arrays:
         """The sums of a rank with the gradients of its keys that other ranks send back."""
@@ -386,7 +384,7 @@ def size(axes: Axes) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A call as one device of a mesh axis computes it. `shard_of` makes it; the rings of `jax_ring` call its `forward`
+    """A call as one device of a mesh axis computes it. `attend` makes it; the rings of `jax_ring` call its `forward`
     and `backward` with the keys that have come."""
 
     att: Attention  # the caller's attention, with the values that the host knows
@@ -513,27 +511,13 @@ class Shard:
         return grads["q"], dfloats, dmoving | {"k": grads["k"], "v": grads["v"]}
 
 
-class ShardAxes(NamedTuple):
-    """How a call is split over devices: the deal, and the axes that split tokens, batch and heads, and tables.
-
-    `whole`: every device has all keys."""
-
-    deal: Deal
-    axis: str
-    whole: bool
-    axes: tuple[Axes, Axes]
-    split: dict[str, tuple[int, ...]]
-
-
-def shard_of(att: Attention, q: Any, axes: ShardAxes, params: dict[str, Any]) -> Shard:
-    """The shard of a call: values of the host are bound, the others stay what they are."""
-    split = axes.split
+def bind_host_values(att: Attention, split: Collection[str], params: dict[str, Any]) -> tuple[Attention, Arrays]:
+    """`att` with the values that the host knows, and the tables and numbers that gradients or traces may depend on."""
     host, device_values = split_host_device({**att.traced, **params}, None, att.program.learnable, "jax")
     device_values |= {n: host.pop(n) for n in split if n in host}
     check_names(att.program, {**host, **device_values}, split)
     program = att.program.without(device_values).bind(host).fixed()
-    arrays = {n: jnp.asarray(x) for n, x in device_values.items()}
-    return Shard(Attention(program, att.options), *axes, arrays, (q.shape[0], q.shape[2]))
+    return Attention(program, att.options), {n: jnp.asarray(x) for n, x in device_values.items()}
 
 
 PATIENCE = 300  # seconds, as jax.distributed waits for processes to come
@@ -566,8 +550,7 @@ def agree(call: Mapping[str, str]) -> None:
 
 def _of(store: Any, key: str, process: int) -> str:
     try:
-        text: str = store.blocking_key_value_get(key, PATIENCE * 1000)
-        return text
+        return str(store.blocking_key_value_get(key, PATIENCE * 1000))
     except jax.errors.JaxRuntimeError as error:
         message = f"process {process} has not come to this call of attend within {PATIENCE} s\n"
         raise PeerError(f"{message}  it has died, is at other work, or has another program") from error

@@ -186,10 +186,8 @@ class _Rewriter:
         change = {}
         for n in walk(e):
             if n.op == "lookup" and n.name in self.where.split:
-                split_axes = self.where.split[n.name]
-                change[n] = lookup(
-                    n.name, tuple(place(a.name) if i in split_axes else a for i, a in enumerate(n.args)), n.type
-                )
+                at = tuple(place(a.name) if i in self.where.split[n.name] else a for i, a in enumerate(n.args))
+                change[n] = lookup(n.name, at, n.type)
         return substitute(e, change)
 
     def _rises(self, e: Expr) -> bool:

@@ -41,6 +41,7 @@ _SHOWN = 160  # bytes of what a rank says of one thing
 _ENTRY_BYTES = 32 + _SHOWN
 _ASKING = 2  # seconds
 _AGREEING = 1  # the tag of these messages: no other message can be taken for one of them
+Tensors = Iterable[tuple[int, Tensor]]  # with the rank that each goes to or comes from
 _agreed: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
@@ -57,9 +58,7 @@ class Wire:
             raise PeerError("this process is not in the group")
         self.together = dist.get_backend(self.group) == "nccl"  # which fuses the messages of a batch
 
-    def start(
-        self, go: Iterable[tuple[int, Tensor]], come: Iterable[tuple[int, Tensor]], tag: int = 0
-    ) -> Callable[[], None]:
+    def start(self, go: Tensors, come: Tensors, tag: int = 0) -> Callable[[], None]:
         """Post messages to and from ranks of the group. The function that is returned waits for them."""
         ops = [("send to", rank, self._op(dist.isend, x, rank, tag)) for rank, x in go]
         ops += [("hear from", rank, self._op(dist.irecv, x, rank, tag)) for rank, x in come]
@@ -96,9 +95,8 @@ class Wire:
             first = self._first(message)
             why = f"{'it has' if len(peers) == 1 else 'one of them has'} ended, or has not reached this call in time"
             before = [] if first == message else [f"before that, {first}"]
-            raise PeerError(
-                "\n  ".join([message, f"{why} (the timeout of the process group)", *before, str(error).splitlines()[0]])
-            ) from error
+            reasons = f"{why} (the timeout of the process group)", *before, str(error).splitlines()[0]
+            raise PeerError("\n  ".join((message, *reasons))) from error
 
     def _first(self, mine: str) -> str:
         """The message of the first rank to fail: other ranks fail because they miss it. It is asked for in a thread,
@@ -385,9 +383,8 @@ class _RingFunction(torch.autograd.Function):
                 both = torch.logaddexp(lse, rows[0])
                 out = _share(lse, both).to(wide).unsqueeze(-1) * out
                 # what a row without keys in this step holds may be NaN
-                out += torch.where(rows[0].unsqueeze(-1) == -torch.inf, 0.0, mine.to(wide)) * (
-                    _share(rows[0], both).to(wide).unsqueeze(-1)
-                )
+                seen = torch.where(rows[0].unsqueeze(-1) == -torch.inf, 0.0, mine.to(wide))
+                out += seen * _share(rows[0], both).to(wide).unsqueeze(-1)
                 lse = both
         rounded_lse = lse.to(wide)
         # a large lse in float32 is too coarse for weights: the backward reads the rest of it
@@ -424,9 +421,8 @@ class _RingFunction(torch.autograd.Function):
             grads: dict[str, Tensor] = {}
             if keys is not None:
                 ready = ctx.ready[i]
-                grad_names = frozenset(targets & {"q", "k", "v"}) | {
-                    n for n, source in ready.kv_inputs if source in targets
-                }
+                learned = {n for n, source in ready.kv_inputs if source in targets}
+                grad_names = frozenset(targets & {"q", "k", "v"} | learned)
                 softmax_stats, share = residuals[2 * i : 2 * i + 2]
                 saved = q, keys, vals, None, out, lse, softmax_stats, *(inputs[n] for _, n in ready.kv_inputs)
                 grads = ready.gradients(job.seed, grad_names, saved, dout, dlse, share)
@@ -440,9 +436,8 @@ class _RingFunction(torch.autograd.Function):
                 home = [_send_back(job.wire, job.steps[i], grads, k, v, sums)]
         for wait in home:
             wait()
-        return None, *(
-            sums[n].to(x.dtype) if need else None for (n, x), need in zip(inputs.items(), needed, strict=True)
-        )
+        pairs = zip(inputs.items(), needed, strict=True)
+        return None, *(sums[n].to(x.dtype) if need else None for (n, x), need in pairs)
 
 
 def _share(lse: Tensor, whole: Tensor) -> Tensor:
@@ -500,9 +495,8 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         grads = [g for g, need in zip(cotangents, ctx.needs_input_grad[1:], strict=True) if need]
         # one message for all, and sums in float32 at least
-        whole = torch.cat(
-            [g.reshape(-1).to(torch.float64 if g.dtype == torch.float64 else torch.float32) for g in grads]
-        )
+        flat = [g.reshape(-1).to(torch.float64 if g.dtype == torch.float64 else torch.float32) for g in grads]
+        whole = torch.cat(flat)
         ctx.wire.add(whole)
         parts = iter(torch.split(whole, [g.numel() for g in grads]))
         needed = zip(cotangents, ctx.needs_input_grad[1:], strict=True)
@@ -522,8 +516,7 @@ class _Gather(torch.autograd.Function):
         every = [torch.empty_like(mine) if r != wire.rank else mine for r in range(wire.size)]
         others = [r for r in range(wire.size) if r != wire.rank]
         wire.start([(r, mine) for r in others], [(r, every[r]) for r in others])()
-        table: Tensor = deal.unpermute(torch.cat(every, axis), axis)
-        return table
+        return deal.unpermute(torch.cat(every, axis), axis)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
@@ -577,26 +570,23 @@ def _agree(
     (q, k, v), (variant, sizes) = qkv, options
     flows = [x.requires_grad for x in qkv], sinks is not None, torch.is_grad_enabled()
     kinds = {n: _kind(x) for n, x in sorted(params.items())}
-    shards = att.shards
-    agreed = shards.setdefault("agreed", WeakKeyDictionary()).setdefault(wire.group, set())
+    agreed = att.shards.setdefault("agreed", WeakKeyDictionary()).setdefault(wire.group, set())
     key = str((deal.digest, q.shape, k.shape, v.shape, q.dtype, variant, sizes, flows, kinds))
     if key in agreed:  # texts take longer than this
         return
     values = {n: digest(x) for n, x in sorted({**att.program.scalars, **att.program.tables}.items())}
-    wire.agree(
-        {
-            "the mask": "everything visible" if att.program.mask is None else str(att.program.mask),
-            "the score mod": str(att.program.score),
-            "the values of their parameters": f"{values} {kinds}",
-            "the lengths": f"{deal.length} tokens in tiles of {deal.tile}, shards of {deal.shard}",
-            "the mask of the deal": repr(deal.mask),
-            "the deal": deal.digest,
-            "the shapes of the arrays": f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
-            "their dtype": str(q.dtype),
-            "the options": f"{variant}, scale {att.options.scale}, dropout {att.options.dropout}, sizes {sizes}",
-            "what gradients are asked for": "of q, k, v {}, sinks {}, grad mode {}".format(*flows),
-        },
-        q.device,
-    )
+    texts = {
+        "the mask": "everything visible" if att.program.mask is None else str(att.program.mask),
+        "the score mod": str(att.program.score),
+        "the values of their parameters": f"{values} {kinds}",
+        "the lengths": f"{deal.length} tokens in tiles of {deal.tile}, shards of {deal.shard}",
+        "the mask of the deal": repr(deal.mask),
+        "the deal": deal.digest,
+        "the shapes of the arrays": f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
+        "their dtype": str(q.dtype),
+        "the options": f"{variant}, scale {att.options.scale}, dropout {att.options.dropout}, sizes {sizes}",
+        "what gradients are asked for": "of q, k, v {}, sinks {}, grad mode {}".format(*flows),
+    }
+    wire.agree(texts, q.device)
     check_names(att.program, {**att.learned, **params})
     agreed.add(key)

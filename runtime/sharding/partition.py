@@ -218,7 +218,7 @@ AxisType = tuple[str, ...] | str | Any | None  # the mesh axes of one dimension
 RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
 
 
-_spec: Any = PartitionSpec  # JAX leaves some of its functions untyped
+spec_of: Any = PartitionSpec  # JAX leaves some of its functions untyped
 _reshard: Any = jax.sharding.reshard
 _constrain: Any = jax.lax.with_sharding_constraint
 
@@ -252,7 +252,7 @@ def split_as(x: Any, mesh: Any, spec: Any, explicit: bool = False) -> Any:
     for kind, put in ((explicit_kind, _reshard), (automatic, _constrain))[: 1 if explicit else 2]:
         if kind in kinds.values():
             entries = (tuple(n for n in names_of(axes) if kinds[n] == kind) or None for axes in spec)
-            x = put(x, NamedSharding(mesh, _spec(*entries)))
+            x = put(x, NamedSharding(mesh, spec_of(*entries)))
     return x
 
 
@@ -279,6 +279,7 @@ def fitting(mesh: Mapping[str, int], axes: Any, size: int | None, used: set[str]
     return None if not fits else fits[0] if len(fits) == 1 else tuple(fits)
 
 
+Axes = Sequence[Axis] | DynamicShardingAxes
 MeshAxes = str | tuple[str, ...] | None
 
 # semantic axis -> field of a PartitionAxis
@@ -292,13 +293,10 @@ FIELDS |= {FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis", TENS
 FIELDS |= {SEQUENCE_PARALLEL: "sequence_parallel_axis", EXPERT_PARALLEL: "expert_parallel_axis"}
 # field -> the fields it is read from where nobody sets it
 DEFAULTS: dict[str, tuple[str, ...]] = {"batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
-DEFAULTS |= {"sequence_axis": ("sequence_parallel_axis",), "query_sequence_axis": ("sequence_parallel_axis",)}
-DEFAULTS |= {"key_sequence_axis": ("sequence_parallel_axis",), "head_axis": ("tensor_parallel_axis",)}
-DEFAULTS |= {"kv_head_axis": ("tensor_parallel_axis",), "hidden_state_axis": ("tensor_parallel_axis",)}
-DEFAULTS |= {"mlp_intermediate_axis": ("tensor_parallel_axis",), "vocab_axis": ("tensor_parallel_axis",)}
-DEFAULTS |= {"expert_axis": ("expert_parallel_axis",), "decode_batch_axis": ("batch_axis",)}
-DEFAULTS |= {"decode_head_axis": ("head_axis",), "decode_kv_head_axis": ("kv_head_axis",)}
-DEFAULTS |= {"decode_key_sequence_axis": ("key_sequence_axis",)}
+_OF_TENSORS = "head_axis", "kv_head_axis", "hidden_state_axis", "mlp_intermediate_axis", "vocab_axis"
+DEFAULTS |= dict.fromkeys(("sequence_axis", "query_sequence_axis", "key_sequence_axis"), ("sequence_parallel_axis",))
+DEFAULTS |= dict.fromkeys(_OF_TENSORS, ("tensor_parallel_axis",)) | {"expert_axis": ("expert_parallel_axis",)}
+DEFAULTS |= {f"decode_{n}": (n,) for n in ("batch_axis", "head_axis", "kv_head_axis", "key_sequence_axis")}
 
 
 @dataclass(frozen=True)
@@ -356,9 +354,8 @@ class PartitionAxis:
                 names = tuple(name for source in DEFAULTS[f.name] for name in names_of(getattr(self, source)))
                 value = names[0] if len(names) == 1 else names or None
             value = tuple(value) if isinstance(value, list) else value  # a tuple: a partition axis has a hash
-            if not (value is None or isinstance(value, str | tuple)) or not all(
-                isinstance(name, str) for name in names_of(value)
-            ):
+            names = names_of(value) if value is None or isinstance(value, str | tuple) else (value,)
+            if not all(isinstance(name, str) for name in names):
                 raise ParameterError(f"{f.name} is {value!r}; it is the name of a mesh axis, a tuple of names, or None")
             object.__setattr__(self, f.name, value)
 
@@ -370,7 +367,7 @@ class PartitionAxis:
 
     def resolve_spec(self, axes: Sequence[Axis], mode: str) -> PartitionSpec:
         """The PartitionSpec of semantic axes, for any mesh; `PartitionManager.resolve` fits it to one."""
-        return _spec(*self.resolve_axis(axes, mode))  # type: ignore[no-any-return]
+        return spec_of(*self.resolve_axis(axes, mode))  # type: ignore[no-any-return]
 
     def _one(self, axis: Axis, mode: str) -> MeshAxes:
         if axis is None or axis == EMPTY:
@@ -403,9 +400,9 @@ class PartitionManager:
     >>> manager, q = PartitionManager(PartitionAxis(), mesh), jax.numpy.ones((4, 64, 8, 32))
     >>> manager.resolve(AttnQSharding, shape=q.shape)
     P('dp', None, 'tp', None)
-    >>> manager.shard(q, AttnQSharding).sharding.spec, manager.place(q, _spec("dp", "sp")).sharding.spec
+    >>> manager.shard(q, AttnQSharding).sharding.spec, manager.place(q, spec_of("dp", "sp")).sharding.spec
     (P('dp', None, 'tp', None), P('dp', None))
-    >>> manager.fit(_spec("dp", "sp"), q.shape, mesh)  # the mesh has no axis "sp"
+    >>> manager.fit(spec_of("dp", "sp"), q.shape, mesh)  # the mesh has no axis "sp"
     P('dp', None)
 
     Without `mesh` it takes the current one: `jax.set_mesh(mesh)`, or `with mesh:`. `with manager:` makes it that of
@@ -420,7 +417,7 @@ class PartitionManager:
 
     def resolve(
         self,
-        axes: Sequence[Axis] | DynamicShardingAxes = EMPTY_VAL,
+        axes: Axes = EMPTY_VAL,
         mode: str | int = EMPTY_VAL,
         dynamic_axes: DynamicShardingAxes = EMPTY_VAL,
         shape: Sequence[int] | None = None,
@@ -441,7 +438,7 @@ class PartitionManager:
             raise ShapeError(f"{len(axes)} axes, {list(axes)}, for an array of {len(shape)} dimensions, {list(shape)}")
         resolved = self.paxis.resolve_axis([*axes], _told(mode, shape) if isinstance(mode, int) else mode)
         mesh = current_mesh(self.mesh)
-        return self.fit(resolved, shape, mesh) if mesh is not None else _spec(*resolved)
+        return self.fit(resolved, shape, mesh) if mesh is not None else spec_of(*resolved)
 
     @staticmethod
     def fit(spec: Iterable[MeshAxes], shape: Sequence[int] | None, mesh: Any) -> PartitionSpec:
@@ -457,16 +454,12 @@ class PartitionManager:
         names = [name for axes in entries for name in names_of(axes)]
         # without a shape both stay: the axis may not divide one of the two
         if shape is not None and (twice := [name for name in names if names.count(name) > 1]):
-            text = f"mesh axis {twice[0]!r} would split two dimensions of {list(shape)}: {_spec(*entries)}\n"
+            text = f"mesh axis {twice[0]!r} would split two dimensions of {list(shape)}: {spec_of(*entries)}\n"
             raise ParameterError(f"{text}  give one of them other axes in the PartitionAxis, or None")
-        return _spec(*entries)  # type: ignore[no-any-return]
+        return spec_of(*entries)  # type: ignore[no-any-return]
 
     def shard(
-        self,
-        x: Any,
-        axes: Sequence[Axis] | DynamicShardingAxes = EMPTY_VAL,
-        mode: str | int = EMPTY_VAL,
-        dynamic_axes: DynamicShardingAxes = EMPTY_VAL,
+        self, x: Any, axes: Axes = EMPTY_VAL, mode: str | int = EMPTY_VAL, dynamic_axes: DynamicShardingAxes = EMPTY_VAL
     ) -> Any:
         """`x` split as `resolve` says: a constraint while JAX traces, and a copy to devices outside.
 

@@ -14,9 +14,9 @@ import pytest
 import frisket as fk
 from frisket.runtime.bench import contestants, race, schema
 from frisket.runtime.bench.race import Contest, Contestant, NoWordsError, Sizes, lines, standard
-from frisket.runtime.cli import bench as cli_bench
-from frisket.runtime.cli.bench import add_bench
+from frisket.runtime.cli import timing as cli_bench
 from frisket.runtime.cli.main import main
+from frisket.runtime.cli.timing import add_bench
 
 torch = pytest.importorskip("torch")
 SIZES = Sizes(96, 96, batch=1, heads=2, kv_heads=2, head_dim=16)
@@ -179,7 +179,7 @@ def test_a_mask_that_hides_nothing_is_told_so(stage, monkeypatch):
 
 
 def test_bench_results_name_the_device(stage):
-    from frisket.runtime.cli.bench import results
+    from frisket.runtime.cli.timing import results
 
     on_a_gpu = replace(stage, machine={"gpu": "H200"})
     made = results("gpu", [finished(CAUSAL, on_a_gpu, families={"sdpa"})], SIZES, 2)
@@ -334,7 +334,7 @@ def test_bench_refuses_bad_input(bench, options, message):
 
 
 def test_bench_ignores_the_gpu_of_the_unused_framework(bench, monkeypatch):
-    monkeypatch.setattr(cli_bench, "visible", lambda device, name: name == "torch")
+    monkeypatch.setattr(cli_bench, "has_device", lambda device, name: name == "torch")
     pytest.importorskip("jax")
     status, out, err = bench("--suite", "gpu", "--framework", "jax")
     assert (status, out) == (2, "")

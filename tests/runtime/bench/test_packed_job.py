@@ -12,7 +12,7 @@ from frisket.lowering import dense
 from frisket.lowering.plan import Problem
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.bench import race
-from frisket.runtime.cli import run as packed
+from frisket.runtime.cli import timing as packed
 from frisket.runtime.machine.modules import pip_install
 
 MASK = (q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))) & (q - k < 9)

@@ -518,7 +518,7 @@ def test_run_measures_errors_by_the_formula(run, tmp_path, monkeypatch):
     """Whoever is raced against may be more exact than dense attention in that dtype, or wrong: no measure."""
     from dataclasses import replace
 
-    from frisket.runtime.cli import run as job
+    from frisket.runtime.cli import timing as job
 
     prepare = job.prepare_bench
 
@@ -537,7 +537,7 @@ def test_run_measures_errors_by_the_formula(run, tmp_path, monkeypatch):
 
 
 def test_run_tells_a_mismatch(run, tmp_path, monkeypatch):
-    from frisket.runtime.cli import run as cli_run
+    from frisket.runtime.cli import timing as cli_run
 
     monkeypatch.setattr(cli_run, "compiled", lambda what: lambda q, k, v: 2 * v)
     (tmp_path / "a.md").write_text("some text")

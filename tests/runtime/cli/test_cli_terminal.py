@@ -337,7 +337,7 @@ def test_show_imports_what_it_needs():
     modules = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
     none = "torch jax triton matplotlib lark shtab pygments rich.progress rich.syntax importlib.metadata"
     assert not modules & set(none.split())
-    none = "attention.entry plans.device bench.race machine.cpp_build cli.kernels cli.run draw.pixels draw.figure"
+    none = "attention.entry plans.device bench.race machine.cpp_build cli.kernels cli.timing draw.pixels draw.figure"
     assert not modules & {f"frisket.runtime.{name}" for name in none.split()}
     ours = {name for name in modules if name.startswith("frisket")}
     assert len(ours) < 90, sorted(ours)

@@ -76,7 +76,7 @@ def test_linen_cache_refuses_more_tokens_than_it_has():
 
 def test_modeling_without_flax_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "flax", None)
-    monkeypatch.delitem(sys.modules, "frisket.runtime.modeling.linen_cache", raising=False)
+    monkeypatch.delitem(sys.modules, "frisket.integrations.flax", raising=False)
     for name in [n for n in sys.modules if n.startswith("flax.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(fk.MissingPackageError, match=r"\[flax\]"):
