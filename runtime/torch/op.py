@@ -214,7 +214,9 @@ def _bits(x: Any) -> Any:
     # as integers, since numpy lacks bfloat16
     dense = type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and not x.is_nested
     if dense and x.dtype.itemsize in WORDS:
-        return None if x.requires_grad or x.is_neg() or x.nbytes > COPIED else x.view(WORDS[x.dtype.itemsize]).numpy()
+        if x.requires_grad or x.is_neg() or x.nbytes > COPIED:
+            return None
+        return written_out(x).view(WORDS[x.dtype.itemsize]).numpy()
     if type(x) is np.ndarray and x.dtype.kind in "biuf" and x.itemsize in WORDS and x.dtype.isnative:
         return None if x.nbytes > COPIED else x.view(f"u{x.itemsize}")
     return None
