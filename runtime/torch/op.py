@@ -2,7 +2,8 @@
 
 A second call compares its key (`key_of`) with those in `att.calls`, or in `plan.calls` with `plan=`:
 
-- shapes and dtypes of q, k and v; devices, or that kernels may read these arrays by their addresses; the axis order
+- shapes, dtypes and torch layouts (dense or sparse) of q, k and v; devices, or that kernels may read these arrays by
+  their addresses; the axis order
 - settings of the environment; origin and sizes; shapes of learned tensors; names and values of scalars
 - names, shapes and dtypes of tables. Entries of a host table are compared too, bit for bit (`ChangingTables`). Entries
   of a table on a device are not: a copy of the `PreparedCall` gets the plan of this call's tables (`_earlier`)
@@ -279,7 +280,8 @@ def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, tuple[
         place = q.device, k.device, v.device, torch.get_float32_matmul_precision()
     # a plan may serve several attentions, and outlive them
     whose = None if plan is None else ref(att)
-    key: tuple[Any, ...] = place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, layout, settings, whose
+    kinds = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.layout, k.layout, v.layout  # or sparse, an error
+    key: tuple[Any, ...] = place, *kinds, layout, settings, whose
     if att.learned:
         key += tuple([x.shape for x in att.learned.values()])  # whose `.data` may be another
     for name, x in params.items() if params else ():

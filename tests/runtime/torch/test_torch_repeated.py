@@ -471,6 +471,17 @@ def test_zeros_without_memory(backend):
 
 
 @pytest.mark.parametrize("backend", ["cpp", "aten"])
+def test_sparse_arrays_are_refused_by_every_call(backend):
+    arrays, att = drawn(), fk.compile("causal", backend=backend)
+    for _ in range(4):  # anew, prepared, repeated
+        for i, name in enumerate("qkv"):
+            for sparse in (arrays[i].to_sparse(), arrays[i].to_mkldnn()):
+                with pytest.raises(fk.ShapeError, match=f"{name} is sparse, of layout {sparse.layout}"):
+                    att(*arrays[:i], sparse, *arrays[i + 1 :])
+        att(*arrays)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "aten"])
 def test_a_backward_is_not_recorded_without_its_forward(backend):
     q, k, v = (x.requires_grad_() for x in drawn())
     att = fk.compile("causal", backend=backend)
