@@ -362,6 +362,8 @@ def _fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
     """An array that fits a parameter, like `parameters.fitted`, without looking at its values."""
     if rank is None:  # only its size is used
         return value
+    if is_tensor(value) and value._is_zerotensor():
+        value = value.clone()  # autograd's zeros have no memory, and kernels read it
     if value.ndim != rank:
         raise ParameterError(f"`{name}` is {ranked(rank)} in the text, the value is {ranked(value.ndim)}")
     if rank and 0 in value.shape:

@@ -2,7 +2,8 @@
 
 A second call compares its key (`key_of`) with those in `att.calls`, or in `plan.calls` with `plan=`:
 
-- shapes and dtypes of q, k and v; devices, or that kernels may read these arrays by their addresses; the axis order
+- shapes, dtypes and torch layouts (dense or sparse) of q, k and v; devices, or that kernels may read these arrays by
+  their addresses; the axis order
 - settings of the environment; origin and sizes; shapes of learned tensors; names and values of scalars
 - names, shapes and dtypes of tables. Entries of a host table are compared too, bit for bit (`ChangingTables`). Entries
   of a table on a device are not: a copy of the `PreparedCall` gets the plan of this call's tables (`_earlier`)
@@ -214,7 +215,9 @@ def _bits(x: Any) -> Any:
     # as integers, since numpy lacks bfloat16
     dense = type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and not x.is_nested
     if dense and x.dtype.itemsize in WORDS:
-        return None if x.requires_grad or x.is_neg() or x.nbytes > COPIED else x.view(WORDS[x.dtype.itemsize]).numpy()
+        if x.requires_grad or x.is_neg() or x.nbytes > COPIED:
+            return None
+        return written_out(x).view(WORDS[x.dtype.itemsize]).numpy()
     if type(x) is np.ndarray and x.dtype.kind in "biuf" and x.itemsize in WORDS and x.dtype.isnative:
         return None if x.nbytes > COPIED else x.view(f"u{x.itemsize}")
     return None
@@ -277,7 +280,8 @@ def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, tuple[
         place = q.device, k.device, v.device, torch.get_float32_matmul_precision()
     # a plan may serve several attentions, and outlive them
     whose = None if plan is None else ref(att)
-    key: tuple[Any, ...] = place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, layout, settings, whose
+    kinds = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.layout, k.layout, v.layout  # or sparse, an error
+    key: tuple[Any, ...] = place, *kinds, layout, settings, whose
     if att.learned:
         key += tuple([x.shape for x in att.learned.values()])  # whose `.data` may be another
     for name, x in params.items() if params else ():

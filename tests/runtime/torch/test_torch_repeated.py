@@ -461,6 +461,24 @@ def test_zeros_without_memory(backend):
     sinks, written = zeros((4,)).requires_grad_(), torch.zeros(4, requires_grad=True)
     found, want = (torch.autograd.grad(att(*arrays, w=torch.ones(4), sinks=x).sum(), x)[0] for x in (sinks, written))
     torch.testing.assert_close(found, want, rtol=0, atol=0)
+    want = att(*arrays, w=torch.zeros(4))
+    for flat in (None, True):  # a plan holds the table
+        torch.testing.assert_close(att(*arrays, plan=att.plan(20, 20, 2, 4, w=zeros((4,)), flat=flat)), want)
+    documents = fk.compile("causal & same(doc)", backend=backend)
+    want = documents(*arrays, doc=torch.zeros(20, dtype=torch.int64))
+    for _ in range(4):  # the last ones find a prepared call by the entries of the table
+        torch.testing.assert_close(documents(*arrays, doc=zeros((20,), dtype=torch.int64)), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "aten"])
+def test_sparse_arrays_are_refused_by_every_call(backend):
+    arrays, att = drawn(), fk.compile("causal", backend=backend)
+    for _ in range(4):  # anew, prepared, repeated
+        for i, name in enumerate("qkv"):
+            for sparse in (arrays[i].to_sparse(), arrays[i].to_mkldnn()):
+                with pytest.raises(fk.ShapeError, match=f"{name} is sparse, of layout {sparse.layout}"):
+                    att(*arrays[:i], sparse, *arrays[i + 1 :])
+        att(*arrays)
 
 
 @pytest.mark.parametrize("backend", ["cpp", "aten"])
