@@ -214,7 +214,7 @@ class _ArrayBody(PlannerBody):
         both = self.plan.seen, self.plan.hidden
         seen, hidden = ([f"tiles({', '.join(self.ends(pair))})," for pair in pairs] for pairs in both)
         return filled(
-            PLAN_SPANS["arrays"],
+            PLAN_SPANS["array_function"],
             arguments=self._arguments(),
             intervals=bool(self.plan.seen),
             of_rows=self.written(SCALAR, ROW),

@@ -122,7 +122,7 @@ class _CppBody(PlannerBody):
         seen, hidden = self.plan.seen, self.plan.hidden
         lines = self.lines.lines
         return filled(
-            PLAN_SPANS["cpp"],
+            PLAN_SPANS["cpp_function"],
             mask=[f"//     {line}" for line in show(self.plan.mask).split("\n")],
             name=name,
             arguments=self._arguments(),

@@ -170,7 +170,7 @@ class _TritonBody(PlannerBody):
         intervals, hidden = self._intervals(), len(self.plan.hidden)
         cut = [f"hidden{hidden + i}" for i in range(2)]
         body = filled(
-            PLAN_SPANS["triton"],
+            PLAN_SPANS["triton_kernel"],
             names=_listed([f'"{n}"' for n in names]),
             parameters=_listed([*names, "ROWS: tl.constexpr", "PIECES: tl.constexpr"]),
             arguments=[*(f"{n} = {n}.to(tl.int64)" for n in sizes), *self._scalars()],

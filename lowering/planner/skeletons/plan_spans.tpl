@@ -1,7 +1,7 @@
 $# The functions of the planners on arrays, in Triton and in C++, with holes that these three writers fill. They compute
 $# the kinds of tiles of a row from `intervals` of keys, or else they split pieces of a row until each has one kind.
 
-$part arrays
+$part array_function
 def plan_spans(b, h, q, k, sizes, scalars, tables, *, q_len, kv_len, block, room, records):
     $arguments
     bq, bk = block
@@ -59,7 +59,7 @@ def plan_spans(b, h, q, k, sizes, scalars, tables, *, q_len, kv_len, block, room
     return bounds, count, more  $if intervals
     return bounds, count, overflow | more  $if not intervals
 
-$part triton
+$part triton_kernel
 $# Lengths change from call to call: specialised, each would compile again.
 @triton.jit(do_not_specialize=[
 $names
@@ -133,7 +133,7 @@ $parameters
     tl.store(Left + line, left, mask=inside)  $if intervals
     tl.store(Left + line, left | lacking, mask=inside)  $if not intervals
 
-$part cpp
+$part cpp_function
 // Which tiles of keys each tile of queries reads: spans of
 //
 $mask
