@@ -3,6 +3,9 @@
 A kernel walks, for each tile of `block_q` queries, a list of records `lo <= full_lo <= full_hi <= hi` of key
 tiles: `[lo, full_lo)` and `[full_hi, hi)` with the mask as a predicate, `[full_lo, full_hi)` without. The
 records come from a table (`Spans`) or, for a convex mask, from four formulas (`Bounds`) in the kernel's prologue.
+
+A `Geometry` holds the shapes of a call. Its `Problem` holds the lengths and the place, which a layout depends on.
+Executors take a `LoopPlan` with the values of a call, in one record: `KernelInputs`.
 """
 
 from __future__ import annotations
@@ -374,7 +377,10 @@ class Spans:
 
 @dataclass(eq=False)
 class KernelInputs:
-    """The inputs of a call's kernels besides arrays and cotangents; every executor takes them first.
+    """The inputs of a call's kernels besides arrays and cotangents; executors of plans take them first.
+
+    `_prepared` of runtime/torch/op.py and `kernel_inputs` of runtime/jax/call.py make them. `inputs_of` and
+    `with_tables` of a `PreparedCall` copy them, field by field.
 
     The fields never change. The class is not frozen, because it would take five times as long to make, and every call
     with a plan makes one."""

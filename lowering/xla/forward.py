@@ -1,8 +1,8 @@
 """The forward of the XLA executor: online softmax over the visited key tiles, nothing gathered, no S x S array.
 
-One compiled loop over q tiles; inside, one loop per *body* over that row's chunks of keys (`schedule.py`). Where one
+One compiled loop over q tiles; inside, one loop per *body* over that row's chunks of keys (`tiles.py`). Where one
 chunk is all a row ever has (windows, documents) there is no inner loop. Where the spans themselves are traced, each
-row works its chunks out of its records (`schedule.py`). Batch and heads ride in the batch dimensions of `dot_general`,
+row works its chunks out of its records (`tiles.py`). Batch and heads ride in the batch dimensions of `dot_general`,
 as many as a step has room for, or go one at a time where the mask differs between them.
 """
 

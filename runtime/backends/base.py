@@ -57,9 +57,12 @@ class Executors:
     kernel cannot run a call of (plan, geometry, dtype, shapes of tables), and of wanted gradients too; "" where it
     can.
 
-    Those of torch take `KernelInputs` first: `forward(inputs, q, k, v, *, top=False, softmax_stats=False)` gives (out,
-    lse, largest scores or None), with `softmax_stats` what `stats_kind` says of each row, too. `backward(inputs, q, k,
-    v, ForwardResults, Cotangents, *, grad_names)` gives the gradients by name."""
+    They take `KernelInputs` first. In torch `forward(inputs, q, k, v, *, top=False, softmax_stats=False)` gives (out,
+    lse, largest scores or None), with `softmax_stats` what `stats_kind` says of each row, too. In JAX `forward(inputs,
+    q, k, v, *, lse_residual=False)` gives (out, lse, largest scores), with `lse_residual` what a backward takes of each
+    row, too. `backward(inputs, q, k, v, ForwardResults, Cotangents, *, grad_names)` gives the gradients by name.
+
+    Those of an engine that takes no plans have the `arguments` of its proof first."""
 
     module: str
     backward_module: str = ""  # of the backward, where it is not in the same

@@ -157,7 +157,7 @@ class PreparedCall:
                     tables[name] = value.to(device, self.real)
                 else:
                     slots[name] = float(value)  # kernels take numbers of the host
-        return KernelInputs(x.plan, x.spans, x.geometry, x.target, slots, tables, sinks, x.rows, x.deterministic)
+        return KernelInputs(**{**vars(x), "slots": slots, "tables": tables, "sinks": sinks})
 
     def check_gradients(self, arrays: tuple[Any, ...], seed: Any, grad_names: frozenset[str]) -> None:
         """Raise where the backward would refuse gradients of q, k and v, or of the tables and slots that are wanted.
@@ -201,9 +201,8 @@ class PreparedCall:
 
     def with_tables(self, spans: Any, tables: Mapping[str, Any], template: FlatPlan | None = None) -> PreparedCall:
         """A prepared call with other spans and tables."""
-        # every call with a plan comes here: `replace`, and constructors of frozen classes, take five times as long
-        x = self.inputs
-        inputs = KernelInputs(x.plan, spans, x.geometry, x.target, x.slots, tables, None, x.rows, x.deterministic)
+        # every call with a plan comes here: `replace` takes twice as long, and constructors of frozen classes too
+        inputs = KernelInputs(**{**vars(self.inputs), "spans": spans, "tables": tables})
         how = self.forward, self.backward, self.real, self.bshd, self.kv_inputs, self.loads, self.seed
         return PreparedCall(inputs, *how, self.stats_kind, self.check, self.awaits, template)
 

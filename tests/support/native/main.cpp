@@ -1,4 +1,4 @@
-// A program around one kernel, behind native_pool.cpp: reads a call from a file, runs it, writes every array back.
+// A program around one kernel, behind cpp_threads.cpp: reads a call from a file, runs it, writes every array back.
 // The file: kind, threads, arrays, links; the size of each array; each link; the bytes of the arrays.
 #include <stdio.h>
 #include <stdlib.h>

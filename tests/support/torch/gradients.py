@@ -182,7 +182,7 @@ class Both:
         return (*forward, top), {"q": found["dq"], "k": found["dk"], "v": found["dv"], **named}
 
     def check_half(self):
-        """The rule of `runtime.report`: twice the error of dense attention that rounds every array to the dtype, the
+        """The rule of `attention.report`: twice the error of dense attention that rounds every array to the dtype, the
         largest for cotangents of a few signs: where few entries are large, it may be right by luck for those given."""
         got = self.ours()
         (out, lse, _), want = self.theirs()
