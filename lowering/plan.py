@@ -380,7 +380,7 @@ class KernelInputs:
     """The inputs of a call's kernels besides arrays and cotangents; executors of plans take them first.
 
     `_prepared` of runtime/torch/op.py and `kernel_inputs` of runtime/jax/call.py make them. `inputs_of` and
-    `with_tables` of a `PreparedCall` copy them, field by field.
+    `with_tables` of a `PreparedCall` copy them.
 
     The fields never change. The class is not frozen, because it would take five times as long to make, and every call
     with a plan makes one."""
