@@ -504,7 +504,7 @@ class TorchCache(nn.Module):
     def _read(self, att: Attention, q: Tensor, tables: dict[str, Tensor], params: dict[str, Any]) -> Any:
         """Attention of queries to stored keys, by an attention of places."""
         has: dict[str, Any] = self._buffers
-        k, v, sizes = has["k"], has["v"], self._sizes(q)
+        qkv, sizes = (q, has["k"], has["v"]), self._sizes(q)
         tables = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
         kv_inputs = kv_inputs_of(has["k_scale"], has["v_scale"], has["pages"])
         program_params = {n: x for n, x in params.items() if n not in positions.ASKED} if params else params
@@ -512,11 +512,11 @@ class TorchCache(nn.Module):
         logits = att.options.sinks if sinks is None else sinks
         # a prepared step has no gradient, and no operators for a graph
         call = logits is not None and (in_graph(q, logits) or (torch.is_grad_enabled() and learns(logits)))
-        step = None if call else step_of(self._steps, att, q, k, v, sizes, kv_inputs, tables, program_params)
+        step = None if call else step_of(self._steps, att, qkv, sizes, kv_inputs, tables, program_params)
         if step is None:
             more: dict[str, Any] = {**{WORDS[n]: x for n, x in kv_inputs.items()}, **tables, **params}
-            return att(q, k, v, sizes=sizes, **more)
-        return results(step(q, k, v, kv_inputs, tables, sinks, bool(lse), bool(top)), bool(lse), bool(top))
+            return att(*qkv, sizes=sizes, **more)
+        return results(step(qkv, kv_inputs, tables, sinks, bool(lse), bool(top)), bool(lse), bool(top))
 
     def _sizes(self, q: Tensor) -> Any:
         """The sizes of the whole problem: equal for a prompt, a chunk and a step."""

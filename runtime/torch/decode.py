@@ -30,6 +30,9 @@ from .op import NUMBERS, prepare
 
 MAX_STEP_QUERIES = 64  # queries: a kernel of more takes longer than a plan
 KEPT = 16
+Tensors = tuple[Tensor, Tensor, Tensor]  # q, k, v
+Named = Mapping[str, Tensor]
+Params = Mapping[str, Any]
 READ: dict[Type, torch.dtype] = {BOOL: torch.bool, FLOAT: torch.float64}  # by planners; Ints have 64 bits
 
 
@@ -38,9 +41,9 @@ class DecodeCall:
     sources of their tables. Not for two threads at once."""
 
     def __init__(
-        self, att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None, kv_inputs: Mapping[str, Tensor],
-        tables: Mapping[str, Tensor], params: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+        self, att: Any, qkv: Tensors, sizes: Sizes | None, kv_inputs: Named, tables: Named, params: Params
+    ) -> None:
+        q, k, v = qkv
         (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
         kv_len = kv_inputs[PAGES].shape[1] * kv_len if PAGES in kv_inputs else kv_len
         self.versions = [version_of(x) for x in params.values() if isinstance(x, Tensor)]
@@ -79,11 +82,10 @@ class DecodeCall:
             self.repeat = repeat(replace(inputs, spans=self.spans, tables=fixed), q.dtype, k.dtype, names)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, kv_inputs: Mapping[str, Tensor], tables: Mapping[str, Tensor],
-        sinks: Any, lse: bool, top: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        self, qkv: Tensors, kv_inputs: Named, tables: Named, sinks: Any, lse: bool, top: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(out, lse, top); `lse` and `top` say what is asked for."""
-        ready, spans = self.ready, self.spans
+        (q, k, v), ready, spans = qkv, self.ready, self.spans
         if self.planner is not None:
             read = {n: tables[n].to(dtype).contiguous() for n, dtype in self.reads}
             self.planner({n: x.data_ptr() for n, x in read.items()})
@@ -99,26 +101,26 @@ class DecodeCall:
         if sinks is not None:
             sinks = sinks_of(sinks, q.shape[1], "torch", "float64" if ready.double else "float32", q.device)
         inputs = ready.inputs_of(q.device, None, sinks, values)
-        step_tables = {**inputs.tables, **{name: tables[source] for name, source in self.names}}
-        inputs = replace(inputs, spans=spans, tables=step_tables)
-        outputs: tuple[Tensor, Tensor, Tensor | None] = ready.forward(inputs, q, k, v, top=top)
-        return outputs
+        inputs = replace(inputs, spans=spans, tables={**inputs.tables, **{n: tables[s] for n, s in self.names}})
+        return ready.forward(inputs, q, k, v, top=top)  # type: ignore[no-any-return]
+
+
+Steps = dict[Any, DecodeCall]  # by what a call is, but for entries of its tensors
 
 
 def step_of(
-    steps: dict[Any, DecodeCall], att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None,
-    kv_inputs: Mapping[str, Tensor], tables: Mapping[str, Tensor], params: Mapping[str, Any],
-) -> DecodeCall | None:  # fmt: skip
-    """The `DecodeCall` for a call, kept in `steps`, whose calls all have the same `sizes`.
+    steps: Steps, att: Any, qkv: Tensors, sizes: Sizes | None, kv_inputs: Named, tables: Named, params: Params
+) -> DecodeCall | None:
+    """The `DecodeCall` for a call of q, k and v, kept in `steps`, whose calls all have the same `sizes`.
 
     None where a call is more than a step: on a GPU, in a graph, under autocast or a default device, with gradients, or
     of many queries."""
-    settings, shape = Settings.read(), q.shape
-    if in_graph(q) or not q.is_cpu or shape[2] > MAX_STEP_QUERIES or settings.check or torch.is_autocast_enabled("cpu"):
+    (q, k, v), settings = qkv, Settings.read()
+    if in_graph(q) or not q.is_cpu or q.shape[2] > MAX_STEP_QUERIES or settings.check:
         return None
-    if torch._C._is_torch_function_mode_enabled() or q.is_neg() or q._is_zerotensor():
+    if torch.is_autocast_enabled("cpu") or torch._C._is_torch_function_mode_enabled():
         return None
-    if q.requires_grad and torch.is_grad_enabled():
+    if q.is_neg() or q._is_zerotensor() or (q.requires_grad and torch.is_grad_enabled()):
         return None
     param_keys: list[Any] = []
     versions: list[Any] = []
@@ -141,7 +143,7 @@ def step_of(
         return None
     try:
         with native_build.deferring(not (att.options.backend or settings.backend)):
-            step = DecodeCall(att, q, k, v, sizes, kv_inputs, tables, params)
+            step = DecodeCall(att, qkv, sizes, kv_inputs, tables, params)
     except native_build.BuildError as error:  # of its planner
         if att.options.backend or settings.backend:
             raise

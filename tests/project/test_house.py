@@ -27,7 +27,7 @@ LIMITS = {
     "fillers": (0, 0, 0, 0),
     "comments": (19,),
     "parameters": (11,),
-    "skips": (36,),
+    "skips": (33,),
     "strings": (36,),
     "code": (40_386, 22_688),
     "classes": (2,),
