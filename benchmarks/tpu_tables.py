@@ -144,7 +144,7 @@ def ours(mask: Mask) -> dict[str, int]:
     g = Geometry(1, 1, 1, TOKENS, TOKENS, 16, 16, 0.25)
     x, target = jnp.ones((1, TOKENS, 1, 16)), Target("pallas-tpu", *block)
     inputs = KernelInputs(made.plan, plan, g, target, made.slots, {n: jnp.asarray(t) for n, t in made.tables.items()})
-    known, pallas_tpu.load = pallas_tpu.load, noting
+    known, pallas_tpu.load_source = pallas_tpu.load_source, noting
     try:
         pallas_tpu._kernel.memo.clear()
         pallas_tpu._gradient_kernel.memo.clear()
@@ -154,7 +154,7 @@ def ours(mask: Mask) -> dict[str, int]:
         jax.block_until_ready(found)
         jax.effects_barrier()
     finally:
-        pallas_tpu.load = known
+        pallas_tpu.load_source = known
         pallas_tpu._kernel.memo.clear()
         pallas_tpu._gradient_kernel.memo.clear()
     return {"visible": int((plan.work(block).layout.kinds() > 0).sum()), **seen}

@@ -35,6 +35,12 @@ def test_steps_tiles_and_rows_are_counted(kernel):
     assert counts(tpu_tables.splash_total, 1) == [128, 8 if kernel == "dkv" else 16, 72]
 
 
+def test_visits_of_our_kernels_are_noted(monkeypatch):
+    """512 causal tokens in tiles of 128 x 128: ten tiles with a visible pair, each visited by each kernel."""
+    monkeypatch.setattr(tpu_tables, "TOKENS", 512)
+    assert tpu_tables.ours(tpu_tables.MASKS["causal"]) == {"visible": 10, "forward": 10, "dq": 10, "dkv": 10}
+
+
 @pytest.mark.exhaustive
 def test_tables_and_visits(monkeypatch):
     monkeypatch.setattr(tpu_tables, "MASKS", {"documents": tpu_tables.MASKS["documents"]})
