@@ -305,10 +305,9 @@ class Attention:
         # half the time of CallArgs(...), which every call would notice
         args = q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params
         request = tuple.__new__(CallArgs, args)
-        watched = (
-            call_arrays.in_graph(q, k, v, sinks, *params.values()) if params else call_arrays.in_graph(q, k, v, sinks)
-        )
-        if watched or (self.options.sinks is not None and call_arrays.in_graph(q, self.options.sinks)):
+        tensors = (q, k, v, sinks, *params.values()) if params else (q, k, v, sinks)
+        logits = self.options.sinks
+        if call_arrays.in_graph(*tensors) or (logits is not None and call_arrays.in_graph(q, logits)):
             if is_jagged(q):
                 return results(jagged_attend(self, request), return_lse, return_max)
             from frisket.runtime.torch.graph import attend  # imports torch
@@ -316,12 +315,13 @@ class Attention:
             return results(attend(self, request, return_lse or return_max), return_lse, return_max)
         if isinstance(q, getattr(sys.modules.get("torch"), "Tensor", ())):
             outputs = _operators("torch").attend(self, request, False, return_lse)
-            return results(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
-        if call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework
+        elif call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework
             from frisket.runtime.torch.graph import record
 
             return record(self, request, return_lse)
-        return results(attend_jax(self, request), return_lse, return_max)
+        else:
+            outputs = attend_jax(self, request)
+        return results(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
 
     def check_if_asked(self, call: CheckedCall, results: tuple[Any, Any, Any]) -> None:
         """Compare a call's results with the interpreter's, where FRISKET_CHECK=1."""

@@ -61,7 +61,7 @@ class KernelModule:
     device_slots: tuple[str, ...]  # whose values they read on the device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # `numbers` may be arrays
 class LaunchStep:
     """One launch of a kernel. `side` is the method of a SpanSource that its records come from; a kernel without records
     reads no slots and no tables. The records are of tiles of `block`, or of the tile where that is None. `numbers` are
