@@ -120,11 +120,17 @@ class CallProgram:
         off = set(names)
 
         def bare(p: parameters.BoundExpr) -> parameters.BoundExpr:
-            if not off & p.params.keys():  # the same object: its cached properties stay
-                return p
-            return type(p)(p.expr, {n: x for n, x in p.params.items() if n not in off}, p.origin)
+            values = {n: x for n, x in p.params.items() if n not in off}
+            # a part without these names is the same object: its cached properties stay
+            return p if len(values) == len(p.params) else type(p)(p.expr, values, p.origin)
 
         return self.changed(bare)
+
+    def without_captures(self) -> CallProgram:
+        """A program that does not hold the arrays that functions captured: memos and plans outlive a call."""
+        if not any(p.origin.captured or p.origin.inside for p in self.parts):
+            return self
+        return self.changed(lambda p: type(p)(p.expr, p.params, replace(p.origin, captured={}, paths={}, inside=())))
 
     def scaled(self, scale: Any = None) -> tuple[CallProgram, str]:
         """A program whose score mod multiplies `score` first, and the name of the factor: a traced or learned scalar,

@@ -321,7 +321,7 @@ def device_plan(
     kinds = {str(framework_of(x)) for x in arrays.values()}
     if len(kinds) > 1:
         raise ParameterError(f"tables come from different frameworks: {', '.join(sorted(kinds))}; convert them to one")
-    program = program.without(arrays).bind(host)
+    program = program.without(arrays).bind(host).without_captures()
     if missing := [n for p in program.parts for n in p.unbound if n not in arrays]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
     param_types = {n: w for p in program.parts for n, w in names_of(p.expr).items()}

@@ -5,7 +5,6 @@ A `DecodeCall` has the rest of a call ready: to run it is one call of the spans'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import check_offsets, kind_of, segments_of_coordinates, short_tables
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.device import FlatPlan
+from frisket.runtime.plans.device import FlatPlan, Values
 from frisket.runtime.plans.run import Prepared, SpanRequest, function
 
 from .op import NUMBERS, prepare
@@ -31,8 +30,6 @@ from .op import NUMBERS, prepare
 MAX_STEP_QUERIES = 64  # queries: a kernel of more takes longer than a plan
 KEPT = 16
 Tensors = tuple[Tensor, Tensor, Tensor]  # q, k, v
-Named = Mapping[str, Tensor]
-Params = Mapping[str, Any]
 READ: dict[Type, torch.dtype] = {BOOL: torch.bool, FLOAT: torch.float64}  # by planners; Ints have 64 bits
 
 
@@ -41,7 +38,7 @@ class DecodeCall:
     sources of their tables. Not for two threads at once."""
 
     def __init__(
-        self, att: Any, qkv: Tensors, sizes: Sizes | None, kv_inputs: Named, tables: Named, params: Params
+        self, att: Any, qkv: Tensors, sizes: Sizes | None, kv_inputs: Values, tables: Values, params: Values
     ) -> None:
         q, k, v = qkv
         (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
@@ -75,14 +72,13 @@ class DecodeCall:
             self.reads = [(n, READ.get(types[n], torch.int64)) for n in static.planner.tables if n in tables]
             self.spans = Spans(self.planner.bounds, self.planner.count, static.slice_of)
         self.repeat = None
-        by_address = all(source in KV_INPUTS for _, source in self.ready.kv_inputs)
-        if repeat is not None and by_address and not self.ready.awaits:
+        if repeat is not None and not self.ready.awaits and all(s in KV_INPUTS for _, s in self.ready.kv_inputs):
             names = [name for name, _ in [*self.ready.kv_inputs, *self.names]]
             fixed = {n: x for n, x in inputs.tables.items() if n not in names}
             self.repeat = repeat(replace(inputs, spans=self.spans, tables=fixed), q.dtype, k.dtype, names)
 
     def __call__(
-        self, qkv: Tensors, kv_inputs: Named, tables: Named, sinks: Any, lse: bool, top: bool
+        self, qkv: Tensors, kv_inputs: Values, tables: Values, sinks: Any, lse: bool, top: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(out, lse, top); `lse` and `top` say what is asked for."""
         (q, k, v), ready, spans = qkv, self.ready, self.spans
@@ -109,7 +105,7 @@ Steps = dict[Any, DecodeCall]  # by what a call is, but for entries of its tenso
 
 
 def step_of(
-    steps: Steps, att: Any, qkv: Tensors, sizes: Sizes | None, kv_inputs: Named, tables: Named, params: Params
+    steps: Steps, att: Any, qkv: Tensors, sizes: Sizes | None, kv_inputs: Values, tables: Values, params: Values
 ) -> DecodeCall | None:
     """The `DecodeCall` for a call of q, k and v, kept in `steps`, whose calls all have the same `sizes`.
 

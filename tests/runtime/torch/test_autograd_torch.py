@@ -202,7 +202,8 @@ CALLS = {
     "a compiled attention": lambda: fk.compile("causal", SHIFTED),
     "one call": lambda: lambda q, k, v, **values: fk.attention(q, k, v, "causal", SHIFTED, **values),
     "a function": lambda: (
-        lambda q, k, v, c, bias: fk.attention(q, k, v, "causal", lambda s, b, h, i, j: c * s + bias[h, i - j + 8])
+        # of a number that no other test has: the first plan of a program is the one that memos keep
+        lambda q, k, v, c, bias: fk.attention(q, k, v, "causal", lambda s, b, h, i, j: c * s + bias[h, i - j + 8] / 7)
     ),
 }
 
