@@ -32,7 +32,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from .errors import BudgetError
@@ -48,6 +48,7 @@ REDUCTIONS = frozenset({"any", "all", "sum", "min", "max"})
 Key = tuple[Any, ...]
 Named = Mapping[str, Any]  # values or arrays, by name
 Operand: TypeAlias = "Expr | bool | int | float"
+T = TypeVar("T")
 
 
 class Expr:
@@ -332,6 +333,20 @@ def walk(*roots: Expr, below: Callable[[Expr], Sequence[Expr]] | None = None) ->
                 stack += (node, None, *args[::-1])
             else:
                 yield node
+
+
+def fold(root: Expr, step: Callable[[Expr, list[T]], T]) -> dict[Expr, T]:
+    """The value of every node below the root: `step` computes it from the node and the values of its arguments.
+
+    >>> from frisket.dsl.sugar import k, q
+    >>> depth = fold(q - k >= 3, lambda node, args: 1 + max(args, default=0))
+    >>> depth[q - k >= 3]
+    3
+    """
+    values: dict[Expr, T] = {}
+    for node in walk(root):
+        values[node] = step(node, [values[a] for a in node.args])
+    return values
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
