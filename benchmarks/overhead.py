@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 from store import keep, shown
-from support.triton import null as triton_null
 
 import frisket as fk
 from frisket.runtime.backends.base import RECORDS, register
@@ -63,6 +62,9 @@ def calls(att: Any, keywords: dict[str, Any], length: int) -> dict[str, Callable
 
 def without_device() -> None:
     """Triton's kernels launch into nothing, from tensors of the CPU."""
+    # imported where it is used: it needs the modules of one tree, and guard.py times other trees
+    from support.triton import null as triton_null
+
     triton_null.install()
     register(replace(RECORDS["triton"], reason=lambda framework: ""))
 
