@@ -9,6 +9,7 @@ lengths. `import frisket` beside torch registers them, and what runs them is imp
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,15 @@ for _schema in (
 
 def _late(name: str, *first: str) -> Callable[..., Any]:
     """A function of `running`, imported when one runs: `import frisket` costs little beside torch."""
+    function: Callable[..., Any] | None = None
 
     def run(*arguments: Any, **named: Any) -> Any:
-        from . import running
+        nonlocal function
+        if function is None:
+            from . import running
 
-        return getattr(running, name)(*first, *arguments, **named)
+            function = partial(getattr(running, name), *first)
+        return function(*arguments, **named)
 
     return run
 
