@@ -22,7 +22,8 @@ from frisket.dsl.sugar import eq, maximum, minimum, ne, where
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify.affine import Linear, linear, write
-from frisket.lowering.simplify.curves import depends
+
+from .solve import depends, is_positive
 
 Q0, Q1, K0, K1 = (var(n) for n in ("q0", "q1", "k0", "k1"))
 
@@ -159,7 +160,7 @@ def _div(e: Expr) -> Range:
 def _floordiv(e: Expr) -> Range:
     x, y = (ends(a) for a in e.args)
     d = e.args[1]
-    if d.op == "lit" and d.name > 0:
+    if is_positive(d):
         # every integer between is a quotient too
         return Range(None if x.lo is None else x.lo // d, None if x.hi is None else x.hi // d, x.attained, x.dense)
     if x.lo is None or x.hi is None:
@@ -187,7 +188,7 @@ def _mod(e: Expr) -> Range:
     d = y.lo
     same = eq(x.lo // d, x.hi // d) & (d > 0)
     # values without a gap that pass a multiple of d leave d - 1 and 0 behind
-    passed = x.attained and x.dense and d.op == "lit" and d.name > 0
+    passed = x.attained and x.dense and is_positive(d)
     return Range(where(same, x.lo % d, lo), where(same, x.hi % d, hi), attained=passed)
 
 

@@ -17,113 +17,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, make, substitute, uses, var, walk
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, clauses, conj, disj, lit, make, substitute, uses, var, walk
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import is_int_comparison, linear, relation, write
-from frisket.lowering.simplify.curves import depends
 from frisket.lowering.simplify.rules_boolean import negate
 
 from .intervals import ASK, K0, K1, Q0, Q1, Range, ends, table_box
+from .solve import K as _K
+from .solve import Q as _Q
+from .solve import System, beyond, depends, disjuncts, is_positive, isolate, system
 
 SINGLE = var("single", BOOL)
 TK = var("tk", INT)
-_Q, _K = var("q"), var("k")
-MAX_DISJUNCTS = 24  # conjunctions a disjunctive form may have before its parts are judged alone
-DEEP, LARGE = 100, 2048  # of an expression that is reasoned about: nesting, operators
-_TURNS = 40  # nesting of an `xor` whose sides are reasoned about: each is asked for both truths
 _PERIODIC = frozenset({"abs", "min", "max", "mul", "where"})  # operators that repeat where their operands do
 _PERIODS = 1 << 16  # positions enumerated to understand a periodic clause
-
-
-@dataclass(frozen=True)
-class System:
-    """One conjunction: bounds on q, k and q - k (Exprs that vary with neither), and the remaining terms."""
-
-    low: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "k": [], "d": []})
-    high: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "k": [], "d": []})
-    fixed: list[Expr] = field(default_factory=list)  # conditions that do not vary over the rectangle
-    rest: list[Expr] = field(default_factory=list)
-
-
-def beyond(e: Expr) -> bool:
-    """Whether an Expr is too large (depth over DEEP, operators over LARGE) to know more than values at positions."""
-    return e.depth > DEEP or _size(e) > LARGE
-
-
-@memo(group="expressions")
-def _size(e: Expr) -> int:
-    return sum(1 for _ in walk(e))
-
-
-def disjuncts(e: Expr) -> list[Expr] | None:
-    """The disjunction of conjunctions equal to `e`, as a list; None past MAX_DISJUNCTS, or if it is `beyond`."""
-    if beyond(e):
-        return None
-    if e.op == "or":
-        out: list[Expr] = []
-        for a in e.args:
-            part = disjuncts(a)
-            if part is None or len(out) + len(part) > MAX_DISJUNCTS:
-                return None
-            out += part
-        return out
-    if e.op == "and":
-        parts = [disjuncts(a) for a in e.args]
-        conjunctions: list[Expr] = [TRUE]
-        for options in parts:
-            if options is None or len(conjunctions) * len(options) > MAX_DISJUNCTS:
-                return None
-            conjunctions = [conj(x, y) for x, y in product(conjunctions, options)]
-        return [f for f in conjunctions if f is not FALSE]  # a contradiction shows nothing
-    if e.op == "where" and e.type is BOOL:
-        c, x, y = e.args
-        return disjuncts(disj(conj(c, x), conj(negate(c), y)))
-    if (e.op == "xor" or (e.op == "not" and e.args[0].op == "xor")) and e.depth <= _TURNS:
-        x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
-        return disjuncts(simplify(disj(conj(x, negate(y)), conj(negate(x), y))))
-    if e.op == "ne" and is_int_comparison(e):  # two half-planes are bounds, a hole is not
-        return [simplify(build("lt", *e.args)), simplify(build("gt", *e.args))]
-    return [e]
-
-
-def literals(term: Expr) -> tuple[Expr, ...]:
-    return term.args if term.op == "and" else () if term is TRUE else (term,)
-
-
-@memo(group="expressions")
-def system(term: Expr) -> System:
-    """The literals of a conjunction, sorted into a System."""
-    out = System()
-    for e in literals(term):
-        if not depends(e):
-            out.fixed.append(e)
-        elif not (is_int_comparison(e) and _bound(e, out)):
-            out.rest.append(e)
-    return out
-
-
-def _bound(e: Expr, out: System) -> bool:
-    op, form = relation(e.op, *e.args)
-    moving = {a.name: f for a, f in form.terms if a is _Q or a is _K}
-    rest = form.without(_Q, _K)
-    direction = {(1, 0): "q", (0, 1): "k", (1, -1): "d"}.get((moving.get("q", 0), moving.get("k", 0)))
-    if direction is None or op == "ne" or depends(write(rest)):  # a hole bounds neither side
-        return False
-    limit = write(-rest)
-    if op in ("ge", "eq"):
-        out.low[direction].append(limit)
-    if op in ("le", "eq"):
-        out.high[direction].append(limit)
-    return True
 
 
 def infeasible(s: System) -> Expr:
@@ -233,14 +147,10 @@ def _congruent(e: Expr) -> tuple[Expr, bool] | None:
     """The conditions of `x % n == c`: some integer between the ends of x is c modulo n, and each one is a value."""
     if e.op != "eq" or not is_int_comparison(e):
         return None
-    _, form = relation(e.op, *e.args)
-    moving = [(a, f) for a, f in form.terms if depends(a)]
-    if len(moving) != 1 or abs(moving[0][1]) != 1:
+    found = isolate(*relation(e.op, *e.args), depends)
+    if found is None or found.factor != 1 or found.atom.op != "mod" or not is_positive(found.atom.args[1]):
         return None
-    (atom, sign), rest = moving[0], form.without(moving[0][0])
-    if atom.op != "mod" or atom.args[1].op != "lit" or atom.args[1].name <= 0:
-        return None
-    r, n, c = ends(atom.args[0]), atom.args[1], write(rest.times(-sign))
+    r, n, c = ends(found.atom.args[0]), found.atom.args[1], write(found.value)
     if r.lo is None or r.hi is None:
         return None
     return conj(c >= 0, c < n, (r.hi - c) // n * n + c >= r.lo), r.attained and r.dense
@@ -292,7 +202,7 @@ def some(e: Expr) -> Expr:
 
 def _some_term(term: Expr) -> Expr:
     s = system(term)
-    bounds = [e for e in literals(term) if depends(e) and e not in s.rest]
+    bounds = [e for e in clauses(term) if depends(e) and e not in s.rest]
     certain = [always(r) for r in s.rest]
     inside = conj(SINGLE, build("not", infeasible(s)))
     condition = conj(inside, *certain)

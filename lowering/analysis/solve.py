@@ -34,24 +34,205 @@ run_last(q)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import Literal
+from itertools import product
+from typing import Literal, TypeVar
 
-from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, make, substitute, uses, var, walk
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, clauses, conj, disj, lit, make, substitute, uses, var, walk
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
+from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.affine import FLIP, Linear, interval, is_int_comparison, linear, relation, write
+from frisket.lowering.simplify.rules_boolean import negate
 
-from .affine import FLIP, Linear, interval, is_int_comparison, linear, relation, write
-
-_Q, _K = var("q"), var("k")
+Q, K = var("q"), var("k")
+MAX_DISJUNCTS = 24  # conjunctions a disjunctive form may have before its parts are judged alone
+DEEP, LARGE = 100, 2048  # of an expression that is reasoned about: nesting, operators
+_TURNS = 40  # nesting of an `xor` whose sides are reasoned about: each is asked for both truths
+T = TypeVar("T")
+Conjunctions = list[tuple[T, ...]]  # one of them holds, and of that one every part
 
 
 def depends(e: Expr) -> frozenset[str]:
     """The coordinates among q and k that an Expr reads."""
     return uses(e) & {"q", "k"}
+
+
+# -- disjuncts ------------------------------------------------------------------------------------
+
+
+def beyond(e: Expr) -> bool:
+    """Whether an Expr is too large (depth over DEEP, operators over LARGE) to know more than values at positions."""
+    return e.depth > DEEP or _size(e) > LARGE
+
+
+@memo(group="expressions")
+def _size(e: Expr) -> int:
+    return sum(1 for _ in walk(e))
+
+
+def disjoined(
+    e: Expr, read: Callable[[Expr], Conjunctions[T] | None], logic: Callable[[Expr], Expr | None]
+) -> Conjunctions[T] | None:
+    """The disjunction of conjunctions that equals `e`; None past MAX_DISJUNCTS, or where a part is `beyond`.
+
+    `read` gives those of a part as it stands. Where it gives None, the operands of `and` and `or` are read, or the
+    `logic` of another operator; a part that has none makes the answer None."""
+    if beyond(e):
+        return None
+    if (whole := read(e)) is not None:
+        return whole
+    if e.op not in ("and", "or"):
+        other = logic(e)
+        return None if other is None else disjoined(other, read, logic)
+    out: Conjunctions[T] = [] if e.op == "or" else [()]
+    for a in e.args:
+        options = disjoined(a, read, logic)
+        if options is None:
+            return None
+        many = len(out) + len(options) if e.op == "or" else len(out) * len(options)
+        if many > MAX_DISJUNCTS:
+            return None
+        out = [*out, *options] if e.op == "or" else [x + y for x, y in product(out, options)]
+    return out if e.op == "or" else [x for x in out if FALSE not in x]  # a contradiction shows nothing
+
+
+def disjuncts(e: Expr) -> list[Expr] | None:
+    """The disjunction of conjunctions equal to `e`, as a list; None past MAX_DISJUNCTS, or if it is `beyond`."""
+    conjunctions = disjoined(e, _literal, as_logic)
+    return None if conjunctions is None else [conj(*x) for x in conjunctions]
+
+
+def _literal(e: Expr) -> Conjunctions[Expr] | None:
+    if e.op == "ne" and is_int_comparison(e):  # two half-planes are bounds, a hole is not
+        return [(half,) for half in halves(e)]
+    return None if e.op in ("and", "or") or as_logic(e) is not None else [(e,)]
+
+
+def halves(e: Expr) -> tuple[Expr, Expr]:
+    """The two sides of the hole that `x != y` leaves."""
+    return simplify(build("lt", *e.args)), simplify(build("gt", *e.args))
+
+
+@memo(group="expressions")
+def as_logic(e: Expr) -> Expr | None:
+    """An equivalent Expr with `and` and `or` on top, for operators that hide them; None for others."""
+    if e.op == "where" and e.type is BOOL:
+        c, x, y = e.args
+        return disj(conj(c, x), conj(negate(c), y))
+    # comparisons of Bools have become `xor`
+    inner = e.args[0] if e.op == "not" else e
+    if inner.op != "xor" or e.depth > _TURNS:
+        return None
+    x, y = inner.args if inner is e else (negate(inner.args[0]), inner.args[1])
+    return simplify(disj(conj(x, negate(y)), conj(negate(x), y)))
+
+
+# -- one comparison ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """A comparison solved for the one term that moves: `factor * atom op value`, where the factor is above 0 and op is
+    one of `ge le eq ne`. Where the atom is k, this is a bound on the key."""
+
+    op: str
+    atom: Expr
+    factor: int
+    value: Linear
+
+    @property
+    def halves(self) -> tuple[Isolated, ...]:
+        """The bounds that the comparison is made of: an equation is one on either side."""
+        return (replace(self, op="ge"), replace(self, op="le")) if self.op == "eq" else (self,)
+
+    @property
+    def limit(self) -> Linear:
+        """The value for the atom alone: value / factor, rounded up for `ge` and down for `le`."""
+        if self.factor == 1:
+            return self.value
+        sign = -1 if self.op == "ge" else 1
+        return linear(write(self.value.times(sign)) // lit(self.factor)).times(sign)
+
+    def inside_quotient(self) -> Linear:
+        """The form to compare with 0 for x, where the atom is x // n and n > 0: `x // n >= y` is `x >= y n`, and
+        `x // n <= y` is `x <= y n + n - 1`."""
+        x, n = self.atom.args
+        limit = self.limit
+        size = linear(n)
+        if size.terms:
+            scaled = sum((linear(a * n).times(f) for a, f in limit.terms), size.times(limit.const))
+        else:
+            scaled = limit.times(size.const)
+        return linear(x) - (scaled if self.op == "ge" else scaled + size - Linear((), 1))
+
+
+def isolate(op: str, form: Linear, moves: Callable[[Expr], object]) -> Isolated | None:
+    """The comparison `form op 0` solved for the one atom that moves; None where several atoms do, or none."""
+    moving = [(a, f) for a, f in form.terms if moves(a)]
+    if len(moving) != 1:
+        return None
+    (atom, factor), rest = moving[0], form.without(moving[0][0])
+    return Isolated(op, atom, factor, -rest) if factor > 0 else Isolated(FLIP[op], atom, -factor, rest)
+
+
+def on_key(e: Expr) -> bool:
+    return "k" in uses(e)
+
+
+def is_positive(e: Expr) -> bool:
+    """Whether an Int is a literal above 0."""
+    return e.op == "lit" and e.type is INT and e.name > 0
+
+
+DIRECTIONS = {(1, 0): "q", (0, 1): "k", (1, -1): "d"}  # by the factors of q and of k; d is q - k
+
+
+@memo(group="expressions")
+def position_bound(e: Expr) -> tuple[str, str, Linear] | None:
+    """A comparison of Ints as a bound on q, k or q - k that reads neither: (one of q, k and d; one of ge, le and eq;
+    the bound)."""
+    if not is_int_comparison(e) or e.op == "ne":  # a hole bounds neither side
+        return None
+    op, form = relation(e.op, *e.args)
+    direction = DIRECTIONS.get((form.coefficient(Q), form.coefficient(K)))
+    rest = form.without(Q, K)
+    return None if direction is None or any(depends(a) for a, _ in rest.terms) else (direction, op, -rest)
+
+
+@dataclass(frozen=True)
+class System:
+    """One conjunction: bounds on q, k and q - k (Exprs that vary with neither), and the remaining terms."""
+
+    low: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "k": [], "d": []})
+    high: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "k": [], "d": []})
+    fixed: list[Expr] = field(default_factory=list)  # conditions that do not vary over the rectangle
+    rest: list[Expr] = field(default_factory=list)
+
+
+@memo(group="expressions")
+def system(term: Expr) -> System:
+    """The literals of a conjunction, sorted into a System."""
+    out = System()
+    for e in clauses(term):
+        if not depends(e):
+            out.fixed.append(e)
+        elif (bound := position_bound(e)) is None:
+            out.rest.append(e)
+        else:
+            direction, op, value = bound
+            for side in SIDES[op]:
+                getattr(out, side)[direction].append(write(value))
+    return out
+
+
+SIDES = {"ge": ("low",), "le": ("high",), "eq": ("low", "high")}
+
+
+# -- bounds on k by q -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -72,38 +253,27 @@ def solve(e: Expr) -> tuple[Curve, ...] | None:
     if not is_int_comparison(e):
         return None
     op, form = relation(e.op, *e.args)
-    return None if op == "ne" else _solve(form, op, Linear((), 0), TRUE)
+    return None if op == "ne" else _solve(op, form, TRUE)
 
 
-def _solve(form: Linear, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
-    """The bounds on k of `form op other`, where `other` does not vary with k."""
-    moving = [(a, f) for a, f in form.terms if "k" in depends(a)]
-    if len(moving) != 1:
+def _solve(op: str, form: Linear, needs: Expr) -> tuple[Curve, ...] | None:
+    """The bounds on k of `form op 0`."""
+    if (found := isolate(op, form, on_key)) is None:
         return None
-    atom, factor = moving[0]
-    other = other - form.without(atom)
-    if factor < 0:
-        op, factor, other = FLIP[op], -factor, -other
-    if op == "eq":
-        # an equation is a bound on either side
-        halves = [_at(atom, factor, half, other, needs) for half in ("ge", "le")]
-        return None if halves[0] is None or halves[1] is None else halves[0] + halves[1]
-    return _at(atom, factor, op, other, needs)
+    curves = [_of_half(half, needs) for half in found.halves]
+    return None if None in curves else tuple(c for half in curves for c in half or ())
 
 
-def _at(atom: Expr, factor: int, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
-    """The bounds on k of `factor * atom op other` with factor > 0 and op `ge` or `le`."""
-    if factor > 1:  # other / factor, rounded up for `ge` and down for `le`
-        sign = -1 if op == "ge" else 1
-        other = linear(write(other.times(sign)) // lit(factor)).times(sign)
-    if atom is _K:
-        value = write(other)
-        return (Curve("low" if op == "ge" else "high", value, _near(other, op, needs), rising(value), needs),)
-    if atom.op == "floordiv" and not depends(atom.args[1]):
-        return _of_quotient(atom, op, other, needs)
-    if atom.op in ("lookup", "segment"):
-        return _of_table(atom, op, other, needs)
-    return None
+def _of_half(half: Isolated, needs: Expr) -> tuple[Curve, ...] | None:
+    atom, op, limit = half.atom, half.op, half.limit
+    if atom is K:
+        value = write(limit)
+        return (Curve("low" if op == "ge" else "high", value, _near(limit, op, needs), rising(value), needs),)
+    if atom.op == "floordiv" and not depends(n := atom.args[1]):
+        if n.op == "lit":
+            return _solve(op, half.inside_quotient(), needs) if is_positive(n) else None
+        return _solve(op, half.inside_quotient(), conj(needs, n > 0))
+    return _of_table(atom, op, limit, needs) if atom.op in ("lookup", "segment") else None
 
 
 def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
@@ -111,7 +281,7 @@ def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
     conditions = needs.args if needs.op == "and" else (needs,)
     total = Linear((), form.const)
     for a, f in form.terms:
-        if "q" not in depends(a) or a is _Q:  # exact: such a term bounds itself
+        if "q" not in depends(a) or a is Q:  # exact: such a term bounds itself
             total += Linear(((a, f),), 0)
         elif f == 1 and a.op in _RUNS and (a.op in _FIRST) == (op == "ge"):
             total += linear(a.args[-1])  # a run's first is at or before the position, its last at or after it
@@ -124,21 +294,6 @@ def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
         else:
             return None
     return write(total)
-
-
-def _of_quotient(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
-    """Bounds on x from bounds on x // n, n > 0: `x // n >= y` is `x >= y n`, `x // n <= y` is `x <= y n + n - 1`."""
-    x, n = atom.args
-    if n.op == "lit":
-        if n.name <= 0:
-            return None
-        scaled = other.times(n.name)
-        size = Linear((), n.name)
-    else:
-        needs = conj(needs, n > 0)
-        size = linear(n)
-        scaled = sum((linear(a * n).times(f) for a, f in other.terms), size.times(other.const))
-    return _solve(linear(x), op, scaled if op == "ge" else scaled + size - Linear((), 1), needs)
 
 
 _FIRST = ("run_first", "segment_first")
@@ -161,12 +316,12 @@ def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, .
         # entries are Ints: one that is larger by 1 or more is past the run
         known = {("ge", 0): first, ("ge", 1): last + one, ("le", 0): last, ("le", -1): first - one}
         bound = known.get((op, other.const))
-        return None if bound is None else _solve(linear(x), op, bound, needs)
+        return None if bound is None else _solve(op, linear(x) - bound, needs)
     if kind == "segment" or fixed:  # a table of several axes has no rank of a value
         return None
     needs = conj(needs, make("is_sorted", (), atom.name, BOOL))
     rank = make("rank_first" if op == "ge" else "rank_last", (write(other),), atom.name, INT)
-    return _solve(linear(x), op, linear(rank), needs)
+    return _solve(op, linear(x) - linear(rank), needs)
 
 
 def solve_equal_entries(e: Expr, condition: Expr = TRUE) -> tuple[Curve, ...] | None:
@@ -179,10 +334,10 @@ def solve_equal_entries(e: Expr, condition: Expr = TRUE) -> tuple[Curve, ...] | 
     # the other indices have to name one row of the table
     if depends(mine) - {"q"} or depends(theirs) - {"k"} or mine.args[:-1] != theirs.args[:-1]:
         return None
-    plain = mine.args == (_Q,) and condition is not TRUE
+    plain = mine.args == (Q,) and condition is not TRUE
     needs = make("has_runs", (), (mine.name, condition) if plain else mine.name, BOOL)
     low, high = (
-        _solve(linear(theirs.args[-1]), op, linear(make(f"run_{end}", mine.args, mine.name, INT)), needs)
+        _solve(op, linear(theirs.args[-1]) - linear(make(f"run_{end}", mine.args, mine.name, INT)), needs)
         for op, end in (("ge", "first"), ("le", "last"))
     )
     return None if low is None or high is None else low + high
@@ -191,7 +346,7 @@ def solve_equal_entries(e: Expr, condition: Expr = TRUE) -> tuple[Curve, ...] | 
 @memo(group="expressions")
 def rising(e: Expr) -> Expr:
     """A condition under which `e` never decreases in q; FALSE where none is known."""
-    if "q" not in depends(e) or e is _Q:
+    if "q" not in depends(e) or e is Q:
         return TRUE
     form = linear(e)
     if form.terms != ((e, 1),):
@@ -213,7 +368,7 @@ def rising(e: Expr) -> Expr:
 Fact = tuple[str, str]  # one of FACTS, or "segment" for offsets, and the name of the table
 FACTS = ("has_runs", "is_sorted")
 ENDS_OF_RUNS = ("run_first", "run_last", "segment_first", "segment_last")  # kernels read these from a derived table
-_TURN = {_Q: _K, _K: _Q}
+_TURN = {Q: K, K: Q}
 
 
 @dataclass(frozen=True)
@@ -235,7 +390,7 @@ def ends_of(mask: Expr, axis: str = "k", facts: frozenset[Fact] = frozenset()) -
     lows: list[Curve] = []
     highs: list[Curve] = []
     asks, rest = TRUE, TRUE
-    for term in _terms(mask):
+    for term in clauses(mask):
         e = term if axis == "k" else substitute(term, _TURN)
         bounds = next((curves for curves in _solved(e) if _needs(curves) <= facts), None)
         if "k" not in uses(e):  # a condition on the query alone bounds no key
@@ -255,15 +410,11 @@ def ends_of(mask: Expr, axis: str = "k", facts: frozenset[Fact] = frozenset()) -
 def facts_of(mask: Expr) -> frozenset[Fact]:
     """The facts of tables that would turn more terms of a mask into ends, along either axis."""
     turned = substitute(mask, _TURN)
-    fact_sets = (_needs(curves) for e in (*_terms(mask), *_terms(turned)) if "k" in uses(e) for curves in _solved(e))
+    fact_sets = (_needs(curves) for e in (*clauses(mask), *clauses(turned)) if "k" in uses(e) for curves in _solved(e))
     return frozenset(f for needs in fact_sets if _UNKNOWN not in needs for f in needs)
 
 
 _UNKNOWN: Fact = ("", "")  # stands for a condition that is no fact of a table, which no call knows to hold
-
-
-def _terms(mask: Expr) -> tuple[Expr, ...]:
-    return mask.args if mask.op == "and" else (mask,)
 
 
 def _solved(e: Expr) -> Iterator[tuple[Curve, ...]]:
@@ -290,7 +441,7 @@ def _either(e: Expr) -> tuple[Curve, ...] | None:
 
 def _needs(curves: tuple[Curve, ...]) -> frozenset[Fact]:
     """The facts of tables that some bounds need; `_UNKNOWN` among them where they need something else."""
-    conditions = {n for c in curves for n in _terms(c.needs)} - {TRUE}
+    conditions = {n for c in curves for n in clauses(c.needs)}
     facts = {(n.op, n.name) if n.op in FACTS and isinstance(n.name, str) else _UNKNOWN for n in conditions}
     for n in walk(*(c.value for c in curves)):
         if n.op.startswith("segment_"):  # a table of segments counts positions from 0
