@@ -4,7 +4,7 @@ Every clause of a conjunction is read, where that is possible, as one of
 
     QueryCondition(e)        a condition on the query alone
     Keys(e)                  a condition on the key alone
-    Limit(of, side, f)       what `of` gives for the key is at least ("low") or at most ("high") f(q)
+    Limit(of, side, fs)      what `of` gives for the key is at least ("low") or at most ("high") some f(q) of fs
     Equal(of, f), Unequal    it is, or is not, f(q)
     OnDistance(e)            a condition on q - k alone
 
@@ -12,7 +12,7 @@ where `of` is the key itself, a digit `k // step % base` of it, or any function 
 
 >>> from frisket.dsl.sugar import eq, k, q
 >>> clause_disjuncts((q >= k) & eq((q - k) % 4, 1))
-[(Limit(of=KeyPosition(), side='high', f=q), Equal(of=Digit(step=1, base=4), f=(q - 1) % 4))]
+[(Limit(of=KeyPosition(), side='high', fs=(q,), rows=false), Equal(of=Digit(step=1, base=4), f=(q - 1) % 4))]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from frisket.dsl.ir import TRUE, Expr, build, conj, disj, lit, substitute, var
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, substitute, var
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import Linear, is_int_comparison, linear, relation, write
@@ -31,10 +31,10 @@ from .solve import (
     Isolated,
     K,
     as_logic,
+    beside_hole,
+    by_literal,
     depends,
     disjoined,
-    halves,
-    is_positive,
     isolate,
     on_key,
 )
@@ -77,19 +77,12 @@ class Keys:
 
 @dataclass(frozen=True)
 class Limit:
-    of: Target
-    side: str  # "low" or "high", inclusive
-    f: Expr
-
-
-@dataclass(frozen=True)
-class Widest:
     """A disjunction of limits on one side of one target, and of conditions on the query: the widest limit holds."""
 
     of: Target
-    side: str
+    side: str  # "low" or "high", inclusive
     fs: tuple[Expr, ...]
-    rows: Expr
+    rows: Expr = FALSE
 
 
 @dataclass(frozen=True)
@@ -109,7 +102,7 @@ class OnDistance:
     e: Expr  # of d = q - k
 
 
-Clause = QueryCondition | Keys | Limit | Widest | Equal | Unequal | OnDistance
+Clause = QueryCondition | Keys | Limit | Equal | Unequal | OnDistance
 Conjunction = tuple[Clause, ...]
 
 
@@ -132,7 +125,7 @@ def _logic(e: Expr) -> Expr | None:
     if not is_int_comparison(e):
         return as_logic(e)
     if e.op == "ne":  # a hole in a range is two ranges
-        return disj(*halves(e))
+        return disj(*beside_hole(e))
     op, form = relation(e.op, *e.args)
     lone = isolate(op, form, lambda a: depends(a) == {"q", "k"})
     if lone is None or op == "eq" or (lone.atom.op, lone.op) not in _EITHER:  # |x| >= y, max(x, y) >= z, min(x, y) <= z
@@ -164,9 +157,7 @@ def read(e: Expr) -> Conjunction | None:
     elif e.op == "or":
         clauses = _widest([read(a) if depends(a) <= {"q"} or is_int_comparison(a) else None for a in e.args])
     if variables == {"k"}:
-        limits = [
-            c for c in clauses or () if isinstance(c, Limit | Widest | Equal) and not isinstance(c.of, OnKeyFunction)
-        ]
+        limits = [c for c in clauses or () if isinstance(c, Limit | Equal) and not isinstance(c.of, OnKeyFunction)]
         # ranges and digits of the key are counted by arithmetic, other conditions on it as a set
         return clauses if clauses is not None and len(limits) == len(clauses) else (Keys(e),)
     return clauses if clauses is not None or e.op in ("and", "or") else _on_distance(e)
@@ -194,7 +185,7 @@ def _widest(parts: list[Conjunction | None]) -> Conjunction | None:
     # limits of several targets or sides have no widest one
     if len({(x.of, x.side) for x in limits}) != 1:
         return None
-    return (Widest(limits[0].of, limits[0].side, tuple(x.f for x in limits), disj(*rows)),)
+    return (Limit(limits[0].of, limits[0].side, tuple(f for x in limits for f in x.fs), disj(*rows)),)
 
 
 # -- comparisons ----------------------------------------------------------------------------------
@@ -214,16 +205,16 @@ def _solved(op: str, form: Linear) -> Conjunction | None:
     moving = [t for t in form.terms if on_key(t[0])]
     if not moving:
         return (QueryCondition(build("ge" if op == "le" else op, write(-form if op == "le" else form), lit(0))),)
-    found = isolate(op, form, on_key)
+    found = isolate(op, form)
     # of an equation with a factor, the value may be no multiple of it
     if key == moving and (found is None or (op == "eq" and found.factor > 1)):  # functions of the key add up to one
         sign = -1 if op == "le" else 1
         target = OnKeyFunction(write(Linear(tuple((a, f * sign) for a, f in key), 0)))
         value = write(form.without(*(a for a, _ in key)).times(-sign))
-        return (Equal(target, value) if op == "eq" else Limit(target, "low", value),)
+        return (Equal(target, value) if op == "eq" else Limit(target, "low", (value,)),)
     if found is None or (op == "eq" and found.factor > 1):
         return None
-    quotient = found.atom.op == "floordiv" and is_positive(found.atom.args[1])
+    quotient = by_literal("floordiv", found.atom)
     if op != "eq" or found.atom is K or quotient:
         return _joined(_limit(half, quotient) for half in found.halves)
     return (Equal(_target(found.atom), write(found.value)),) if key else _residue(found.atom, found.value)
@@ -240,17 +231,17 @@ def _limit(half: Isolated, quotient: bool) -> Conjunction | None:
     if quotient:
         return _solved(half.op, half.inside_quotient())
     if depends(atom) == {"k"}:
-        return (Limit(KeyPosition() if atom is K else _target(atom), SIDES[half.op][0], write(limit)),)
+        return (Limit(KeyPosition() if atom is K else _target(atom), SIDES[half.op][0], (write(limit),)),)
     return _joined(_solved(half.op, linear(s) - limit) for s in _sides(atom)) if (atom.op, half.op) in _BOTH else None
 
 
 def _residue(atom: Expr, f: Linear) -> Conjunction | None:
     """The clause `(g(q) + k) % n == f` or `(g(q) - k) % n == f`: a residue of the key."""
-    if atom.op != "mod" or not is_positive(atom.args[1]):
+    if not by_literal("mod", atom):
         return None
     n = atom.args[1]
     # where the key stands alone in x, x == f is k == residue, which mod n holds too
-    inner = isolate("eq", linear(atom.args[0]) - f, on_key)
+    inner = isolate("eq", linear(atom.args[0]) - f)
     if inner is None or inner.atom is not K or inner.factor > 1:
         return None
     residue = inner.value
@@ -263,10 +254,10 @@ def _residue(atom: Expr, f: Linear) -> Conjunction | None:
 
 
 def _target(atom: Expr) -> Target:
-    if atom.op == "mod" and is_positive(atom.args[1]):
+    if by_literal("mod", atom):
         inner, base = atom.args[0], atom.args[1].name
         if inner is K:
             return Digit(1, base)
-        if inner.op == "floordiv" and inner.args[0] is K and is_positive(inner.args[1]):
+        if by_literal("floordiv", inner) and inner.args[0] is K:
             return Digit(inner.args[1].name, base)
     return OnKeyFunction(atom)

@@ -380,6 +380,10 @@ def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, .
         proved = now  # more neighbours may guard: ask again
 
 
+# what another operand of `and` and `or` says where an operand counts
+_WHERE_COUNTS: dict[str, Callable[[Expr], Expr]] = {"and": lambda x: x, "or": negate}
+
+
 def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
     """The condition, for every node, under which its value counts: of operands whose lookups are all in `proved`."""
 
@@ -396,10 +400,8 @@ def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
         for i, a in enumerate(node.args):
             others = [x for j, x in enumerate(node.args) if j != i and sound(x)]
             guard = TRUE
-            if node.op == "and":
-                guard = conj(*others)
-            elif node.op == "or":
-                guard = conj(*(negate(x) for x in others))
+            if node.op in _WHERE_COUNTS:
+                guard = conj(*map(_WHERE_COUNTS[node.op], others))
             elif node.op == "where" and i and sound(node.args[0]):
                 guard = node.args[0] if i == 1 else negate(node.args[0])
             conditions[a] = disj(conditions.get(a, FALSE), conj(condition, guard))

@@ -29,9 +29,7 @@ from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
 
 from .intervals import K0, K1, Q0, Q1
-from .solve import Curve, System, depends, disjuncts, solve, solve_equal_entries, system
-from .solve import K as _K
-from .solve import Q as _Q
+from .solve import Curve, K, Q, System, depends, disjuncts, solve, solve_equal_entries, system
 from .tiles import Grid, Scope, outside
 
 Array = NDArray[Any]
@@ -57,7 +55,7 @@ class Term:
     needs: Expr  # facts of tables and parameters that make it so
 
     def values(self, side: str, at: Expr) -> list[Expr]:
-        return [substitute(c.value, {_Q: at}) for c in self.curves if c.side == side]
+        return [substitute(c.value, {Q: at}) for c in self.curves if c.side == side]
 
     @property
     def diagonal(self) -> DiagonalCondition | None:
@@ -71,9 +69,9 @@ class Term:
 
 
 def _distance(c: Curve) -> Expr:
-    if c.near is not None and "q" not in depends(near := simplify(c.near - _Q)):
+    if c.near is not None and "q" not in depends(near := simplify(c.near - Q)):
         return near
-    return simplify(c.value - _Q)
+    return simplify(c.value - Q)
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ def _term(term: Expr) -> Term | None:
     query_conditions = conj(*(e for e in s.rest if "k" not in depends(e)))
     for e in s.rest:
         which = "k" if "k" in depends(e) else "q"  # a bound on q is one on k with the names exchanged
-        solution = solve_equal_entries(e, query_conditions) or solve(e if which == "k" else substitute(e, {_Q: _K}))
+        solution = solve_equal_entries(e, query_conditions) or solve(e if which == "k" else substitute(e, {Q: K}))
         if which == "q" and (solution is None or any(c.needs is not TRUE for c in solution)):
             asks.append(e)
             continue
@@ -182,7 +180,7 @@ def _visible(t: Term) -> Interval:
     """The first and last key that some query of q0..q1 sees under `t`; last < first when there is none."""
     start, stop = ends_of_rows(t.system)
     lows, highs = t.values("low", start), t.values("high", stop)
-    return visible_keys(t.system, lows, highs, [negate(substitute(a, {_Q: Q0})) for a in t.asks])
+    return visible_keys(t.system, lows, highs, [negate(substitute(a, {Q: Q0})) for a in t.asks])
 
 
 def ends_of_rows(s: System) -> Interval:

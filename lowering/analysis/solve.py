@@ -1,4 +1,13 @@
-"""Bounds on k that vary with q: `k >= A(q)` and `k <= B(q)`, the curves of a mask.
+"""Solves the clauses of a mask for k. The mask is taken apart into disjuncts, conjunctions of clauses. A clause that
+compares Ints is solved for the one term that moves with k (`isolated`); for q, k or q - k where it bounds that one
+alone (`position_bound`, all of a conjunction in a `System`); and for k with bounds that vary with q, `k >= A(q)` and
+`k <= B(q)`, the curves of a mask (`solve`).
+
+>>> from frisket.dsl.sugar import eq, k, q
+>>> disjuncts((q >= k) & ((k < 4) | (q - k < 256)))
+[q >= k & k < 4, q >= k & q - k < 256]
+>>> position_bound(q - k < 256)[:2], isolated(3 * k <= q).limit
+(('d', 'le'), Linear(terms=((q // 3, 1),), const=0))
 
 `q // n >= k // n` is `k <= q // n * n + n - 1`. `doc[q] == doc[k]` is `first(q) <= k <= last(q)`, the run of equal
 entries that holds q, where the equal entries of the table are adjacent.
@@ -7,7 +16,6 @@ Where curves never decrease, the queries of a row of tiles may together see one 
 bounds on q - k. They do if, for one offset o, all lower bounds are at most `q + o` and all upper bounds at least
 `q + o`. Every key between the ends of the row is then seen by query `k - o`, or by the first or last query of the row.
 
->>> from frisket.dsl.sugar import eq, k, q
 >>> [(c.side, c.value) for c in solve(eq(q // 8, k // 8))]
 [('low', 8 * (q // 8)), ('high', 8 * (q // 8) + 7)]
 
@@ -15,7 +23,6 @@ The keys that one query sees have a first and a last key, and conditions that ar
 two ends once per query and compare every key of a border tile with them, instead of evaluating the
 whole mask for every pair. With `axis="q"` the interval is that of the queries which see one key.
 
->>> from frisket.dsl.sugar import eq, k, q
 >>> ends = ends_of((q >= k) & (q - k < 256) & eq(k % 4, 1))
 >>> ends.first, ends.last, ends.rest
 (q - 255, q, k % 4 == 1)
@@ -59,6 +66,11 @@ Conjunctions = list[tuple[T, ...]]  # one of them holds, and of that one every p
 def depends(e: Expr) -> frozenset[str]:
     """The coordinates among q and k that an Expr reads."""
     return uses(e) & {"q", "k"}
+
+
+def operands(e: Expr, op: str) -> tuple[Expr, ...]:
+    """The operands of an `and` or `or`; another Expr is its own only one."""
+    return e.args if e.op == op else (e,)
 
 
 # -- disjuncts ------------------------------------------------------------------------------------
@@ -108,11 +120,11 @@ def disjuncts(e: Expr) -> list[Expr] | None:
 
 def _literal(e: Expr) -> Conjunctions[Expr] | None:
     if e.op == "ne" and is_int_comparison(e):  # two half-planes are bounds, a hole is not
-        return [(half,) for half in halves(e)]
+        return [(half,) for half in beside_hole(e)]
     return None if e.op in ("and", "or") or as_logic(e) is not None else [(e,)]
 
 
-def halves(e: Expr) -> tuple[Expr, Expr]:
+def beside_hole(e: Expr) -> tuple[Expr, Expr]:
     """The two sides of the hole that `x != y` leaves."""
     return simplify(build("lt", *e.args)), simplify(build("gt", *e.args))
 
@@ -170,7 +182,11 @@ class Isolated:
         return linear(x) - (scaled if self.op == "ge" else scaled + size - Linear((), 1))
 
 
-def isolate(op: str, form: Linear, moves: Callable[[Expr], object]) -> Isolated | None:
+def on_key(e: Expr) -> bool:
+    return "k" in uses(e)
+
+
+def isolate(op: str, form: Linear, moves: Callable[[Expr], object] = on_key) -> Isolated | None:
     """The comparison `form op 0` solved for the one atom that moves; None where several atoms do, or none."""
     moving = [(a, f) for a, f in form.terms if moves(a)]
     if len(moving) != 1:
@@ -179,13 +195,21 @@ def isolate(op: str, form: Linear, moves: Callable[[Expr], object]) -> Isolated 
     return Isolated(op, atom, factor, -rest) if factor > 0 else Isolated(FLIP[op], atom, -factor, rest)
 
 
-def on_key(e: Expr) -> bool:
-    return "k" in uses(e)
+def isolated(e: Expr, moves: Callable[[Expr], object] = on_key) -> Isolated | None:
+    """A comparison of Ints solved for the one atom that moves; None for other Exprs, and for `!=`."""
+    if not is_int_comparison(e) or e.op == "ne":  # a hole bounds neither side
+        return None
+    return isolate(*relation(e.op, *e.args), moves)
 
 
 def is_positive(e: Expr) -> bool:
     """Whether an Int is a literal above 0."""
     return e.op == "lit" and e.type is INT and e.name > 0
+
+
+def by_literal(op: str, e: Expr) -> bool:
+    """Whether an Int is x // n (`floordiv`) or x % n (`mod`) of a literal n above 0."""
+    return e.op == op and is_positive(e.args[1])
 
 
 DIRECTIONS = {(1, 0): "q", (0, 1): "k", (1, -1): "d"}  # by the factors of q and of k; d is q - k
@@ -250,17 +274,11 @@ class Curve:
 
 def solve(e: Expr) -> tuple[Curve, ...] | None:
     """The bounds on k that are equivalent to an Int comparison, or None."""
-    if not is_int_comparison(e):
-        return None
-    op, form = relation(e.op, *e.args)
-    return None if op == "ne" else _solve(op, form, TRUE)
+    return _curves(isolated(e), TRUE)
 
 
-def _solve(op: str, form: Linear, needs: Expr) -> tuple[Curve, ...] | None:
-    """The bounds on k of `form op 0`."""
-    if (found := isolate(op, form, on_key)) is None:
-        return None
-    curves = [_of_half(half, needs) for half in found.halves]
+def _curves(found: Isolated | None, needs: Expr) -> tuple[Curve, ...] | None:
+    curves = [None] if found is None else [_of_half(half, needs) for half in found.halves]
     return None if None in curves else tuple(c for half in curves for c in half or ())
 
 
@@ -271,8 +289,8 @@ def _of_half(half: Isolated, needs: Expr) -> tuple[Curve, ...] | None:
         return (Curve("low" if op == "ge" else "high", value, _near(limit, op, needs), rising(value), needs),)
     if atom.op == "floordiv" and not depends(n := atom.args[1]):
         if n.op == "lit":
-            return _solve(op, half.inside_quotient(), needs) if is_positive(n) else None
-        return _solve(op, half.inside_quotient(), conj(needs, n > 0))
+            return _curves(isolate(op, half.inside_quotient()), needs) if is_positive(n) else None
+        return _curves(isolate(op, half.inside_quotient()), conj(needs, n > 0))
     return _of_table(atom, op, limit, needs) if atom.op in ("lookup", "segment") else None
 
 
@@ -316,30 +334,47 @@ def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, .
         # entries are Ints: one that is larger by 1 or more is past the run
         known = {("ge", 0): first, ("ge", 1): last + one, ("le", 0): last, ("le", -1): first - one}
         bound = known.get((op, other.const))
-        return None if bound is None else _solve(op, linear(x) - bound, needs)
+        return None if bound is None else _curves(isolate(op, linear(x) - bound), needs)
     if kind == "segment" or fixed:  # a table of several axes has no rank of a value
         return None
     needs = conj(needs, make("is_sorted", (), atom.name, BOOL))
     rank = make("rank_first" if op == "ge" else "rank_last", (write(other),), atom.name, INT)
-    return _solve(op, linear(x) - linear(rank), needs)
+    return _curves(isolate(op, linear(x) - linear(rank)), needs)
+
+
+def equation_sides(e: Expr) -> tuple[Expr, Expr] | None:
+    """The sides of `x == y(k)`, where x does not read k and y does not read q."""
+    if e.op == "eq":
+        for mine, theirs in (e.args, e.args[::-1]):
+            if "k" not in uses(mine) and depends(theirs) == {"k"}:
+                return mine, theirs
+    return None
+
+
+def sides_of_ids(e: Expr) -> tuple[Expr, Expr] | None:
+    """The lookups of `T[q] == U[k]`, that of q first; b and h may stand before q and k. None for other Exprs."""
+    sides = equation_sides(e)
+    if sides is None or any(s.op != "lookup" or s.type is not INT for s in sides):
+        return None
+    (*before, at_q), (*others, at_k) = (s.args for s in sides)
+    return sides if at_q is Q and at_k is K and {*before, *others} <= {var("b"), var("h")} else None
 
 
 def solve_equal_entries(e: Expr, condition: Expr = TRUE) -> tuple[Curve, ...] | None:
     """The bounds of `T[.., x(q)] == T[.., x(k)]` where equal entries are adjacent, in any order of values. Where the
     mask also has a condition on the query alone, such as `image[q] > 0`, `condition` is that one. Entries that no query
     has which meets it may be anywhere."""
-    if e.op != "eq" or any(a.op != "lookup" for a in e.args) or e.args[0].name != e.args[1].name:
+    sides = equation_sides(e)
+    if sides is None or any(s.op != "lookup" for s in sides):
         return None
-    mine, theirs = sorted(e.args, key=lambda a: "k" in depends(a))
+    mine, theirs = sides
     # the other indices have to name one row of the table
-    if depends(mine) - {"q"} or depends(theirs) - {"k"} or mine.args[:-1] != theirs.args[:-1]:
+    if mine.name != theirs.name or mine.args[:-1] != theirs.args[:-1]:
         return None
     plain = mine.args == (Q,) and condition is not TRUE
     needs = make("has_runs", (), (mine.name, condition) if plain else mine.name, BOOL)
-    low, high = (
-        _solve(op, linear(theirs.args[-1]) - linear(make(f"run_{end}", mine.args, mine.name, INT)), needs)
-        for op, end in (("ge", "first"), ("le", "last"))
-    )
+    x, ends = linear(theirs.args[-1]), [make(f"run_{end}", mine.args, mine.name, INT) for end in ("first", "last")]
+    low, high = (_curves(isolate(op, x - linear(end)), needs) for op, end in zip(("ge", "le"), ends, strict=True))
     return None if low is None or high is None else low + high
 
 
@@ -352,17 +387,28 @@ def rising(e: Expr) -> Expr:
     if form.terms != ((e, 1),):
         # a sum rises where its parts do, and a falling part may undo that
         return conj(*(rising(a) if f > 0 or "q" not in depends(a) else FALSE for a, f in form.terms))
-    if e.op in ("min", "max"):
-        return conj(*(rising(a) for a in e.args))
-    if e.op in ("mul", "floordiv") and "q" not in depends(e.args[1]):  # a factor or divisor of the query may fall
-        return conj(rising(e.args[0]), e.args[1] > 0)
-    if e.op in _RUNS or e.op == "segment":
-        return FALSE if any(depends(a) for a in e.args[:-1]) else rising(e.args[-1])
-    if e.op in ("rank_first", "rank_last"):
-        return rising(e.args[0])
-    if e.op == "lookup" and len(e.args) == 1:
-        return conj(rising(e.args[0]), make("is_sorted", (), e.name, BOOL))
-    return FALSE
+    return _RISES[e.op](e) if e.op in _RISES else FALSE
+
+
+def _along_last(e: Expr) -> Expr:
+    return FALSE if any(depends(a) for a in e.args[:-1]) else rising(e.args[-1])
+
+
+def _by_factor(e: Expr) -> Expr:
+    # a factor or divisor of the query may fall
+    return FALSE if "q" in depends(e.args[1]) else conj(rising(e.args[0]), e.args[1] > 0)
+
+
+def _sorted_entry(e: Expr) -> Expr:
+    return conj(rising(e.args[0]), make("is_sorted", (), e.name, BOOL)) if len(e.args) == 1 else FALSE
+
+
+_RISES: dict[str, Callable[[Expr], Expr]] = {
+    **dict.fromkeys(("min", "max"), lambda e: conj(*map(rising, e.args))),
+    **dict.fromkeys(("mul", "floordiv"), _by_factor),
+    **dict.fromkeys((*_RUNS, "segment", "rank_first", "rank_last"), _along_last),
+    "lookup": _sorted_entry,
+}
 
 
 Fact = tuple[str, str]  # one of FACTS, or "segment" for offsets, and the name of the table

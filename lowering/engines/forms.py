@@ -28,9 +28,9 @@ from frisket.dsl.show import show
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
-from frisket.lowering.analysis.solve import SIDES, K, Q, isolate, on_key, position_bound
+from frisket.lowering.analysis.solve import SIDES, K, Q, equation_sides, isolated, position_bound
 from frisket.lowering.simplify import ProgramExprs
-from frisket.lowering.simplify.affine import Linear, is_int_comparison, relation, write
+from frisket.lowering.simplify.affine import Linear, write
 
 Exprs = tuple[Expr, ...]
 
@@ -160,9 +160,7 @@ def _ends(axis: str, first: str, last: str) -> Match:
 
 def _keys_by_query(term: Expr) -> Parts | None:
     """Takes bounds on k that tables give for each query."""
-    if not is_int_comparison(term) or term.op == "ne":  # a hole in the keys is no bound
-        return None
-    found = isolate(*relation(term.op, *term.args), on_key)
+    found = isolated(term)
     if found is None or found.atom is not K or found.factor > 1 or not _reads(found.value) <= _BY_QUERY:
         return None
     return tuple(({"low": "first", "high": "last"}[side], write(found.value)) for side in SIDES[found.op])
@@ -170,12 +168,10 @@ def _keys_by_query(term: Expr) -> Parts | None:
 
 def _documents(term: Expr) -> Parts | None:
     """Takes `x(q) == x(k)`; of Floats it does not, where NaN is not equal to itself."""
-    if term.op != "eq" or term.args[0].type is FLOAT:
+    sides = equation_sides(term)
+    if sides is None or sides[0].type is FLOAT or not uses(sides[0]) <= _BY_QUERY or at_key(sides[0]) is not sides[1]:
         return None
-    for one, other in (term.args, term.args[::-1]):
-        if "k" not in uses(one) and uses(one) <= _BY_QUERY and "q" in uses(one) and at_key(one) is other:
-            return (("document", one),)
-    return None
+    return (("document", sides[0]),)
 
 
 def _always(bound: Linear) -> bool:

@@ -51,11 +51,21 @@ from frisket.dsl.types import INT, Type
 from frisket.lowering.analysis.intervals import BEYOND_INTS, K0, ends
 from frisket.lowering.analysis.questions import SINGLE, always, mixed, never
 from frisket.lowering.analysis.rows import Interval, visible_keys
-from frisket.lowering.analysis.solve import SIDES, K, System, depends, disjuncts, is_positive, isolate, on_key, system
-from frisket.lowering.analysis.table import sides_of_ids
+from frisket.lowering.analysis.solve import (
+    SIDES,
+    K,
+    System,
+    depends,
+    disjuncts,
+    is_positive,
+    isolated,
+    operands,
+    sides_of_ids,
+    system,
+)
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
-from frisket.lowering.simplify.affine import Linear, is_int_comparison, linear, relation, write
+from frisket.lowering.simplify.affine import Linear, linear, write
 from frisket.lowering.simplify.rules_boolean import negate
 
 ROOM = 64  # pieces of a row of tiles that are held at once
@@ -144,14 +154,14 @@ def planner(
 
 def _no_common_ids(mask: Expr, tables: set[str]) -> Expr:
     """Whether a piece is empty, as terms `T[q] == U[k]` tell: of some clause of the mask no part can hold."""
-    with_ids = (clause for clause in _parts(mask, "and") if any(map(sides_of_ids, walk(clause))))
+    with_ids = (clause for clause in operands(mask, "and") if any(map(sides_of_ids, walk(clause))))
     # a clause without ids cannot tell
-    return disj(*(conj(*(_part_disjoint(part, tables) for part in _parts(clause, "or"))) for clause in with_ids))
+    return disj(*(conj(*(_part_disjoint(part, tables) for part in operands(clause, "or"))) for clause in with_ids))
 
 
 def _part_disjoint(part: Expr, tables: set[str]) -> Expr:
     conditions = []
-    for sides in filter(None, map(sides_of_ids, _parts(part, "and"))):
+    for sides in filter(None, map(sides_of_ids, operands(part, "and"))):
         if {s.name for s in sides} <= tables:
             conditions += [eq(_classes(op, sides[0], "q") & _classes(op, sides[1], "k"), 0) for op in CLASSES]
     return disj(never(part), *conditions)
@@ -160,10 +170,6 @@ def _part_disjoint(part: Expr, tables: set[str]) -> Expr:
 def _classes(op: str, read: Expr, axis: str) -> Expr:
     first, last = ((*read.args[:-1], var(f"{axis}{end}")) for end in (0, 1))
     return make(op, (*first, *last), read.name, INT)
-
-
-def _parts(e: Expr, op: str) -> tuple[Expr, ...]:
-    return e.args if e.op == op else (e,)
 
 
 def _whole(e: Expr) -> Expr:
@@ -236,9 +242,7 @@ def _interval(s: System, sorted_: frozenset[str]) -> Interval | None:
 
 def _keys(e: Expr, sorted_: frozenset[str]) -> tuple[Expr | None, Expr | None] | None:
     """The first and last key that some query of the row can see by this literal; None for an unbounded end."""
-    if not is_int_comparison(e) or e.op == "ne":
-        return None
-    found = isolate(*relation(e.op, *e.args), on_key)
+    found = isolated(e)
     if found is None or found.factor != 1:  # k has to stand alone, with factor 1 or -1, to be searched for
         return None
     atom, other = found.atom, ends(write(found.value))
