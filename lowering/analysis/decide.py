@@ -71,12 +71,17 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
 
 def _first_by_row(mask: Expr, grid: Grid, scope: Scope, s: int) -> tuple[int, int] | None:
     rows = Rowwise(mask, grid, scope, s)
+    query = _first_query(rows, scope, sees=True)
+    return None if query is None else (query, _first_key(mask, rows, scope, query))
+
+
+def _first_query(rows: Rowwise, scope: Scope, *, sees: bool) -> int | None:
+    """The first query that sees a key, or the first that sees none."""
     for q in rows.telling():
         scope.spend(len(q) * rows.each)
-        seen = rows.sees_a_key(q)
-        if seen.any():
-            query = int(q[np.argmax(seen)])
-            return query, _first_key(mask, rows, scope, query)
+        hits = rows.sees_a_key(q) == sees
+        if hits.any():
+            return int(q[np.argmax(hits)])
     return None
 
 
@@ -183,21 +188,11 @@ def first_empty_row(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int] | N
     for s in range(len(grid.b)):
         one = replace(grid, b=grid.b[s : s + 1], h=grid.h[s : s + 1], q=grid.q[s : s + 1], k=grid.k[s : s + 1])
         try:
-            row = _empty_by_row(mask, one, scope)
+            row = _first_query(Rowwise(mask, one, scope, 0), scope, sees=False)
         except (Beyond, EvaluationError):
             row = _search_rows(mask, one, scope)
         if row is not None:
             return s, row
-    return None
-
-
-def _empty_by_row(mask: Expr, one: Grid, scope: Scope) -> int | None:
-    rows = Rowwise(mask, one, scope, 0)
-    for q in rows.telling():
-        scope.spend(len(q) * rows.each)
-        seen = rows.sees_a_key(q)
-        if not seen.all():
-            return int(q[np.argmin(seen)])
     return None
 
 

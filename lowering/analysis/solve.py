@@ -301,7 +301,7 @@ def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
     for a, f in form.terms:
         if "q" not in depends(a) or a is Q:  # exact: such a term bounds itself
             total += Linear(((a, f),), 0)
-        elif f == 1 and a.op in _RUNS and (a.op in _FIRST) == (op == "ge"):
+        elif f == 1 and a.op in ENDS_OF_RUNS and (a.op in _FIRST) == (op == "ge"):
             total += linear(a.args[-1])  # a run's first is at or before the position, its last at or after it
         elif a.op == "floordiv" and a.args[1].op == "lit" and f == a.args[1].name > 0:
             total += linear(a.args[0]) - Linear((), 0 if op == "ge" else f - 1)  # x - n + 1 <= x // n * n <= x
@@ -315,7 +315,7 @@ def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
 
 
 _FIRST = ("run_first", "segment_first")
-_RUNS = {"run_first", "run_last", "segment_first", "segment_last"}
+ENDS_OF_RUNS = (*_FIRST, "run_last", "segment_last")  # kernels read these from a derived table
 
 
 def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
@@ -406,14 +406,13 @@ def _sorted_entry(e: Expr) -> Expr:
 _RISES: dict[str, Callable[[Expr], Expr]] = {
     **dict.fromkeys(("min", "max"), lambda e: conj(*map(rising, e.args))),
     **dict.fromkeys(("mul", "floordiv"), _by_factor),
-    **dict.fromkeys((*_RUNS, "segment", "rank_first", "rank_last"), _along_last),
+    **dict.fromkeys((*ENDS_OF_RUNS, "segment", "rank_first", "rank_last"), _along_last),
     "lookup": _sorted_entry,
 }
 
 
 Fact = tuple[str, str]  # one of FACTS, or "segment" for offsets, and the name of the table
 FACTS = ("has_runs", "is_sorted")
-ENDS_OF_RUNS = ("run_first", "run_last", "segment_first", "segment_last")  # kernels read these from a derived table
 _TURN = {Q: K, K: Q}
 
 

@@ -133,25 +133,16 @@ def _reads(form: Linear) -> frozenset[str]:
     return frozenset(n for a, _ in form.terms for n in uses(a))
 
 
-def _distance(rel: str, accepts: Callable[[Linear], bool]) -> Match:
-    """Takes bounds on q - k of one direction; an equation is a bound of both."""
+def _bound(axis: str, low: str, high: str, rels: str = "ge le eq", exactly: Linear | None = None) -> Match:
+    """Takes bounds on q, k or q - k (`axis` d) that are the same for every position of a batch entry; with `exactly`,
+    one bound alone. An equation is a bound of both directions."""
+    fields = {"low": low, "high": high}
 
     def match(term: Expr) -> Parts | None:
         known = position_bound(term)
-        if known is None or known[:2] != ("d", rel) or not _reads(known[2]) <= _FIXED or not accepts(known[2]):
+        if known is None or known[0] != axis or known[1] not in rels.split():
             return None
-        return tuple((name, write(known[2])) for name in SIDES[rel])
-
-    return match
-
-
-def _ends(axis: str, first: str, last: str) -> Match:
-    """Takes bounds on one coordinate that are the same for every position of a batch entry."""
-    fields = {"low": first, "high": last}
-
-    def match(term: Expr) -> Parts | None:
-        known = position_bound(term)
-        if known is None or known[0] != axis or not _reads(known[2]) <= _FIXED:
+        if not _reads(known[2]) <= _FIXED or exactly not in (None, known[2]):
             return None
         return tuple((fields[side], write(known[2])) for side in SIDES[known[1]])
 
@@ -174,22 +165,18 @@ def _documents(term: Expr) -> Parts | None:
     return (("document", sides[0]),)
 
 
-def _always(bound: Linear) -> bool:
-    return True
-
-
 _CORNER = Linear(((Q_LEN, 1), (KV_LEN, -1)), 0)
 
 # the first clause that takes a term names its proof, so special cases come first
 CLAUSES = (
-    Clause("causal", _distance("ge", lambda bound: bound == Linear((), 0)), "q >= k"),
-    Clause("causal, bottom right", _distance("ge", lambda bound: bound == _CORNER), "q + KV_LEN >= k + Q_LEN"),
-    Clause("window ahead", _distance("ge", _always), "k - q <= r"),
-    Clause("window", _distance("le", _always), "q - k < w"),
-    Clause("one diagonal", _distance("eq", _always), "q - k == w"),
+    Clause("causal", _bound("d", "low", "high", "ge", Linear((), 0)), "q >= k"),
+    Clause("causal, bottom right", _bound("d", "low", "high", "ge", _CORNER), "q + KV_LEN >= k + Q_LEN"),
+    Clause("window ahead", _bound("d", "low", "high", "ge"), "k - q <= r"),
+    Clause("window", _bound("d", "low", "high", "le"), "q - k < w"),
+    Clause("one diagonal", _bound("d", "low", "high", "eq"), "q - k == w"),
     Clause("documents", _documents, "doc[q] == doc[k]"),
-    Clause("prefix of keys", _ends("k", "first", "last"), "k < n[b]"),
-    Clause("prefix of queries", _ends("q", "first_query", "last_query"), "q < n[b]"),
+    Clause("prefix of keys", _bound("k", "first", "last"), "k < n[b]"),
+    Clause("prefix of queries", _bound("q", "first_query", "last_query"), "q < n[b]"),
     Clause("keys of sequences", _keys_by_query, "k < at[segment(at, q) + 1]"),
 )
 
