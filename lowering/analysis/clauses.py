@@ -31,12 +31,12 @@ from .solve import (
     Isolated,
     K,
     as_logic,
-    beside_hole,
     by_literal,
     depends,
     disjoined,
     isolate,
     on_key,
+    sides_of_hole,
 )
 
 D = var("d")  # q - k
@@ -125,7 +125,7 @@ def _logic(e: Expr) -> Expr | None:
     if not is_int_comparison(e):
         return as_logic(e)
     if e.op == "ne":  # a hole in a range is two ranges
-        return disj(*beside_hole(e))
+        return disj(*sides_of_hole(e))
     op, form = relation(e.op, *e.args)
     lone = isolate(op, form, lambda a: depends(a) == {"q", "k"})
     if lone is None or op == "eq" or (lone.atom.op, lone.op) not in _EITHER:  # |x| >= y, max(x, y) >= z, min(x, y) <= z
@@ -195,8 +195,11 @@ def _comparison(e: Expr) -> Conjunction | None:
     op, form = relation(e.op, *e.args)
     if op != "ne":
         return _solved(op, form)
-    same = _solved("eq", form)
-    return (Unequal(same[0].of, same[0].f),) if same is not None and [type(c) for c in same] == [Equal] else None
+    match _solved("eq", form):
+        case (Equal(of, f),):
+            return (Unequal(of, f),)
+        case _:
+            return None
 
 
 def _solved(op: str, form: Linear) -> Conjunction | None:
@@ -205,19 +208,19 @@ def _solved(op: str, form: Linear) -> Conjunction | None:
     moving = [t for t in form.terms if on_key(t[0])]
     if not moving:
         return (QueryCondition(build("ge" if op == "le" else op, write(-form if op == "le" else form), lit(0))),)
-    found = isolate(op, form)
+    solved = isolate(op, form)
     # of an equation with a factor, the value may be no multiple of it
-    if key == moving and (found is None or (op == "eq" and found.factor > 1)):  # functions of the key add up to one
+    if key == moving and (solved is None or (op == "eq" and solved.factor > 1)):  # functions of the key add up to one
         sign = -1 if op == "le" else 1
         target = OnKeyFunction(write(Linear(tuple((a, f * sign) for a, f in key), 0)))
         value = write(form.without(*(a for a, _ in key)).times(-sign))
         return (Equal(target, value) if op == "eq" else Limit(target, "low", (value,)),)
-    if found is None or (op == "eq" and found.factor > 1):
+    if solved is None or (op == "eq" and solved.factor > 1):
         return None
-    quotient = by_literal("floordiv", found.atom)
-    if op != "eq" or found.atom is K or quotient:
-        return _joined(_limit(half, quotient) for half in found.halves)
-    return (Equal(_target(found.atom), write(found.value)),) if key else _residue(found.atom, found.value)
+    quotient = by_literal("floordiv", solved.atom)
+    if op != "eq" or solved.atom is K or quotient:
+        return _joined(_limit(half, quotient) for half in solved.halves)
+    return (Equal(_target(solved.atom), write(solved.value)),) if key else _residue(solved.atom, solved.value)
 
 
 def _joined(parts: Iterable[Conjunction | None]) -> Conjunction | None:

@@ -22,7 +22,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, EvaluationError, MismatchError
-from frisket.dsl.ir import COORDINATES, FALSE, TRUE, Expr, conj, disj, free_names, lit, substitute, uses, var, walk
+from frisket.dsl.ir import (
+    COORDINATES,
+    FALSE,
+    SCORE,
+    TRUE,
+    Expr,
+    conj,
+    disj,
+    fold,
+    free_names,
+    lit,
+    make,
+    substitute,
+    var,
+    walk,
+)
 from frisket.dsl.show import show
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
@@ -382,22 +397,23 @@ _WHERE_COUNTS: dict[str, Callable[[Expr], Expr]] = {"and": lambda x: x, "or": ne
 def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
     """The condition, for every node, under which its value counts: of operands whose lookups are all in `proved`."""
 
-    def sound(e: Expr) -> bool:
-        nodes = list(walk(e))
-        closed = {n.name[1] for n in nodes if n.op == "reduce"}  # heights of the variables of reductions inside e
-        free = any(n.op == "bound" and n.name not in closed for n in nodes)
+    def unknown(n: Expr, args: list[frozenset[Expr]]) -> frozenset[Expr]:
+        inside = frozenset[Expr]().union(*args)
+        if n.op == "reduce":
+            return inside - {make("bound", (), n.name[1])}
         # the variable of an outer reduction has no value here, and no mask knows a score
-        return not free and "score" not in uses(e) and all(n in proved for n in nodes if n.op in _READS)
+        return inside | {n} if n.op == "bound" or n is SCORE or (n.op in _READS and n not in proved) else inside
 
+    free = fold(root, unknown)
     conditions = {root: TRUE}
     for node in reversed(list(walk(root))):
         condition = conditions.get(node, FALSE)
         for i, a in enumerate(node.args):
-            others = [x for j, x in enumerate(node.args) if j != i and sound(x)]
+            others = [x for j, x in enumerate(node.args) if j != i and not free[x]]
             guard = TRUE
             if node.op in _WHERE_COUNTS:
                 guard = conj(*map(_WHERE_COUNTS[node.op], others))
-            elif node.op == "where" and i and sound(node.args[0]):
+            elif node.op == "where" and i and not free[node.args[0]]:
                 guard = node.args[0] if i == 1 else negate(node.args[0])
             conditions[a] = disj(conditions.get(a, FALSE), conj(condition, guard))
     return conditions

@@ -138,10 +138,10 @@ def _ahead(how: str, x: Range, y: Range) -> Expr:
 
 def _congruent(e: Expr) -> tuple[Expr, bool] | None:
     """The conditions of `x % n == c`: some integer between the ends of x is c modulo n, and each one is a value."""
-    found = isolated(e, depends)
-    if found is None or (found.op, found.factor) != ("eq", 1) or not by_literal("mod", found.atom):
+    solved = isolated(e, depends)
+    if solved is None or (solved.op, solved.factor) != ("eq", 1) or not by_literal("mod", solved.atom):
         return None
-    r, n, c = ends(found.atom.args[0]), found.atom.args[1], write(found.value)
+    r, n, c = ends(solved.atom.args[0]), solved.atom.args[1], write(solved.value)
     if r.lo is None or r.hi is None:
         return None
     return conj(c >= 0, c < n, (r.hi - c) // n * n + c >= r.lo), r.attained and r.dense

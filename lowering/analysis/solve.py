@@ -100,16 +100,17 @@ def disjoined(
     if e.op not in ("and", "or"):
         other = logic(e)
         return None if other is None else disjoined(other, read, logic)
-    out: Conjunctions[T] = [] if e.op == "or" else [()]
+    either = e.op == "or"
+    out: Conjunctions[T] = [] if either else [()]
     for a in e.args:
         options = disjoined(a, read, logic)
         if options is None:
             return None
-        many = len(out) + len(options) if e.op == "or" else len(out) * len(options)
+        many = len(out) + len(options) if either else len(out) * len(options)
         if many > MAX_DISJUNCTS:
             return None
-        out = [*out, *options] if e.op == "or" else [x + y for x, y in product(out, options)]
-    return out if e.op == "or" else [x for x in out if FALSE not in x]  # a contradiction shows nothing
+        out = [*out, *options] if either else [x + y for x, y in product(out, options)]
+    return out if either else [x for x in out if FALSE not in x]  # a contradiction shows nothing
 
 
 def disjuncts(e: Expr) -> list[Expr] | None:
@@ -120,11 +121,11 @@ def disjuncts(e: Expr) -> list[Expr] | None:
 
 def _literal(e: Expr) -> Conjunctions[Expr] | None:
     if e.op == "ne" and is_int_comparison(e):  # two half-planes are bounds, a hole is not
-        return [(half,) for half in beside_hole(e)]
+        return [(half,) for half in sides_of_hole(e)]
     return None if e.op in ("and", "or") or as_logic(e) is not None else [(e,)]
 
 
-def beside_hole(e: Expr) -> tuple[Expr, Expr]:
+def sides_of_hole(e: Expr) -> tuple[Expr, Expr]:
     """The two sides of the hole that `x != y` leaves."""
     return simplify(build("lt", *e.args)), simplify(build("gt", *e.args))
 
@@ -277,8 +278,8 @@ def solve(e: Expr) -> tuple[Curve, ...] | None:
     return _curves(isolated(e), TRUE)
 
 
-def _curves(found: Isolated | None, needs: Expr) -> tuple[Curve, ...] | None:
-    curves = [None] if found is None else [_of_half(half, needs) for half in found.halves]
+def _curves(solved: Isolated | None, needs: Expr) -> tuple[Curve, ...] | None:
+    curves = [None] if solved is None else [_of_half(half, needs) for half in solved.halves]
     return None if None in curves else tuple(c for half in curves for c in half or ())
 
 
@@ -287,23 +288,23 @@ def _of_half(half: Isolated, needs: Expr) -> tuple[Curve, ...] | None:
     if atom is K:
         value = write(limit)
         return (Curve("low" if op == "ge" else "high", value, _near(limit, op, needs), rising(value), needs),)
-    if atom.op == "floordiv" and not depends(n := atom.args[1]):
-        if n.op == "lit":
-            return _curves(isolate(op, half.inside_quotient()), needs) if is_positive(n) else None
+    if by_literal("floordiv", atom):
+        return _curves(isolate(op, half.inside_quotient()), needs)
+    if atom.op == "floordiv" and not depends(n := atom.args[1]) and n.op != "lit":
         return _curves(isolate(op, half.inside_quotient()), conj(needs, n > 0))
     return _of_table(atom, op, limit, needs) if atom.op in ("lookup", "segment") else None
 
 
 def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
     """An affine Expr never below (ge) or above (le) a form, if `needs` holds; None if an atom has no affine bound."""
-    conditions = needs.args if needs.op == "and" else (needs,)
+    conditions = operands(needs, "and")
     total = Linear((), form.const)
     for a, f in form.terms:
         if "q" not in depends(a) or a is Q:  # exact: such a term bounds itself
             total += Linear(((a, f),), 0)
         elif f == 1 and a.op in ENDS_OF_RUNS and (a.op in _FIRST) == (op == "ge"):
             total += linear(a.args[-1])  # a run's first is at or before the position, its last at or after it
-        elif a.op == "floordiv" and a.args[1].op == "lit" and f == a.args[1].name > 0:
+        elif by_literal("floordiv", a) and f == a.args[1].name:
             total += linear(a.args[0]) - Linear((), 0 if op == "ge" else f - 1)  # x - n + 1 <= x // n * n <= x
         elif f == 1 and a.op == "mul" and a.args[0].op == "floordiv" and a.args[0].args[1] is (n := a.args[1]):
             if (n > 0) not in conditions and (interval(n)[0] or 0) <= 0:

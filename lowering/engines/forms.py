@@ -151,10 +151,10 @@ def _bound(axis: str, low: str, high: str, rels: str = "ge le eq", exactly: Line
 
 def _keys_by_query(term: Expr) -> Parts | None:
     """Takes bounds on k that tables give for each query."""
-    found = isolated(term)
-    if found is None or found.atom is not K or found.factor > 1 or not _reads(found.value) <= _BY_QUERY:
+    solved = isolated(term)
+    if solved is None or solved.atom is not K or solved.factor > 1 or not _reads(solved.value) <= _BY_QUERY:
         return None
-    return tuple(({"low": "first", "high": "last"}[side], write(found.value)) for side in SIDES[found.op])
+    return tuple(({"low": "first", "high": "last"}[side], write(solved.value)) for side in SIDES[solved.op])
 
 
 def _documents(term: Expr) -> Parts | None:

@@ -112,6 +112,7 @@ class Planner:
 
 # classes of the numbers in a range, a bit for each of 64: by the last six bits of a number, and by two hashes
 CLASSES = "classes_0", "classes_1", "classes_2"
+JUNCTIONS = {"and": conj, "or": disj}
 SEARCHES = frozenset({"at_least", "above", "at_most", "under"})
 RANGES = frozenset({"range_min", "range_max", *CLASSES})  # of the entries between two places
 READS = SEARCHES | {"lookup", "segment", "range_min", "range_max", "extent"}
@@ -179,8 +180,8 @@ def _whole(e: Expr) -> Expr:
 
 def _safe(e: Expr, limits: Mapping[str, float], wide: bool) -> Expr:
     """A question without the clauses whose integers may not fit: without a clause the answer is only less certain."""
-    if e.op in ("and", "or"):
-        return (conj if e.op == "and" else disj)(*(_safe(a, limits, wide) for a in e.args))
+    if e.op in JUNCTIONS:
+        return JUNCTIONS[e.op](*(_safe(a, limits, wide) for a in e.args))
     return e if e is TRUE or fits(e, limits, wide) else FALSE  # FALSE is the answer that decides nothing
 
 
@@ -200,7 +201,7 @@ def _wide(roots: Sequence[Expr], limits: Mapping[str, float]) -> bool:
         if n.op in ("range_min", "range_max"):
             parts.extend(n.args)
             return lookup(n.name, (), n.type)
-        if n.op in SEARCHES or n.op in CLASSES:
+        if n.op in {*SEARCHES, *CLASSES}:
             parts.extend(n.args)
             return BEYOND_POSITIONS
         return n
@@ -242,14 +243,14 @@ def _interval(s: System, sorted_: frozenset[str]) -> Interval | None:
 
 def _keys(e: Expr, sorted_: frozenset[str]) -> tuple[Expr | None, Expr | None] | None:
     """The first and last key that some query of the row can see by this literal; None for an unbounded end."""
-    found = isolated(e)
-    if found is None or found.factor != 1:  # k has to stand alone, with factor 1 or -1, to be searched for
+    solved = isolated(e)
+    if solved is None or solved.factor != 1:  # k has to stand alone, with factor 1 or -1, to be searched for
         return None
-    atom, other = found.atom, ends(write(found.value))
+    atom, other = solved.atom, ends(write(solved.value))
     if not (atom is K or (atom.op in _SEARCH and _searched(atom, sorted_))):
         return None
     first, last = _SEARCH[atom.op]
-    sides = SIDES[found.op]
+    sides = SIDES[solved.op]
     return (
         first(atom, other.lo) if "low" in sides and other.lo is not None else None,
         last(atom, other.hi) if "high" in sides and other.hi is not None else None,
