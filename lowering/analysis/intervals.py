@@ -163,7 +163,7 @@ def _floordiv(e: Expr) -> Range:
     d = e.args[1]
     if is_positive(d):
         # every integer between is a quotient too
-        return Range(*(_lifted(operator.floordiv, end, d) for end in (x.lo, x.hi)), x.attained, x.dense)
+        return Range(_lifted(operator.floordiv, x.lo, d), _lifted(operator.floordiv, x.hi, d), x.attained, x.dense)
     if x.lo is None or x.hi is None:
         return TOP
     # |x // y| <= |x| whatever y is (x // 0 is 0); a divisor of one sign gives the corners
@@ -267,7 +267,7 @@ def _monotone(e: Expr) -> Range:
 
 def _float(e: Expr) -> Range:
     r = ends(e.args[0])
-    return Range(*(_lifted(to_float, end) for end in (r.lo, r.hi)), r.attained)
+    return Range(_lifted(to_float, r.lo), _lifted(to_float, r.hi), r.attained)
 
 
 def _lookup(e: Expr) -> Range:
