@@ -25,10 +25,10 @@ from frisket.dsl.show import show
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.dsl.work import RING, modular
+from frisket.lowering.analysis.solve import ENDS_OF_RUNS, Ends, Fact, ends_of
 from frisket.lowering.analysis.tiles import FULL, PARTIAL, Boxes
 from frisket.lowering.simplify.affine import interval
 from frisket.lowering.simplify.canonical import untied
-from frisket.lowering.simplify.curves import ENDS_OF_RUNS, Ends, Fact, ends_of
 
 from .analysis.table import Table
 from .simplify import ProgramExprs, simplify

@@ -4,7 +4,7 @@ Every clause of a conjunction is read, where that is possible, as one of
 
     QueryCondition(e)        a condition on the query alone
     Keys(e)                  a condition on the key alone
-    Limit(of, side, f)       what `of` gives for the key is at least ("low") or at most ("high") f(q)
+    Limit(of, side, fs)      what `of` gives for the key is at least ("low") or at most ("high") some f(q) of fs
     Equal(of, f), Unequal    it is, or is not, f(q)
     OnDistance(e)            a condition on q - k alone
 
@@ -12,27 +12,34 @@ where `of` is the key itself, a digit `k // step % base` of it, or any function 
 
 >>> from frisket.dsl.sugar import eq, k, q
 >>> clause_disjuncts((q >= k) & eq((q - k) % 4, 1))
-[(Limit(of=KeyPosition(), side='high', f=q), Equal(of=Digit(step=1, base=4), f=(q - 1) % 4))]
+[(Limit(of=KeyPosition(), side='high', fs=(q,), rows=false), Equal(of=Digit(step=1, base=4), f=(q - 1) % 4))]
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 
-from frisket.dsl.ir import TRUE, Expr, build, conj, disj, lit, substitute, var
-from frisket.dsl.types import BOOL, INT
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, substitute, var
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import Linear, is_int_comparison, linear, relation, write
-from frisket.lowering.simplify.curves import depends
 from frisket.lowering.simplify.rules_boolean import negate
 
-from .questions import beyond
+from .solve import (
+    SIDES,
+    Isolated,
+    K,
+    as_logic,
+    by_literal,
+    depends,
+    disjoined,
+    isolate,
+    on_key,
+    sides_of_hole,
+)
 
-MAX_DISJUNCTS = 24  # conjunctions a mask may be a disjunction of
 D = var("d")  # q - k
-_K = var("k")
 
 
 @dataclass(frozen=True)
@@ -70,19 +77,12 @@ class Keys:
 
 @dataclass(frozen=True)
 class Limit:
-    of: Target
-    side: str  # "low" or "high", inclusive
-    f: Expr
-
-
-@dataclass(frozen=True)
-class Widest:
     """A disjunction of limits on one side of one target, and of conditions on the query: the widest limit holds."""
 
     of: Target
-    side: str
+    side: str  # "low" or "high", inclusive
     fs: tuple[Expr, ...]
-    rows: Expr
+    rows: Expr = FALSE
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class OnDistance:
     e: Expr  # of d = q - k
 
 
-Clause = QueryCondition | Keys | Limit | Widest | Equal | Unequal | OnDistance
+Clause = QueryCondition | Keys | Limit | Equal | Unequal | OnDistance
 Conjunction = tuple[Clause, ...]
 
 
@@ -110,53 +110,39 @@ Conjunction = tuple[Clause, ...]
 def clause_disjuncts(e: Expr) -> list[Conjunction] | None:
     """The disjunction of conjunctions of clauses that equals `e`; None where a part is no clause, where there are more
     than MAX_DISJUNCTS of them, or where `e` is `beyond`."""
-    if beyond(e):
-        return None
+    return disjoined(e, _as_it_stands, _logic)
+
+
+def _as_it_stands(e: Expr) -> list[Conjunction] | None:
     # before `or` is taken apart: limits of one target on one side are one clause
-    clauses = read(e)
-    if clauses is not None:
-        return [clauses]
-    if e.op == "or":
-        parts = [clause_disjuncts(a) for a in e.args]
-        joined = [c for p in parts if p is not None for c in p]
-        return None if any(p is None for p in parts) or len(joined) > MAX_DISJUNCTS else joined
-    if e.op == "and":
-        out: list[Conjunction] = [()]
-        for a in e.args:
-            options = clause_disjuncts(a)
-            if options is None or len(out) * len(options) > MAX_DISJUNCTS:
-                return None
-            out = [x + y for x, y in product(out, options)]
-        return out
-    other = _as_logic(e)
-    return None if other is None else clause_disjuncts(other)
+    conjunction = read(e)
+    return None if conjunction is None else [conjunction]
 
 
-def _as_logic(e: Expr) -> Expr | None:
-    """An equivalent Expr with `and` and `or` on top, for operators that hide them; None for others."""
-    if e.op == "where" and e.type is BOOL:
-        c, x, y = e.args
-        return disj(conj(c, x), conj(negate(c), y))
-    if e.op == "xor" or (e.op in ("eq", "ne") and e.args[0].type is BOOL):
-        x, y = e.args
-        one = disj(conj(x, negate(y)), conj(negate(x), y))
-        return simplify(negate(one) if e.op == "eq" else one)
-    if e.op == "not" and e.args[0].op in ("xor", "where", "eq", "ne"):
-        inner = _as_logic(e.args[0])
-        return None if inner is None else simplify(negate(inner))
+def _logic(e: Expr) -> Expr | None:
+    if e.op == "not" and (inner := as_logic(e.args[0])) is not None:
+        return simplify(negate(inner))
     if not is_int_comparison(e):
-        return None
+        return as_logic(e)
     if e.op == "ne":  # a hole in a range is two ranges
-        return disj(simplify(build("lt", *e.args)), simplify(build("gt", *e.args)))
+        return disj(*sides_of_hole(e))
     op, form = relation(e.op, *e.args)
-    form = -form if op == "le" else form
-    lone = [(a, f) for a, f in form.terms if depends(a) == {"q", "k"}]
-    if len(lone) == 1 and op != "eq":  # |x| >= y, max(x, y) >= z, min(x, y) <= z
-        (atom, f), rest = lone[0], form.without(lone[0][0])
-        if (atom.op, f > 0) in (("max", True), ("min", False), ("abs", True)):
-            sides = atom.args if atom.op != "abs" else (atom.args[0], -atom.args[0])
-            return disj(*(simplify(build("ge", write(linear(s).times(f) + rest), lit(0))) for s in sides))
-    return None
+    lone = isolate(op, form, lambda a: depends(a) == {"q", "k"})
+    if lone is None or op == "eq" or (lone.atom.op, lone.op) not in _EITHER:  # |x| >= y, max(x, y) >= z, min(x, y) <= z
+        return None
+    rest = -lone.value if lone.op == "ge" else lone.value
+    factor = lone.factor if lone.op == "ge" else -lone.factor
+    return disj(*(simplify(build("ge", write(linear(s).times(factor) + rest), lit(0))) for s in _sides(lone.atom)))
+
+
+# bounds on an atom that hold where one of its sides meets them, and where both do
+_EITHER = {("max", "ge"), ("min", "le"), ("abs", "ge")}
+_BOTH = {("max", "le"), ("min", "ge"), ("abs", "le")}
+
+
+def _sides(atom: Expr) -> tuple[Expr, Expr]:
+    x, y = atom.args if len(atom.args) == 2 else (atom.args[0], -atom.args[0])
+    return x, y
 
 
 @memo(group="expressions")
@@ -171,9 +157,7 @@ def read(e: Expr) -> Conjunction | None:
     elif e.op == "or":
         clauses = _widest([read(a) if depends(a) <= {"q"} or is_int_comparison(a) else None for a in e.args])
     if variables == {"k"}:
-        limits = [
-            c for c in clauses or () if isinstance(c, Limit | Widest | Equal) and not isinstance(c.of, OnKeyFunction)
-        ]
+        limits = [c for c in clauses or () if isinstance(c, Limit | Equal) and not isinstance(c.of, OnKeyFunction)]
         # ranges and digits of the key are counted by arithmetic, other conditions on it as a set
         return clauses if clauses is not None and len(limits) == len(clauses) else (Keys(e),)
     return clauses if clauses is not None or e.op in ("and", "or") else _on_distance(e)
@@ -181,7 +165,7 @@ def read(e: Expr) -> Conjunction | None:
 
 def _on_distance(e: Expr) -> Conjunction | None:
     # with q written as d + k, a condition on the distance has no k left
-    shifted = simplify(substitute(e, {var("q"): D + _K}))
+    shifted = simplify(substitute(e, {var("q"): D + K}))
     return None if "k" in depends(shifted) else (OnDistance(shifted),)
 
 
@@ -201,7 +185,7 @@ def _widest(parts: list[Conjunction | None]) -> Conjunction | None:
     # limits of several targets or sides have no widest one
     if len({(x.of, x.side) for x in limits}) != 1:
         return None
-    return (Widest(limits[0].of, limits[0].side, tuple(x.f for x in limits), disj(*rows)),)
+    return (Limit(limits[0].of, limits[0].side, tuple(f for x in limits for f in x.fs), disj(*rows)),)
 
 
 # -- comparisons ----------------------------------------------------------------------------------
@@ -209,83 +193,61 @@ def _widest(parts: list[Conjunction | None]) -> Conjunction | None:
 
 def _comparison(e: Expr) -> Conjunction | None:
     op, form = relation(e.op, *e.args)
-    if op == "eq":
-        return _zero(form)
-    if op == "ne":
-        same = _zero(form)
-        one = same[0] if same is not None and len(same) == 1 else None
-        return (Unequal(one.of, one.f),) if isinstance(one, Equal) else None
-    return _at_least(form if op == "ge" else -form)
+    if op != "ne":
+        return _solved(op, form)
+    match _solved("eq", form):
+        case (Equal(of, f),):
+            return (Unequal(of, f),)
+        case _:
+            return None
 
 
-def _parts(form: Linear) -> tuple[Linear, Linear, list[tuple[Expr, int]]]:
-    """(terms without a key, terms of the key alone, [(atom, factor)] of atoms that read query and key) of a form."""
+def _solved(op: str, form: Linear) -> Conjunction | None:
+    """The clauses of `form op 0`, op one of `ge le eq`."""
     key = [t for t in form.terms if depends(t[0]) == {"k"}]
-    both = [t for t in form.terms if depends(t[0]) == {"q", "k"}]
-    return form.without(*(a for a, _ in key), *(a for a, _ in both)), Linear(tuple(key), 0), both
-
-
-def _over(f: Linear, n: int) -> Expr:
-    return write(f) if n == 1 else build("floordiv", write(f), lit(n))
-
-
-def _at_least(form: Linear) -> Conjunction | None:
-    """The clauses of `form >= 0`."""
-    rest, key, both = _parts(form)
-    if not both and not key.terms:
-        return (QueryCondition(build("ge", write(rest), lit(0))),)
-    if not both and len(key.terms) > 1:  # a sum of functions of the key is itself one
-        return (Limit(OnKeyFunction(write(key)), "low", write(-rest)),)
-    if len(both) + len(key.terms) > 1:  # two atoms that move with the key cannot be solved for either
+    moving = [t for t in form.terms if on_key(t[0])]
+    if not moving:
+        return (QueryCondition(build("ge" if op == "le" else op, write(-form if op == "le" else form), lit(0))),)
+    solved = isolate(op, form)
+    # of an equation with a factor, the value may be no multiple of it
+    if key == moving and (solved is None or (op == "eq" and solved.factor > 1)):  # functions of the key add up to one
+        sign = -1 if op == "le" else 1
+        target = OnKeyFunction(write(Linear(tuple((a, f * sign) for a, f in key), 0)))
+        value = write(form.without(*(a for a, _ in key)).times(-sign))
+        return (Equal(target, value) if op == "eq" else Limit(target, "low", (value,)),)
+    if solved is None or (op == "eq" and solved.factor > 1):
         return None
-    ((atom, factor),) = both or key.terms
-    if factor > 0:  # factor * atom + rest >= 0
-        return _limit(atom, "low", -linear(_over(rest, factor)))
-    return _limit(atom, "high", linear(_over(rest, -factor)))
+    quotient = by_literal("floordiv", solved.atom)
+    if op != "eq" or solved.atom is K or quotient:
+        return _joined(_limit(half, quotient) for half in solved.halves)
+    return (Equal(_target(solved.atom), write(solved.value)),) if key else _residue(solved.atom, solved.value)
 
 
-def _limit(atom: Expr, side: str, f: Linear) -> Conjunction | None:
-    """The clause `atom >= f` ("low") or `atom <= f` ("high")."""
-    if atom is _K:
-        return (Limit(KeyPosition(), side, write(f)),)
-    if atom.op == "floordiv" and _positive(atom.args[1]):
-        x, n = linear(atom.args[0]), atom.args[1].name
-        return _at_least(x - f.times(n) if side == "low" else f.times(n) + Linear((), n - 1) - x)
+def _joined(parts: Iterable[Conjunction | None]) -> Conjunction | None:
+    both = list(parts)
+    return None if None in both else tuple(c for part in both for c in part or ())
+
+
+def _limit(half: Isolated, quotient: bool) -> Conjunction | None:
+    """The clauses of `atom >= value` or `atom <= value`."""
+    atom, limit = half.atom, half.limit
+    if quotient:
+        return _solved(half.op, half.inside_quotient())
     if depends(atom) == {"k"}:
-        return (Limit(_target(atom), side, write(f)),)
-    if (atom.op, side) in (("abs", "high"), ("max", "high"), ("min", "low")):
-        sides = atom.args if atom.op != "abs" else (atom.args[0], -atom.args[0])
-        limits = [_at_least(linear(s) - f if side == "low" else f - linear(s)) for s in sides]
-        return None if any(c is None for c in limits) else tuple(c for part in limits if part is not None for c in part)
-    return None
-
-
-def _zero(form: Linear) -> Conjunction | None:
-    """The clauses of `form == 0`."""
-    rest, key, both = _parts(form)
-    if not both and not key.terms:
-        return (QueryCondition(build("eq", write(rest), lit(0))),)
-    if not both and (len(key.terms) > 1 or abs(key.terms[0][1]) > 1):  # with a factor, f may be no multiple of it
-        return (Equal(OnKeyFunction(write(key)), write(-rest)),)
-    if len(both) + len(key.terms) > 1 or (both and abs(both[0][1]) > 1):
-        return None
-    ((atom, factor),) = both or key.terms
-    f = rest if factor < 0 else -rest  # atom == f
-    if atom is _K or (atom.op == "floordiv" and _positive(atom.args[1])):
-        sides = _limit(atom, "low", f), _limit(atom, "high", f)
-        return None if sides[0] is None or sides[1] is None else sides[0] + sides[1]
-    return (Equal(_target(atom), write(f)),) if not both else _residue(atom, f)
+        return (Limit(KeyPosition() if atom is K else _target(atom), SIDES[half.op][0], (write(limit),)),)
+    return _joined(_solved(half.op, linear(s) - limit) for s in _sides(atom)) if (atom.op, half.op) in _BOTH else None
 
 
 def _residue(atom: Expr, f: Linear) -> Conjunction | None:
     """The clause `(g(q) + k) % n == f` or `(g(q) - k) % n == f`: a residue of the key."""
-    if atom.op != "mod" or not _positive(atom.args[1]):
-        return None
-    rest, key, both = _parts(linear(atom.args[0]))
-    if both or key.terms not in (((_K, 1),), ((_K, -1),)):
+    if not by_literal("mod", atom):
         return None
     n = atom.args[1]
-    residue = f - rest if key.terms[0][1] > 0 else rest - f
+    # where the key stands alone in x, x == f is k == residue, which mod n holds too
+    inner = isolate("eq", linear(atom.args[0]) - f)
+    if inner is None or inner.atom is not K or inner.factor > 1:
+        return None
+    residue = inner.value
     # no key has a residue outside of 0..n - 1
     inside = simplify(conj(build("ge", write(f), lit(0)), build("lt", write(f), n)))
     return (
@@ -295,14 +257,10 @@ def _residue(atom: Expr, f: Linear) -> Conjunction | None:
 
 
 def _target(atom: Expr) -> Target:
-    if atom.op == "mod" and _positive(atom.args[1]):
+    if by_literal("mod", atom):
         inner, base = atom.args[0], atom.args[1].name
-        if inner is _K:
+        if inner is K:
             return Digit(1, base)
-        if inner.op == "floordiv" and inner.args[0] is _K and _positive(inner.args[1]):
+        if by_literal("floordiv", inner) and inner.args[0] is K:
             return Digit(inner.args[1].name, base)
     return OnKeyFunction(atom)
-
-
-def _positive(e: Expr) -> bool:
-    return e.op == "lit" and e.type is INT and e.name > 0

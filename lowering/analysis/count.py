@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.ir import COMPARISONS, COORDINATES, FALSE, TRUE, Expr, build, conj, lit, substitute, var, walk
+from frisket.dsl.ir import COMPARISONS, COORDINATES, FALSE, Expr, build, conj, lit, substitute, var, walk
 from frisket.dsl.types import INT
 from frisket.dsl.work import steps
 from frisket.lowering.simplify import simplify
@@ -40,11 +40,10 @@ from .clauses import (
     OnKeyFunction,
     QueryCondition,
     Unequal,
-    Widest,
     clause_disjuncts,
 )
 from .groups import Beyond, Groups, KeyFunction, below, chain, chained
-from .questions import _period
+from .questions import quasi_affine
 from .tiles import Grid, Scope
 
 Array = NDArray[Any]
@@ -211,8 +210,6 @@ class Rowwise:
             elif isinstance(c, OnDistance):
                 part = replace(part, distances=part.distances | {c.e})
             elif isinstance(c, Limit):
-                part = self._limited(part, c.of, c.side, values[c.f])
-            elif isinstance(c, Widest):
                 pick = np.minimum if c.side == "low" else np.maximum
                 f = pick.reduce(np.broadcast_arrays(*(values[f] for f in c.fs)))
                 if c.rows is not FALSE:
@@ -350,7 +347,7 @@ def _reads(c: Clause) -> tuple[Expr, ...]:
     """The functions of the query in a clause."""
     if isinstance(c, QueryCondition):
         return (c.e,)
-    if isinstance(c, Widest):
+    if isinstance(c, Limit):
         return c.fs if c.rows is FALSE else (*c.fs, c.rows)
     return () if isinstance(c, Keys | OnDistance) else (c.f,)
 
@@ -426,7 +423,7 @@ class _Line:
     """A quasi-affine Int: the values over one period, and the gain per period."""
 
     def __init__(self, e: Expr, period: int, value: Value) -> None:
-        known = _period(e, _Q)
+        known = quasi_affine(e, _Q)
         assert known is not None
         self.period, self.gain = period, known[1] * (period // known[0])
         self.values = value(e, np.arange(period))
@@ -458,7 +455,7 @@ def _ends(disjuncts: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]] | 
         of, fs = read
         (edges if isinstance(of, KeyPosition) else turning).update(dict.fromkeys(fs))
         turn = turn if isinstance(of, KeyPosition) else math.lcm(turn, of.step * of.base)
-    known = {e: _period(e, _Q) for e in (*edges, *signs, *turning)}
+    known = {e: quasi_affine(e, _Q) for e in (*edges, *signs, *turning)}
     if any(pair is None or (e in turning and pair[1]) for e, pair in known.items()):
         return None
     period = math.lcm(turn, *(pair[0] for pair in known.values() if pair is not None))
@@ -469,7 +466,7 @@ def _ends(disjuncts: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]] | 
 
 
 def _condition(clause: Clause) -> Expr:
-    return clause.e if isinstance(clause, QueryCondition) else clause.rows if isinstance(clause, Widest) else TRUE
+    return clause.e if isinstance(clause, QueryCondition) else clause.rows if isinstance(clause, Limit) else FALSE
 
 
 def _limits(clause: Clause) -> tuple[KeyPosition | Digit, tuple[Expr, ...]] | None:
@@ -478,7 +475,7 @@ def _limits(clause: Clause) -> tuple[KeyPosition | Digit, tuple[Expr, ...]] | No
         return KeyPosition(), ()
     if isinstance(clause, Keys | OnDistance) or isinstance(clause.of, OnKeyFunction):
         return None
-    return clause.of, clause.fs if isinstance(clause, Widest) else (clause.f,)
+    return clause.of, clause.fs if isinstance(clause, Limit) else (clause.f,)
 
 
 def _forms(rows: Expr) -> Iterator[Expr | None]:

@@ -22,7 +22,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, EvaluationError, MismatchError
-from frisket.dsl.ir import COORDINATES, FALSE, TRUE, Expr, conj, disj, free_names, lit, substitute, uses, var, walk
+from frisket.dsl.ir import (
+    COORDINATES,
+    FALSE,
+    SCORE,
+    TRUE,
+    Expr,
+    conj,
+    disj,
+    fold,
+    free_names,
+    lit,
+    make,
+    substitute,
+    var,
+    walk,
+)
 from frisket.dsl.show import show
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
@@ -71,12 +86,17 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
 
 def _first_by_row(mask: Expr, grid: Grid, scope: Scope, s: int) -> tuple[int, int] | None:
     rows = Rowwise(mask, grid, scope, s)
+    query = _first_query(rows, scope, sees=True)
+    return None if query is None else (query, _first_key(mask, rows, scope, query))
+
+
+def _first_query(rows: Rowwise, scope: Scope, *, sees: bool) -> int | None:
+    """The first query that sees a key, or the first that sees none."""
     for q in rows.telling():
         scope.spend(len(q) * rows.each)
-        seen = rows.sees_a_key(q)
-        if seen.any():
-            query = int(q[np.argmax(seen)])
-            return query, _first_key(mask, rows, scope, query)
+        hits = rows.sees_a_key(q) == sees
+        if hits.any():
+            return int(q[np.argmax(hits)])
     return None
 
 
@@ -183,21 +203,11 @@ def first_empty_row(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int] | N
     for s in range(len(grid.b)):
         one = replace(grid, b=grid.b[s : s + 1], h=grid.h[s : s + 1], q=grid.q[s : s + 1], k=grid.k[s : s + 1])
         try:
-            row = _empty_by_row(mask, one, scope)
+            row = _first_query(Rowwise(mask, one, scope, 0), scope, sees=False)
         except (Beyond, EvaluationError):
             row = _search_rows(mask, one, scope)
         if row is not None:
             return s, row
-    return None
-
-
-def _empty_by_row(mask: Expr, one: Grid, scope: Scope) -> int | None:
-    rows = Rowwise(mask, one, scope, 0)
-    for q in rows.telling():
-        scope.spend(len(q) * rows.each)
-        seen = rows.sees_a_key(q)
-        if not seen.all():
-            return int(q[np.argmin(seen)])
     return None
 
 
@@ -380,27 +390,30 @@ def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, .
         proved = now  # more neighbours may guard: ask again
 
 
+# what another operand of `and` and `or` says where an operand counts
+_WHERE_COUNTS: dict[str, Callable[[Expr], Expr]] = {"and": lambda x: x, "or": negate}
+
+
 def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
     """The condition, for every node, under which its value counts: of operands whose lookups are all in `proved`."""
 
-    def sound(e: Expr) -> bool:
-        nodes = list(walk(e))
-        closed = {n.name[1] for n in nodes if n.op == "reduce"}  # heights of the variables of reductions inside e
-        free = any(n.op == "bound" and n.name not in closed for n in nodes)
+    def unknown(n: Expr, args: list[frozenset[Expr]]) -> frozenset[Expr]:
+        inside = frozenset[Expr]().union(*args)
+        if n.op == "reduce":
+            return inside - {make("bound", (), n.name[1])}
         # the variable of an outer reduction has no value here, and no mask knows a score
-        return not free and "score" not in uses(e) and all(n in proved for n in nodes if n.op in _READS)
+        return inside | {n} if n.op == "bound" or n is SCORE or (n.op in _READS and n not in proved) else inside
 
+    free = fold(root, unknown)
     conditions = {root: TRUE}
     for node in reversed(list(walk(root))):
         condition = conditions.get(node, FALSE)
         for i, a in enumerate(node.args):
-            others = [x for j, x in enumerate(node.args) if j != i and sound(x)]
+            others = [x for j, x in enumerate(node.args) if j != i and not free[x]]
             guard = TRUE
-            if node.op == "and":
-                guard = conj(*others)
-            elif node.op == "or":
-                guard = conj(*(negate(x) for x in others))
-            elif node.op == "where" and i and sound(node.args[0]):
+            if node.op in _WHERE_COUNTS:
+                guard = conj(*map(_WHERE_COUNTS[node.op], others))
+            elif node.op == "where" and i and not free[node.args[0]]:
                 guard = node.args[0] if i == 1 else negate(node.args[0])
             conditions[a] = disj(conditions.get(a, FALSE), conj(condition, guard))
     return conditions

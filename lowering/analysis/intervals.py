@@ -14,15 +14,18 @@ Soundness is one-sided: an end may be too wide (None: unbounded), never too narr
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
-from frisket.dsl.ir import FALSE, TRUE, ZERO, Expr, build, disj, lit, make, var
+from frisket.dsl.ir import FALSE, TRUE, ZERO, Expr, build, disj, lit, make, to_float, var
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify.affine import Linear, linear, write
-from frisket.lowering.simplify.curves import depends
+
+from .solve import depends, is_positive
 
 Q0, Q1, K0, K1 = (var(n) for n in ("q0", "q1", "k0", "k1"))
 
@@ -104,17 +107,18 @@ def _most(*xs: Expr | None) -> Expr | None:
 
 
 def _extreme(pick: Callable[[Expr, Expr], Expr], xs: tuple[Expr | None, ...]) -> Expr | None:
-    out: Expr | None = None
-    for x in dict.fromkeys(xs):
-        if x is None:
-            return None
-        out = x if out is None else pick(out, x)
-    return out
+    known = [x for x in dict.fromkeys(xs) if x is not None]
+    return None if None in xs else reduce(pick, known)
+
+
+def _lifted(of: Callable[..., Expr], *xs: Expr | None) -> Expr | None:
+    """A function of ends, unbounded where one of them is."""
+    return None if None in xs else of(*xs)
 
 
 def _neg(e: Expr) -> Range:
     r = ends(e.args[0])
-    return Range(None if r.hi is None else -r.hi, None if r.lo is None else -r.lo, r.attained, r.dense, r.nan)
+    return Range(_lifted(operator.neg, r.hi), _lifted(operator.neg, r.lo), r.attained, r.dense, r.nan)
 
 
 def _float_result(e: Expr, lo: Expr | None, hi: Expr | None, attained: bool = False) -> Range:
@@ -130,14 +134,12 @@ def _float_result(e: Expr, lo: Expr | None, hi: Expr | None, attained: bool = Fa
 
 def _add(e: Expr) -> Range:  # Float only: Int goes through affine forms
     x, y = (ends(a) for a in e.args)
-    lo = None if x.lo is None or y.lo is None else x.lo + y.lo
-    return _float_result(e, lo, None if x.hi is None or y.hi is None else x.hi + y.hi)
+    return _float_result(e, _lifted(operator.add, x.lo, y.lo), _lifted(operator.add, x.hi, y.hi))
 
 
 def _sub(e: Expr) -> Range:
     x, y = (ends(a) for a in e.args)
-    lo = None if x.lo is None or y.hi is None else x.lo - y.hi
-    return _float_result(e, lo, None if x.hi is None or y.lo is None else x.hi - y.lo)
+    return _float_result(e, _lifted(operator.sub, x.lo, y.hi), _lifted(operator.sub, x.hi, y.lo))
 
 
 def _mul(e: Expr) -> Range:
@@ -159,9 +161,9 @@ def _div(e: Expr) -> Range:
 def _floordiv(e: Expr) -> Range:
     x, y = (ends(a) for a in e.args)
     d = e.args[1]
-    if d.op == "lit" and d.name > 0:
+    if is_positive(d):
         # every integer between is a quotient too
-        return Range(None if x.lo is None else x.lo // d, None if x.hi is None else x.hi // d, x.attained, x.dense)
+        return Range(_lifted(operator.floordiv, x.lo, d), _lifted(operator.floordiv, x.hi, d), x.attained, x.dense)
     if x.lo is None or x.hi is None:
         return TOP
     # |x // y| <= |x| whatever y is (x // 0 is 0); a divisor of one sign gives the corners
@@ -170,9 +172,7 @@ def _floordiv(e: Expr) -> Range:
         return Range(minimum(-wide, -1), maximum(wide, 0))
     safe = (y.lo > 0) | (y.hi < 0)
     corners = (x.lo // y.lo, x.lo // y.hi, x.hi // y.lo, x.hi // y.hi)
-    lo, hi = _least(*corners), _most(*corners)
-    assert lo is not None  # all corners are known: for the checker of types
-    assert hi is not None
+    lo, hi = (reduce(pick, dict.fromkeys(corners)) for pick in (minimum, maximum))
     return Range(where(safe, lo, minimum(-wide, -1)), where(safe, hi, maximum(wide, 0)))
 
 
@@ -187,7 +187,7 @@ def _mod(e: Expr) -> Range:
     d = y.lo
     same = eq(x.lo // d, x.hi // d) & (d > 0)
     # values without a gap that pass a multiple of d leave d - 1 and 0 behind
-    passed = x.attained and x.dense and d.op == "lit" and d.name > 0
+    passed = x.attained and x.dense and is_positive(d)
     return Range(where(same, x.lo % d, lo), where(same, x.hi % d, hi), attained=passed)
 
 
@@ -267,9 +267,7 @@ def _monotone(e: Expr) -> Range:
 
 def _float(e: Expr) -> Range:
     r = ends(e.args[0])
-    return Range(
-        None if r.lo is None else build("float", r.lo), None if r.hi is None else build("float", r.hi), r.attained
-    )
+    return Range(_lifted(to_float, r.lo), _lifted(to_float, r.hi), r.attained)
 
 
 def _lookup(e: Expr) -> Range:

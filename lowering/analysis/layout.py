@@ -314,14 +314,14 @@ class IntegerProgram:
                 self.start[i] = e.name
             elif e.op in _FACTS:
                 self.start[i] = bool(scope.value(e, {}))
-            elif e.op in ("var", "param") and e.name in scope.env:
+            elif e.op not in ("var", "param"):
+                self.steps.append((i, _operation(e, scope), tuple(place[a] for a in e.args)))
+            elif e.name in scope.env:
                 x = scope.env[e.name]
                 # one by one, Python's integers are faster than numpy's, and do not wrap
                 self.start[i] = x.item() if isinstance(x, np.generic | np.ndarray) else x
-            elif e.op in ("var", "param"):
-                self.leaves.append((i, str(e.name)))
             else:
-                self.steps.append((i, _operation(e, scope), tuple(place[a] for a in e.args)))
+                self.leaves.append((i, str(e.name)))
         if any(e.type is FLOAT for e in nodes):
             raise KeyError("Float")
         self.answers = [place[e] for e in parts]

@@ -17,113 +17,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, make, substitute, uses, var, walk
+from frisket.dsl.ir import (
+    COMPARISONS,
+    FALSE,
+    TRUE,
+    Expr,
+    build,
+    clauses,
+    conj,
+    disj,
+    lit,
+    make,
+    substitute,
+    uses,
+    var,
+    walk,
+)
 from frisket.dsl.sugar import eq
-from frisket.dsl.types import BOOL, INT
+from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import is_int_comparison, linear, relation, write
-from frisket.lowering.simplify.curves import depends
 from frisket.lowering.simplify.rules_boolean import negate
 
 from .intervals import ASK, K0, K1, Q0, Q1, Range, ends, table_box
+from .solve import K, Q, System, beyond, by_literal, depends, disjuncts, isolated, system
 
 SINGLE = var("single", BOOL)
 TK = var("tk", INT)
-_Q, _K = var("q"), var("k")
-MAX_DISJUNCTS = 24  # conjunctions a disjunctive form may have before its parts are judged alone
-DEEP, LARGE = 100, 2048  # of an expression that is reasoned about: nesting, operators
-_TURNS = 40  # nesting of an `xor` whose sides are reasoned about: each is asked for both truths
 _PERIODIC = frozenset({"abs", "min", "max", "mul", "where"})  # operators that repeat where their operands do
 _PERIODS = 1 << 16  # positions enumerated to understand a periodic clause
-
-
-@dataclass(frozen=True)
-class System:
-    """One conjunction: bounds on q, k and q - k (Exprs that vary with neither), and the remaining terms."""
-
-    low: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "k": [], "d": []})
-    high: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "k": [], "d": []})
-    fixed: list[Expr] = field(default_factory=list)  # conditions that do not vary over the rectangle
-    rest: list[Expr] = field(default_factory=list)
-
-
-def beyond(e: Expr) -> bool:
-    """Whether an Expr is too large (depth over DEEP, operators over LARGE) to know more than values at positions."""
-    return e.depth > DEEP or _size(e) > LARGE
-
-
-@memo(group="expressions")
-def _size(e: Expr) -> int:
-    return sum(1 for _ in walk(e))
-
-
-def disjuncts(e: Expr) -> list[Expr] | None:
-    """The disjunction of conjunctions equal to `e`, as a list; None past MAX_DISJUNCTS, or if it is `beyond`."""
-    if beyond(e):
-        return None
-    if e.op == "or":
-        out: list[Expr] = []
-        for a in e.args:
-            part = disjuncts(a)
-            if part is None or len(out) + len(part) > MAX_DISJUNCTS:
-                return None
-            out += part
-        return out
-    if e.op == "and":
-        parts = [disjuncts(a) for a in e.args]
-        conjunctions: list[Expr] = [TRUE]
-        for options in parts:
-            if options is None or len(conjunctions) * len(options) > MAX_DISJUNCTS:
-                return None
-            conjunctions = [conj(x, y) for x, y in product(conjunctions, options)]
-        return [f for f in conjunctions if f is not FALSE]  # a contradiction shows nothing
-    if e.op == "where" and e.type is BOOL:
-        c, x, y = e.args
-        return disjuncts(disj(conj(c, x), conj(negate(c), y)))
-    if (e.op == "xor" or (e.op == "not" and e.args[0].op == "xor")) and e.depth <= _TURNS:
-        x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
-        return disjuncts(simplify(disj(conj(x, negate(y)), conj(negate(x), y))))
-    if e.op == "ne" and is_int_comparison(e):  # two half-planes are bounds, a hole is not
-        return [simplify(build("lt", *e.args)), simplify(build("gt", *e.args))]
-    return [e]
-
-
-def literals(term: Expr) -> tuple[Expr, ...]:
-    return term.args if term.op == "and" else () if term is TRUE else (term,)
-
-
-@memo(group="expressions")
-def system(term: Expr) -> System:
-    """The literals of a conjunction, sorted into a System."""
-    out = System()
-    for e in literals(term):
-        if not depends(e):
-            out.fixed.append(e)
-        elif not (is_int_comparison(e) and _bound(e, out)):
-            out.rest.append(e)
-    return out
-
-
-def _bound(e: Expr, out: System) -> bool:
-    op, form = relation(e.op, *e.args)
-    moving = {a.name: f for a, f in form.terms if a is _Q or a is _K}
-    rest = form.without(_Q, _K)
-    direction = {(1, 0): "q", (0, 1): "k", (1, -1): "d"}.get((moving.get("q", 0), moving.get("k", 0)))
-    if direction is None or op == "ne" or depends(write(rest)):  # a hole bounds neither side
-        return False
-    limit = write(-rest)
-    if op in ("ge", "eq"):
-        out.low[direction].append(limit)
-    if op in ("le", "eq"):
-        out.high[direction].append(limit)
-    return True
 
 
 def infeasible(s: System) -> Expr:
@@ -179,32 +106,12 @@ def _never_term(term: Expr) -> Expr:
 
 
 def _never_literal(e: Expr) -> Expr:
-    if e.op == "lit":
-        return negate(e)
-    if e.op == "not":
-        return _always_literal(e.args[0])
-    if e.op in ("lt", "le", "gt", "ge", "eq", "ne"):
-        return _never_comparison(e)
-    if e.op == "lookup":
-        lows, highs = table_box(e)
-        return build("not", make("range_max", (*lows, *highs), e.name, BOOL))
-    return FALSE
+    return _NEVER[e.op](e) if e.op in _NEVER else FALSE
 
 
 def _always_literal(e: Expr) -> Expr:
     """The condition under which a literal below a `not` always holds: Float comparisons and lookups."""
-    # comparisons of Bools have become `xor`
-    if e.op in ("lt", "le", "gt", "ge", "eq", "ne") and e.args[0].type is not BOOL:
-        return _always_float(e) if e.args[0].type is not INT else always(e)
-    if e.op == "lookup":
-        lows, highs = table_box(e)
-        return make("range_min", (*lows, *highs), e.name, BOOL)
-    if e.op == "isfinite":
-        r = ends(e.args[0])
-        if r.lo is None or r.hi is None:
-            return FALSE
-        return conj(build("isfinite", r.lo), build("isfinite", r.hi), build("not", r.nan))
-    return FALSE
+    return _ALWAYS[e.op](e) if e.op in _ALWAYS else FALSE
 
 
 def _never_comparison(e: Expr) -> Expr:
@@ -214,33 +121,27 @@ def _never_comparison(e: Expr) -> Expr:
         x, y = ends(write(form)), Range(lit(0), lit(0))
     else:
         op, (x, y) = e.op, (ends(a) for a in e.args)
-
-    def below(a: Expr | None, b: Expr | None, how: str) -> Expr:
-        return FALSE if a is None or b is None else build(how, a, b)
-
-    if op in ("ge", "gt"):
-        return below(x.hi, y.lo, "lt" if op == "ge" else "le")
-    if op in ("le", "lt"):
-        return below(y.hi, x.lo, "lt" if op == "le" else "le")
+    if op == "ne":
+        return conj(_same(x, y), _sane(x, y))
     if op == "eq":
         congruence = _congruent(e)
         missed = FALSE if congruence is None else build("not", congruence[0])
-        return disj(below(x.hi, y.lo, "lt"), below(y.hi, x.lo, "lt"), missed)
-    return conj(_same(x, y), _sane(x, y))
+        return disj(_ahead("lt", x, y), _ahead("lt", y, x), missed)
+    x, y = (x, y) if op in ("ge", "gt") else (y, x)
+    return _ahead("lt" if op in ("ge", "le") else "le", x, y)
+
+
+def _ahead(how: str, x: Range, y: Range) -> Expr:
+    """The condition that every value of x is less than, or at most, every one of y."""
+    return FALSE if x.hi is None or y.lo is None else build(how, x.hi, y.lo)
 
 
 def _congruent(e: Expr) -> tuple[Expr, bool] | None:
     """The conditions of `x % n == c`: some integer between the ends of x is c modulo n, and each one is a value."""
-    if e.op != "eq" or not is_int_comparison(e):
+    solved = isolated(e, depends)
+    if solved is None or (solved.op, solved.factor) != ("eq", 1) or not by_literal("mod", solved.atom):
         return None
-    _, form = relation(e.op, *e.args)
-    moving = [(a, f) for a, f in form.terms if depends(a)]
-    if len(moving) != 1 or abs(moving[0][1]) != 1:
-        return None
-    (atom, sign), rest = moving[0], form.without(moving[0][0])
-    if atom.op != "mod" or atom.args[1].op != "lit" or atom.args[1].name <= 0:
-        return None
-    r, n, c = ends(atom.args[0]), atom.args[1], write(rest.times(-sign))
+    r, n, c = ends(solved.atom.args[0]), solved.atom.args[1], write(solved.value)
     if r.lo is None or r.hi is None:
         return None
     return conj(c >= 0, c < n, (r.hi - c) // n * n + c >= r.lo), r.attained and r.dense
@@ -256,18 +157,42 @@ def _same(x: Range, y: Range) -> Expr:
     return conj(eq(x.lo, x.hi), eq(y.lo, y.hi), eq(x.lo, y.lo))
 
 
-def _always_float(e: Expr) -> Expr:
+def _always_comparison(e: Expr) -> Expr:
+    if e.args[0].type is not FLOAT:  # comparisons of Bools have become `xor`
+        return always(e) if e.args[0].type is INT else FALSE
     x, y = (ends(a) for a in e.args)
     if x.lo is None or x.hi is None or y.lo is None or y.hi is None:
         return FALSE
-    sane = _sane(x, y)
-    if e.op in ("ge", "gt"):
-        return conj(build(e.op, x.lo, y.hi), sane)
-    if e.op in ("le", "lt"):
-        return conj(build(e.op, x.hi, y.lo), sane)
-    if e.op == "eq":
-        return conj(_same(x, y), sane)
-    return disj(x.hi < y.lo, y.hi < x.lo)  # NaN differs from everything, too
+    if e.op == "ne":
+        return disj(x.hi < y.lo, y.hi < x.lo)  # NaN differs from everything, too
+    above, below = build(e.op, x.lo, y.hi), build(e.op, x.hi, y.lo)
+    return conj({"eq": _same(x, y), "ge": above, "gt": above, "le": below, "lt": below}[e.op], _sane(x, y))
+
+
+def _extreme_entry(op: str, e: Expr) -> Expr:
+    """The least or the greatest entry of a Bool table over the rectangle: whether all are true, or some."""
+    lows, highs = table_box(e)
+    return make(op, (*lows, *highs), e.name, BOOL)
+
+
+def _always_finite(e: Expr) -> Expr:
+    r = ends(e.args[0])
+    if r.lo is None or r.hi is None:
+        return FALSE
+    return conj(build("isfinite", r.lo), build("isfinite", r.hi), build("not", r.nan))
+
+
+_NEVER: dict[str, Callable[[Expr], Expr]] = {
+    "lit": negate,
+    "not": lambda e: _always_literal(e.args[0]),
+    "lookup": lambda e: build("not", _extreme_entry("range_max", e)),
+    **dict.fromkeys(COMPARISONS, _never_comparison),
+}
+_ALWAYS: dict[str, Callable[[Expr], Expr]] = {
+    "lookup": lambda e: _extreme_entry("range_min", e),
+    "isfinite": _always_finite,
+    **dict.fromkeys(COMPARISONS, _always_comparison),
+}
 
 
 # -- mixed ----------------------------------------------------------------------------------------
@@ -292,7 +217,7 @@ def some(e: Expr) -> Expr:
 
 def _some_term(term: Expr) -> Expr:
     s = system(term)
-    bounds = [e for e in literals(term) if depends(e) and e not in s.rest]
+    bounds = [e for e in clauses(term) if depends(e) and e not in s.rest]
     certain = [always(r) for r in s.rest]
     inside = conj(SINGLE, build("not", infeasible(s)))
     condition = conj(inside, *certain)
@@ -316,13 +241,10 @@ def _some_literal(e: Expr) -> Expr:
 def _some_attained(e: Expr) -> Expr:
     """The condition `some` for a single tile: the ends of an Int are values, so a comparison met by an end is met."""
     if not is_int_comparison(e):
-        if e.op == "lookup" and _sweeps(e):
-            lows, highs = table_box(e)
-            return make("range_max", (*lows, *highs), e.name, BOOL)
-        if e.op == "not" and e.args[0].op == "lookup" and _sweeps(e.args[0]):
-            lows, highs = table_box(e.args[0])
-            return build("not", make("range_min", (*lows, *highs), e.args[0].name, BOOL))
-        return FALSE
+        entry = e.args[0] if e.op == "not" else e
+        if entry.op != "lookup" or not _sweeps(entry):
+            return FALSE
+        return _extreme_entry("range_max", e) if entry is e else build("not", _extreme_entry("range_min", entry))
     if (congruence := _congruent(e)) is not None and congruence[1]:
         return congruence[0]
     op, form = relation(e.op, *e.args)
@@ -360,11 +282,11 @@ def _truth(e: Expr) -> int | None:
     if not is_int_comparison(e):
         return None
     form = linear(e.args[0]) - linear(e.args[1])
-    shifted = simplify(substitute(e, {_Q: _Q + _K}))
+    shifted = simplify(substitute(e, {Q: Q + K}))
     if "k" not in uses(shifted) and is_int_comparison(shifted):  # a clause of q - k: one q is like another
-        e = substitute(shifted, {_Q: -_K})
+        e = substitute(shifted, {Q: -K})
         form = linear(e.args[0]) - linear(e.args[1])
-    along_k, along_q = (_period(write(form), x) for x in (_K, _Q))
+    along_k, along_q = (quasi_affine(write(form), x) for x in (K, Q))
     if along_k is None or along_q is None or along_k[1] or along_q[1] or along_k[0] * along_q[0] > _PERIODS:
         return None
     env = {"q": np.arange(along_q[0])[:, None], "k": np.arange(along_k[0])[None, :]}
@@ -372,25 +294,25 @@ def _truth(e: Expr) -> int | None:
     return along_k[0] if bool(true.any(axis=1).all()) else None
 
 
-def _period(e: Expr, x: Expr) -> tuple[int, int] | None:
+def quasi_affine(e: Expr, x: Expr) -> tuple[int, int] | None:
     """The (p, s) with e(x + p) == e(x) + s for every x; None where no such pair is found."""
     if e is x:
         return (1, 1)
     if x not in walk(e):
         return (1, 0)
     if e.op in ("floordiv", "mod"):
-        inner, d = _period(e.args[0], x), e.args[1]
-        if inner is None or d.op != "lit" or d.name <= 0:
+        inner, d = quasi_affine(e.args[0], x), e.args[1]
+        if inner is None or not by_literal(e.op, e):
             return None
         repeat = d.name // math.gcd(d.name, inner[1])  # so many steps bring back the remainder
         p, s = inner[0] * repeat, inner[1] * repeat
         return (p, s // d.name) if e.op == "floordiv" else (p, 0)
     form = linear(e)
     if form.terms == ((e, 1),):
-        parts = [t for a in e.args if (t := _period(a, x)) is not None]
+        parts = [t for a in e.args if (t := quasi_affine(a, x)) is not None]
         known = len(parts) == len(e.args) and all(t[1] == 0 for t in parts)
         return (math.lcm(*(t[0] for t in parts)), 0) if known and e.op in _PERIODIC else None
-    steps = [(t, f) for a, f in form.terms if (t := _period(a, x)) is not None]
+    steps = [(t, f) for a, f in form.terms if (t := quasi_affine(a, x)) is not None]
     if len(steps) < len(form.terms):
         return None
     p = math.lcm(*(t[0] for t, _ in steps))

@@ -20,22 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
-from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, substitute, uses, var, walk
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, substitute, uses, walk
 from frisket.dsl.sugar import maximum, minimum, where
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Bounds, Runs, merge
 from frisket.lowering.simplify import simplify
-from frisket.lowering.simplify.curves import Curve, depends, solve, solve_equal_entries
 from frisket.lowering.simplify.rules_boolean import negate
 
 from .intervals import K0, K1, Q0, Q1
-from .questions import System, disjuncts, system
+from .solve import Curve, K, Q, System, depends, disjuncts, solve, solve_equal_entries, system
 from .tiles import Grid, Scope, outside
 
 Array = NDArray[Any]
 Interval = tuple[Expr, Expr]
-_Q, _K = var("q"), var("k")
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Term:
     needs: Expr  # facts of tables and parameters that make it so
 
     def values(self, side: str, at: Expr) -> list[Expr]:
-        return [substitute(c.value, {_Q: at}) for c in self.curves if c.side == side]
+        return [substitute(c.value, {Q: at}) for c in self.curves if c.side == side]
 
     @property
     def diagonal(self) -> DiagonalCondition | None:
@@ -71,9 +69,9 @@ class Term:
 
 
 def _distance(c: Curve) -> Expr:
-    if c.near is not None and "q" not in depends(near := simplify(c.near - _Q)):
+    if c.near is not None and "q" not in depends(near := simplify(c.near - Q)):
         return near
-    return simplify(c.value - _Q)
+    return simplify(c.value - Q)
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ def _term(term: Expr) -> Term | None:
     query_conditions = conj(*(e for e in s.rest if "k" not in depends(e)))
     for e in s.rest:
         which = "k" if "k" in depends(e) else "q"  # a bound on q is one on k with the names exchanged
-        solution = solve_equal_entries(e, query_conditions) or solve(e if which == "k" else substitute(e, {_Q: _K}))
+        solution = solve_equal_entries(e, query_conditions) or solve(e if which == "k" else substitute(e, {Q: K}))
         if which == "q" and (solution is None or any(c.needs is not TRUE for c in solution)):
             asks.append(e)
             continue
@@ -180,13 +178,25 @@ def _everywhere(t: Term) -> Interval:
 
 def _visible(t: Term) -> Interval:
     """The first and last key that some query of q0..q1 sees under `t`; last < first when there is none."""
-    s = t.system
-    start, stop = reduce(maximum, s.low["q"], Q0), reduce(minimum, s.high["q"], Q1)
-    first = reduce(maximum, (K0, *s.low["k"], *(start - d for d in s.high["d"]), *t.values("low", start)))
-    last = reduce(minimum, (K1, *s.high["k"], *(stop - d for d in s.low["d"]), *t.values("high", stop)))
+    start, stop = ends_of_rows(t.system)
+    lows, highs = t.values("low", start), t.values("high", stop)
+    return visible_keys(t.system, lows, highs, [negate(substitute(a, {Q: Q0})) for a in t.asks])
+
+
+def ends_of_rows(s: System) -> Interval:
+    """The first and the last query of q0..q1 that meets the bounds on q."""
+    return reduce(maximum, s.low["q"], Q0), reduce(minimum, s.high["q"], Q1)
+
+
+def visible_keys(s: System, lows: Sequence[Expr], highs: Sequence[Expr], nothing: Sequence[Expr]) -> Interval:
+    """The first and last key that some query of q0..q1 sees under the bounds of a conjunction and further bounds on k;
+    last < first where there is none, and where some condition of `nothing` holds."""
+    start, stop = ends_of_rows(s)
+    first = reduce(maximum, (K0, *s.low["k"], *(start - d for d in s.high["d"]), *lows))
+    last = reduce(minimum, (K1, *s.high["k"], *(stop - d for d in s.low["d"]), *highs))
     empty = disj(
         *(negate(f) for f in s.fixed),
-        *(negate(substitute(a, {_Q: Q0})) for a in t.asks),
+        *nothing,
         *(lo > hi for lo in s.low["d"] for hi in s.high["d"]),
         *(x > stop for x in s.low["q"]),
         *(x < Q0 for x in s.high["q"]),

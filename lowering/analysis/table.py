@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.ir import Expr, conj, disj, uses, var
-from frisket.dsl.types import INT
+from frisket.dsl.ir import Expr, conj, disj, uses
+
+from .solve import operands, sides_of_ids
 
 if TYPE_CHECKING:
     from .tiles import Grid
@@ -262,26 +263,19 @@ class CommonIds:
 def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Grid, value: Value) -> list[CommonIds]:
     """The clauses of a conjunction with sets for `T[q] == U[k]` in some part; b and h may stand before q and k."""
     clauses = []
-    for clause in mask.args if mask.op == "and" else (mask,):
-        sets = {part: _of_part(part, arrays, grid, value) for part in (clause.args if clause.op == "or" else (clause,))}
+    for clause in operands(mask, "and"):
+        sets = {part: _of_part(part, arrays, grid, value) for part in operands(clause, "or")}
         if any(sets.values()):
             rest = [part for part, ids in sets.items() if not ids]
             clauses.append(CommonIds([x for x in sets.values() if x], disj(*rest) if rest else None))
     return clauses
 
 
-def sides_of_ids(e: Expr) -> list[Expr]:
-    """The lookups of `T[q] == U[k]`, that of q first; b and h may stand before q and k. None for other Exprs."""
-    reads = {a.args[-1]: a for a in e.args if a.op == "lookup" and a.type is INT} if e.op == "eq" else {}
-    sides = [reads[var(n)] for n in "qk" if var(n) in reads]
-    return sides if len(sides) == 2 and {a for s in sides for a in s.args[:-1]} <= {var("b"), var("h")} else []
-
-
 def _of_part(part: Expr, arrays: Mapping[str, Array], grid: Grid, value: Value) -> list[tuple[Array, Array]]:
-    conditions = part.args if part.op == "and" else (part,)
+    conditions = operands(part, "and")
     pairs = []
     for e in conditions:
-        if not (sides := sides_of_ids(e)):
+        if (sides := sides_of_ids(e)) is None:
             continue
         entries = np.unique(np.concatenate([np.unique(arrays[s.name]) for s in sides]))
         tiles = max(grid.rows, grid.columns)

@@ -27,10 +27,10 @@ from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import linear, write
-from frisket.lowering.simplify.curves import depends
 from frisket.lowering.simplify.rules_boolean import negate
 
-from .questions import always, beyond, mixed, never, some
+from .questions import always, mixed, never, some
+from .solve import beyond, depends
 from .table import Table, common_ids
 
 Array = NDArray[Any]

@@ -21,18 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from frisket.dsl.ir import KV_LEN, Q_LEN, SCORE, TRUE, Expr, build, clauses, conj, lit, substitute, uses, var, walk
+from frisket.dsl.ir import KV_LEN, Q_LEN, SCORE, TRUE, Expr, build, clauses, conj, lit, substitute, uses, walk
 from frisket.dsl.show import show
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
+from frisket.lowering.analysis.solve import SIDES, K, Q, equation_sides, isolated, position_bound
 from frisket.lowering.simplify import ProgramExprs
-from frisket.lowering.simplify.affine import Linear, is_int_comparison, relation, write
+from frisket.lowering.simplify.affine import Linear, write
 
-Q, K = var("q"), var("k")
 Exprs = tuple[Expr, ...]
 
 
@@ -117,45 +116,7 @@ _FIXED = frozenset({"b", "B", "H", "Q_LEN", "KV_LEN"})  # what a bound may read 
 _BY_QUERY = _FIXED | {"q"}
 
 
-class SolvedTerm:
-    """A term of a mask, solved where a clause asks for it: for k, for q and for q - k, each as (relation, bound)."""
-
-    def __init__(self, expr: Expr) -> None:
-        self.expr = expr
-
-    @cached_property
-    def key(self) -> tuple[str, Linear] | None:
-        return _solved(self.expr, K)
-
-    @cached_property
-    def query(self) -> tuple[str, Linear] | None:
-        return _solved(self.expr, Q)
-
-    @cached_property
-    def distance(self) -> tuple[str, Linear] | None:
-        """A bound on q - k that reads neither: k <= q + x is q - k >= -x."""
-        if self.key is None or self.key[1].coefficient(Q) != 1:
-            return None
-        rel, bound = self.key
-        rest = -bound.without(Q)
-        return (_TURNED[rel], rest) if _reads(rest) <= _FIXED else None
-
-
-_TURNED = {"ge": "le", "le": "ge", "eq": "eq"}
-
-
-def _solved(term: Expr, atom: Expr) -> tuple[str, Linear] | None:
-    """A comparison of Ints as `atom >= bound` or `atom <= bound`, where the bound does not read the atom."""
-    if not is_int_comparison(term) or term.op == "ne":  # a hole in the keys is no bound
-        return None
-    rel, form = relation(term.op, *term.args)
-    factor, rest = form.coefficient(atom), form.without(atom)
-    if abs(factor) != 1 or any(atom.name in uses(a) for a, _ in rest.terms):
-        return None
-    return (_TURNED[rel], rest) if factor < 0 else (rel, -rest)
-
-
-Match = Callable[[SolvedTerm], Parts | None]
+Match = Callable[[Expr], Parts | None]
 
 
 @dataclass(frozen=True)
@@ -172,58 +133,51 @@ def _reads(form: Linear) -> frozenset[str]:
     return frozenset(n for a, _ in form.terms for n in uses(a))
 
 
-def _distance(rel: str, accepts: Callable[[Linear], bool]) -> Match:
-    """Takes bounds on q - k of one direction; an equation is a bound of both."""
-    fields = {"ge": ("low",), "le": ("high",), "eq": ("low", "high")}[rel]
+def _bound(axis: str, low: str, high: str, rels: str = "ge le eq", exactly: Linear | None = None) -> Match:
+    """Takes bounds on q, k or q - k (`axis` d) that are the same for every position of a batch entry; with `exactly`,
+    one bound alone. An equation is a bound of both directions."""
+    fields = {"low": low, "high": high}
 
-    def match(term: SolvedTerm) -> Parts | None:
-        if term.distance is None or term.distance[0] != rel or not accepts(term.distance[1]):
+    def match(term: Expr) -> Parts | None:
+        known = position_bound(term)
+        if known is None or known[0] != axis or known[1] not in rels.split():
             return None
-        return tuple((name, write(term.distance[1])) for name in fields)
+        if not _reads(known[2]) <= _FIXED or exactly not in (None, known[2]):
+            return None
+        return tuple((fields[side], write(known[2])) for side in SIDES[known[1]])
 
     return match
 
 
-def _ends(solved: str, first: str, last: str, reads: frozenset[str]) -> Match:
-    """Takes bounds on one coordinate that read no more than `reads`."""
-    fields = {"ge": (first,), "le": (last,), "eq": (first, last)}
-
-    def match(term: SolvedTerm) -> Parts | None:
-        solution: tuple[str, Linear] | None = getattr(term, solved)
-        if solution is None or not _reads(solution[1]) <= reads:
-            return None
-        return tuple((name, write(solution[1])) for name in fields[solution[0]])
-
-    return match
-
-
-def _documents(term: SolvedTerm) -> Parts | None:
-    """Takes `x(q) == x(k)`; of Floats it does not, where NaN is not equal to itself."""
-    if term.expr.op != "eq" or term.expr.args[0].type is FLOAT:
+def _keys_by_query(term: Expr) -> Parts | None:
+    """Takes bounds on k that tables give for each query."""
+    solved = isolated(term)
+    if solved is None or solved.atom is not K or solved.factor > 1 or not _reads(solved.value) <= _BY_QUERY:
         return None
-    for one, other in (term.expr.args, term.expr.args[::-1]):
-        if "k" not in uses(one) and uses(one) <= _BY_QUERY and "q" in uses(one) and at_key(one) is other:
-            return (("document", one),)
-    return None
+    return tuple(({"low": "first", "high": "last"}[side], write(solved.value)) for side in SIDES[solved.op])
 
 
-def _always(bound: Linear) -> bool:
-    return True
+def _documents(term: Expr) -> Parts | None:
+    """Takes `x(q) == x(k)`; of Floats it does not, where NaN is not equal to itself."""
+    sides = equation_sides(term)
+    if sides is None or sides[0].type is FLOAT or not uses(sides[0]) <= _BY_QUERY or at_key(sides[0]) is not sides[1]:
+        return None
+    return (("document", sides[0]),)
 
 
 _CORNER = Linear(((Q_LEN, 1), (KV_LEN, -1)), 0)
 
 # the first clause that takes a term names its proof, so special cases come first
 CLAUSES = (
-    Clause("causal", _distance("ge", lambda bound: bound == Linear((), 0)), "q >= k"),
-    Clause("causal, bottom right", _distance("ge", lambda bound: bound == _CORNER), "q + KV_LEN >= k + Q_LEN"),
-    Clause("window ahead", _distance("ge", _always), "k - q <= r"),
-    Clause("window", _distance("le", _always), "q - k < w"),
-    Clause("one diagonal", _distance("eq", _always), "q - k == w"),
+    Clause("causal", _bound("d", "low", "high", "ge", Linear((), 0)), "q >= k"),
+    Clause("causal, bottom right", _bound("d", "low", "high", "ge", _CORNER), "q + KV_LEN >= k + Q_LEN"),
+    Clause("window ahead", _bound("d", "low", "high", "ge"), "k - q <= r"),
+    Clause("window", _bound("d", "low", "high", "le"), "q - k < w"),
+    Clause("one diagonal", _bound("d", "low", "high", "eq"), "q - k == w"),
     Clause("documents", _documents, "doc[q] == doc[k]"),
-    Clause("prefix of keys", _ends("key", "first", "last", _FIXED), "k < n[b]"),
-    Clause("prefix of queries", _ends("query", "first_query", "last_query", _FIXED), "q < n[b]"),
-    Clause("keys of sequences", _ends("key", "first", "last", _BY_QUERY), "k < at[segment(at, q) + 1]"),
+    Clause("prefix of keys", _bound("k", "first", "last"), "k < n[b]"),
+    Clause("prefix of queries", _bound("q", "first_query", "last_query"), "q < n[b]"),
+    Clause("keys of sequences", _keys_by_query, "k < at[segment(at, q) + 1]"),
 )
 
 
@@ -296,9 +250,8 @@ def form_of(exprs: ProgramExprs) -> EngineForm | NoForm:
     parts: dict[str, Exprs] = {}
     proofs: list[str] = []
     for term in () if exprs.mask is None else clauses(exprs.mask):
-        solved = SolvedTerm(term)
         for clause in CLAUSES:
-            if (matches := clause.match(solved)) is not None:
+            if (matches := clause.match(term)) is not None:
                 break
         else:
             return NoForm(term, "bounds neither q - k nor k, and compares no documents")

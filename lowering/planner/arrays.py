@@ -27,7 +27,9 @@ HEADERS, READING = parts(__package__, "headers"), parts(__package__, "reading")
 SHARED, INTERVALS, PIECES = parts(__package__, "arrays").values()
 PLAN_SPANS = parts(__package__, "plan_spans")
 WHEN = {"q0": ROW, "q1": ROW, "k0": COLUMN, "k1": COLUMN, "tk": COLUMN, "single": COLUMN}
+WISHES = {"range_min": "least", "range_max": "most"}
 _BY_LITERAL = {"floordiv": "//", "mod": "%", "shl": "<<", "shr": ">>"}
+ENDS_OF_AXES = {"lookup": 1, **dict.fromkeys(RANGES, 2)}  # arguments for each axis: a range has two ends
 _JOINS = {"range_min": ("minimum", "maximum"), "range_max": ("maximum", "minimum")}
 
 
@@ -92,8 +94,11 @@ mixed finer overflow more"""
 
 def of_sizes(e: Expr) -> bool:
     """Whether an Expr holds literals and extents of tables alone, which are numbers of Python."""
-    tables = ("lookup", "segment", *SEARCHES, *_JOINS)
+    tables = {"lookup", "segment", *SEARCHES, *_JOINS}
     return all(n.op in ("lit", "extent") or (n.args and n.op not in tables) for n in walk(e))
+
+
+Leaf = Callable[[Expr, list[Text]], Text | None]
 
 
 class PlannerBody:
@@ -105,23 +110,37 @@ class PlannerBody:
         self.free = {n.name for n in walk(*self.roots) if n.op == "var"}
         self.ranks = dict.fromkeys(plan.tables, 1)
         for n in walk(*self.roots):
-            if n.op == "lookup" or n.op in RANGES:
-                # a range has two ends for each axis
-                self.ranks[n.name] = len(n.args) // (1 if n.op == "lookup" else 2)
+            if n.op in ENDS_OF_AXES:
+                self.ranks[n.name] = len(n.args) // ENDS_OF_AXES[n.op]
             elif n.op == "extent":
                 self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)
+        self.by_operator = self.leaves()
         self.built: dict[str, str] = {}  # what is made of a table first: text -> name
         # an interval's k0 and k1 are the first and last key of the call, a piece's are its own
         when = {"q0": ROW, "q1": ROW} if plan.seen else WHEN
         self.lines = printed(self.roots, language, self.leaf, lambda e, at: names.numbered("x"), when=when)
 
+    def leaves(self) -> dict[str, Leaf]:
+        """The functions that write what no operator table can, by operator."""
+        return {
+            "var": lambda e, args: Text(e.name),
+            "param": lambda e, args: Text(self.known[e.name]),
+            "extent": lambda e, args: Text(self.size(*e.name)),
+            **dict.fromkeys(("lookup", "segment", *SEARCHES), self.call),
+        }
+
     def leaf(self, e: Expr, args: list[Text]) -> Text | None:
-        """The text of what no operator table can write."""
+        """The text of what no operator table can write; None where a table writes it."""
+        row = self.by_operator.get(e.op)
+        return None if row is None else row(e, args)
+
+    def size(self, source: str, axis: int) -> str:
+        """The text of a size of a table."""
         raise NotImplementedError
 
     def call(self, e: Expr, args: Iterable[Text]) -> Text:
         """A call of the function that reads entries of a table."""
-        name = e.op if e.op == "segment" or e.op in SEARCHES else "look"
+        name = "look" if e.op in ("lookup", *RANGES) else e.op
         return Text(f"{name}({', '.join([self.known[e.name], *(a.text for a in args)])})")
 
     def written(self, *levels: int) -> list[str]:
@@ -161,26 +180,31 @@ class _ArrayBody(PlannerBody):
 
     # -- leaves ---------------------------------------------------------------------------------------
 
-    def leaf(self, e: Expr, args: list[Text]) -> Text | None:
-        if e.op == "lit":
-            return self._literal(e)
-        if e.op in ("var", "param"):
-            return Text(e.name if e.op == "var" else self.known[e.name])
-        if e.op == "extent":
-            return Text(f"{self.known[e.name[0]]}.shape[{e.name[1]}]")
-        if e.op in ("lookup", "segment") or e.op in SEARCHES:
-            return self.call(e, args)
-        if e.op in _BY_LITERAL and _plain(e.op, e.args[1]):
-            # the function of the header guards against 0, which a literal shows not to be
-            symbol = _BY_LITERAL[e.op]
-            binds = PRECEDENCE[symbol]
-            return Text(f"{args[0].inside(binds)} {symbol} {args[1].text}", binds)
-        if e.op == "where" and of_sizes(e.args[0]):
-            condition, yes, no = (a.text for a in args)
-            return Text(f"({yes} if {condition} else {no})")  # of sizes alone: torch.where takes no Bool of Python
-        return self._range(e, args) if e.op in _JOINS else None
+    def leaves(self) -> dict[str, Leaf]:
+        return super().leaves() | {
+            "lit": self._literal,
+            "where": self._choice,
+            **dict.fromkeys(_BY_LITERAL, self._by_literal),
+            **dict.fromkeys(_JOINS, self._range),
+        }
 
-    def _literal(self, e: Expr) -> Text:
+    def size(self, source: str, axis: int) -> str:
+        return f"{self.known[source]}.shape[{axis}]"
+
+    def _by_literal(self, e: Expr, args: list[Text]) -> Text | None:
+        if not _plain(e.op, e.args[1]):
+            return None
+        # the function of the header guards against 0, which a literal shows not to be
+        symbol = _BY_LITERAL[e.op]
+        binds = PRECEDENCE[symbol]
+        return Text(f"{args[0].inside(binds)} {symbol} {args[1].text}", binds)
+
+    def _choice(self, e: Expr, args: list[Text]) -> Text | None:
+        condition, yes, no = (a.text for a in args)
+        # of sizes alone: torch.where takes no Bool of Python
+        return Text(f"({yes} if {condition} else {no})") if of_sizes(e.args[0]) else None
+
+    def _literal(self, e: Expr, args: list[Text]) -> Text:
         if e.type is FLOAT and not math.isfinite(e.name):
             return Text("float('nan')" if math.isnan(e.name) else f"{'-' * (e.name < 0)}{self.words.infinity}", PREFIX)
         text = repr(e.name)
@@ -199,7 +223,7 @@ class _ArrayBody(PlannerBody):
             shape = self.named(view, "turned")
             row = f"leading({', '.join([shape, *(lows[i].text for i in fixed)])})"
         # two ranges of one table share what is built for it, by its text
-        wish = f"{table}_{'least' if e.op == 'range_min' else 'most'}"
+        wish = f"{table}_{WISHES[e.op]}"
         if len(ranging) == 1:
             i = ranging[0]
             line = self.named(f"line({view}, {join}, {other})", wish)

@@ -19,13 +19,15 @@ from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.dsl.work import wrapping
 from frisket.grammar.memo import memo
+from frisket.lowering.analysis.solve import operands
 from frisket.lowering.kernels.cpp.expr import BINDS, CPP
 from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Language, Line, Text, machine
 from frisket.lowering.kernels.text import Names, filled
 
-from .arrays import PLAN_SPANS, PlannerBody, sides
-from .planner import CLASSES, SEARCHES, Planner
+from .arrays import PLAN_SPANS, WISHES, Leaf, PlannerBody, sides
+from .planner import CLASSES, Planner
 
+TYPED = {"lookup", "range_min", "range_max"}  # operators that give entries of a table
 AXES = 64  # of a table, as in cpp.hpp
 HEAD = tuple("slices q_len kv_len bq bk room most from_b from_h from_q from_k bounds count".split())
 TYPES = {INT: "Int", FLOAT: "Real", BOOL: "bool"}
@@ -33,7 +35,6 @@ ROWS = {**CPP, "and": "{} && {}", "or": "{} || {}", "xor": "{} != {}", "isfinite
 LOOSE = {**BINDS, "&&": 0, "||": -1}
 # what is known of a range of a table's entries
 KNOWN = {"range_min": "Least<{}>", "range_max": "Greatest<{}>", **{op: f"Classes<{i}>" for i, op in enumerate(CLASSES)}}
-WISHES = {"range_min": "least", "range_max": "most"}
 
 
 def prelude() -> str:
@@ -49,7 +50,7 @@ def emit(plan: Planner) -> str:
 
 def table_types(plan: Planner) -> dict[str, Type]:
     """The required type of the entries of each table: a table of which only sizes are read counts as Ints."""
-    read = (n for n in walk(*plan.roots) if n.op in ("lookup", "range_min", "range_max"))
+    read = (n for n in walk(*plan.roots) if n.op in TYPED)
     return dict.fromkeys(plan.tables, INT) | {n.name: n.type for n in read}
 
 
@@ -74,7 +75,7 @@ def function(plan: Planner, name: str = "frisket_plan") -> str:
 def questions(plan: Planner) -> tuple[Expr, ...]:
     """The roots of a planner, and what else tells that a piece is empty, to be asked one after another."""
     # each is asked on its own line, so that the first true one ends the search
-    disjoint = () if plan.disjoint is FALSE else plan.disjoint.args if plan.disjoint.op == "or" else (plan.disjoint,)
+    disjoint = () if plan.disjoint is FALSE else operands(plan.disjoint, "or")
     return plan.roots if plan.seen else (*plan.roots, *disjoint)
 
 
@@ -86,20 +87,17 @@ class _CppBody(PlannerBody):
 
     # -- expressions --------------------------------------------------------------------------------------
 
+    def leaves(self) -> dict[str, Leaf]:
+        return super().leaves() | {
+            "lit": lambda e, args: _literal(e),
+            **dict.fromkeys(KNOWN, self._range),
+        }
+
     def leaf(self, e: Expr, args: list[Text]) -> Text:
-        if e.op == "lit":
-            return _literal(e)
-        if e.op in ("var", "param"):
-            return Text(e.name if e.op == "var" else self.known[e.name])
-        if e.op == "extent":
-            return Text(f"{self.known[e.name[0]]}.sizes[{e.name[1]}]")
-        if e.op in KNOWN:
-            return self._range(e, args)
-        if e.op in ("lookup", "segment") or e.op in SEARCHES:
-            return self.call(e, args)
-        if e.op == "random":
-            return Text(f"uniform({', '.join(a.text for a in args)})")
-        return _operator(e, args)
+        return super().leaf(e, args) or _operator(e, args)
+
+    def size(self, source: str, axis: int) -> str:
+        return f"{self.known[source]}.sizes[{axis}]"
 
     def _range(self, e: Expr, args: list[Text]) -> Text:
         half, ranging, fixed = sides(e)
@@ -210,6 +208,8 @@ def _literal(e: Expr) -> Text:
 
 
 def _operator(e: Expr, args: list[Text]) -> Text:
+    if e.op == "random":  # of any number of counters
+        return Text(f"uniform({', '.join(a.text for a in args)})")
     row = ROWS.get(e.op)
     if row is None:
         raise LoweringError(f"`{e.op}` has no C++ form in a planner")

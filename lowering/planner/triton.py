@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from frisket.dsl.ir import SIZES, Expr
@@ -20,9 +21,9 @@ from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, 
 from frisket.lowering.kernels.text import Names, Page, filled, parts
 from frisket.lowering.kernels.triton import expr as expr_triton
 
-from .arrays import PLAN_SPANS, PlannerBody, sides
+from .arrays import PLAN_SPANS, WISHES, Leaf, PlannerBody, sides
 from .cpp import table_types
-from .planner import SEARCHES, Planner
+from .planner import Planner
 
 FINE, GRAIN = 4096, 32
 KERNELS, FUNCTIONS = parts(__package__, "tables"), parts(__package__, "functions")
@@ -34,6 +35,7 @@ TRITON = (
     | {"sqrt": "tl.sqrt({})", "rsqrt": "(1.0 / tl.sqrt({}))"}
 )
 TYPES = {INT: "tl.int64", FLOAT: "tl.float64", BOOL: "tl.int1"}
+_EXTREMES = {"min": "least", "max": "most"}  # of Floats: functions of the prelude
 HEAD = tuple("Bounds Count Left Work Place line_count rows q_len kv_len bq bk room records".split())
 
 
@@ -90,26 +92,28 @@ class _TritonBody(PlannerBody):
 
     # -- expressions --------------------------------------------------------------------------------------
 
+    def leaves(self) -> dict[str, Leaf]:
+        own: dict[str, Leaf] = {"lit": self._literal, "lookup": self._look}
+        return super().leaves() | own | dict.fromkeys(WISHES, self._range) | dict.fromkeys(_EXTREMES, self._extreme)
+
     def leaf(self, e: Expr, args: list[Text]) -> Text | None:
-        if e.op in ("var", "param"):
-            return Text(e.name if e.op == "var" else self.known[e.name])
-        if e.op == "lit" and e.type is FLOAT:
+        return super().leaf(e, args) or expr_triton.operator(e, args, True)
+
+    def size(self, source: str, axis: int) -> str:
+        return self.entry(source).sizes[axis]
+
+    def _literal(self, e: Expr, args: list[Text]) -> Text:
+        if e.type is FLOAT:
             value = f'float("{e.name}")' if not math.isfinite(e.name) else repr(e.name)
             return Text(f"tl.full((), {value}, tl.float64)")  # a bare literal would be float32
-        if e.op == "lit":
-            return Text(repr(e.name), PREFIX if repr(e.name)[0] == "-" else 10)
-        if e.op == "extent":
-            return Text(self.entry(e.name[0]).sizes[e.name[1]])
-        if e.op in ("min", "max") and e.type is FLOAT:
-            return Text(f"{'least' if e.op == 'min' else 'most'}({args[0].text}, {args[1].text})")
-        if e.op in ("range_min", "range_max"):
-            return self._range(e, args)
-        if e.op == "lookup":
-            return self._look(e, args)
-        if e.op == "segment" or e.op in SEARCHES:
-            t = self.entry(e.name)
-            return Text(f"{e.op}({t.name}, {t.sizes[0]}, {t.strides[0]}, {args[0].text})")
-        return expr_triton.operator(e, args, True)
+        return Text(repr(e.name), PREFIX if repr(e.name)[0] == "-" else 10)
+
+    def _extreme(self, e: Expr, args: list[Text]) -> Text | None:
+        return Text(f"{_EXTREMES[e.op]}({args[0].text}, {args[1].text})") if e.type is FLOAT else None
+
+    def call(self, e: Expr, args: Iterable[Text]) -> Text:
+        t = self.entry(e.name)
+        return Text(f"{e.op}({', '.join([t.name, t.sizes[0], t.strides[0], *(a.text for a in args)])})")
 
     def entry(self, source: str) -> TablePointer:
         if source not in self.entries:
@@ -131,8 +135,8 @@ class _TritonBody(PlannerBody):
         half, axes, fixed = sides(e)  # axes with equal ends need no range: they choose a row of the range table
         if not axes:
             return self._look(e, args[:half])
-        ranged, most = self._ranged(e, tuple(axes)), e.op == "range_max"
-        pointer, row = ranged.most if most else ranged.least, "0"
+        ranged, wish, row = self._ranged(e, tuple(axes)), WISHES[e.op], "0"
+        pointer, most = getattr(ranged, wish), wish == "most"
         for i in fixed:  # as the rows of the table are numbered
             size = self.entry(e.name).sizes[i]
             # a bound may lie outside the table, where the mask reads nothing

@@ -13,9 +13,9 @@ from typing import Any
 
 from frisket.dsl.ir import walk
 from frisket.dsl.types import INT
+from frisket.lowering.analysis.rows import Interval
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.plan import KernelInputs, Target
-from frisket.lowering.planner.intervals import Interval
 
 from .forward import attended
 from .tiles import EDGE, Body, Loop, Numbers, Static, TileRow, XlaTiles, scalar, slots_and_tables

@@ -14,10 +14,10 @@ from frisket.dsl.ir import FALSE, TRUE, Expr, conj, walk
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import contexts
 from frisket.lowering.analysis.layout import bind as written_out
+from frisket.lowering.analysis.rows import Interval
 from frisket.lowering.kernels.expr import machine
 from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.plan import RATE, SEED, Geometry, KernelInputs, ProgramFacts, make_plan
-from frisket.lowering.planner.intervals import Interval
 from frisket.lowering.planner.planner import planner
 from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite

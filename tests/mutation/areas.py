@@ -99,7 +99,7 @@ AREAS = {
     ],
     "planner": [
         Group(
-            (*(f"lowering/planner/{name}.py" for name in ("planner", "arrays", "intervals")),
+            (*(f"lowering/planner/{name}.py" for name in ("planner", "arrays")),
              *(f"lowering/planner/skeletons/{name}.tpl" for name in ("arrays", "headers", "reading"))),
             ("tests/lowering/planner/test_intervals.py", "tests/lowering/planner/test_flat_planner.py"),
             ("torch", "jax"),

@@ -171,7 +171,7 @@ TABLES = [
     Table(
         "lowering/analysis/questions.py",
         "_never_literal and _always_literal: where it certainly holds, or does not",
-        mentioned("lowering/analysis/questions.py"),
+        mentioned("lowering/analysis/questions.py", "lowering/analysis/solve.py"),
         needed=gives(BOOL),
     ),
     Table("lowering/aten/expr.py", "OPERATORS: its call of torch", aten.OPERATORS.__contains__),

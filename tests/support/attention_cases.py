@@ -16,10 +16,10 @@ from frisket.dsl.ir import Expr, lookup, segment
 from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
+from frisket.lowering.analysis.solve import Fact, facts_of
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.plan import Bounds, Geometry, KernelInputs, Problem, ProgramFacts, Spans, Target, make_plan
 from frisket.lowering.simplify import ProgramExprs
-from frisket.lowering.simplify.curves import Fact, facts_of
 from frisket.runtime.plans.compiled import holds
 from support.lowering import brute
 

@@ -10,11 +10,11 @@ from typing import Any
 from frisket.dsl.ir import TRUE, Expr, uses
 from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.intervals import K0, K1
+from frisket.lowering.analysis.solve import Ends
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.text import fields, filled
 from frisket.lowering.plan import LoopPlan, Target
-from frisket.lowering.simplify.curves import Ends
 
 from .units import ALONG, by_distance, last_factor, machine
 from .writer import LINE, Dims, KernelTraits, Parameters, TritonWriter, bounds_of, conjuncts, wrapped

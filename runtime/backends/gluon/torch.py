@@ -25,12 +25,12 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import TRUE, Expr, uses, walk
 from frisket.dsl.types import BOOL, INT
+from frisket.lowering.analysis.solve import ends_of
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
 from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, emit, groups_of
 from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, SpanSource, Target
-from frisket.lowering.simplify.curves import ends_of
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton import torch as triton_torch

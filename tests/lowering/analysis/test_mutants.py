@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import numpy as np
@@ -17,10 +16,10 @@ from frisket.grammar.memo import clear as forget
 from frisket.lowering import plan
 from frisket.lowering.analysis import intervals as abstract
 from frisket.lowering.analysis import layout as driver
-from frisket.lowering.analysis import questions, rows, tiles
+from frisket.lowering.analysis import questions, rows, solve, tiles
 from frisket.lowering.analysis.intervals import K0, K1, Q0, Q1, Range, ends
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.simplify import affine, curves, engine, rules_boolean, rules_compare
+from frisket.lowering.simplify import affine, engine, rules_boolean, rules_compare
 from frisket.lowering.simplify.affine import Linear
 from lowering.analysis import test_layout_exact, test_transfer
 from lowering.simplify import test_simplify
@@ -136,9 +135,9 @@ def rank_of_the_next(table, end, value):
     return sound["rank"](table, end, value + (end == "first"))
 
 
-def short_quotient(atom, op, other, needs):
-    found = sound["_of_quotient"](atom, op, other, needs)
-    return found and tuple(dataclasses.replace(c, value=c.value - int(c.side == "high")) for c in found)
+def short_quotient(isolated):
+    form = sound["inside_quotient"](isolated)
+    return Linear(form.terms, form.const + (isolated.op == "le"))
 
 
 def greedy_sweep(seen, hidden, columns):
@@ -181,7 +180,7 @@ MUTANTS = {
     "ranks are of the next value": (Table, "rank", rank_of_the_next),
     "tables always have runs": (Table, "has_runs", True),
     "tables are always sorted": (Table, "sorted", True),
-    "chunks end one short": (curves, "_of_quotient", short_quotient),
+    "chunks end one short": (solve.Isolated, "inside_quotient", short_quotient),
     "rows are one interval, come what may": (driver, "_holds", lambda *_: True),
     "the ragged edge is full": (driver, "outside_of", no_ragged_edge),
     "strict comparisons drift": (rules_compare, "relation", drifting_relation),
@@ -200,8 +199,8 @@ sound = {
     "_affine": abstract._affine, "_floordiv": abstract._floordiv, "_mod": abstract._mod, "_abs": abstract._abs,
     "_mul": abstract._mul, "infeasible": questions.infeasible, "disjuncts": questions.disjuncts,
     "_truth": questions._truth, "_everywhere": rows._everywhere, "_visible": rows._visible, "run": Table.run,
-    "rank": Table.rank, "_of_quotient": curves._of_quotient, "sweep": rows.sweep, "relation": affine.relation,
-    "write_relation": affine.write_relation,
+    "rank": Table.rank, "inside_quotient": solve.Isolated.inside_quotient, "sweep": rows.sweep,
+    "relation": affine.relation, "write_relation": affine.write_relation,
 }  # fmt: skip
 
 

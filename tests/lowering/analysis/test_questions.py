@@ -15,17 +15,8 @@ from frisket.dsl.show import show
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.intervals import ends
-from frisket.lowering.analysis.questions import (
-    DEEP,
-    LARGE,
-    MAX_DISJUNCTS,
-    always,
-    beyond,
-    disjuncts,
-    mixed,
-    never,
-    some,
-)
+from frisket.lowering.analysis.questions import always, mixed, never, some
+from frisket.lowering.analysis.solve import DEEP, LARGE, MAX_DISJUNCTS, beyond, disjuncts
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.simplify import simplify

@@ -12,7 +12,7 @@ import frisket as fk
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr
 from frisket.lowering.dense import coordinates
-from frisket.lowering.engines.forms import CLAUSES, Clause, EngineForm, NoForm, SolvedTerm, form_of
+from frisket.lowering.engines.forms import CLAUSES, Clause, EngineForm, NoForm, form_of
 from frisket.lowering.plan import Problem
 from frisket.lowering.simplify import ProgramExprs, simplify
 from frisket.runtime.calls.program import program_of
@@ -38,9 +38,9 @@ def values(e: Expr, q_len: int, kv_len: int, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.name)
 def test_a_clause_says_what_its_term_says(clause: Clause) -> None:
     term = simplify(fk.mask(clause.example).expr)
-    found = clause.match(SolvedTerm(term))
+    found = clause.match(term)
     assert found is not None
-    first = next(c for c in CLAUSES if c.match(SolvedTerm(term)) is not None)
+    first = next(c for c in CLAUSES if c.match(term) is not None)
     assert first is clause, "an earlier row takes the example, so the row is not tried"
     parts: dict[str, tuple[Expr, ...]] = {}
     for name, value in found:

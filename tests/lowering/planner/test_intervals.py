@@ -10,7 +10,7 @@ import pytest
 from frisket.dsl.ir import Expr
 from frisket.dsl.program import parse_expression
 from frisket.dsl.show import show
-from frisket.lowering.planner.intervals import intervals
+from frisket.lowering.planner.planner import intervals
 from frisket.lowering.simplify import simplify
 
 VALUES = {

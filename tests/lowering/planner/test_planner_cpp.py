@@ -233,7 +233,9 @@ def test_cpp_planner_operators_equal_the_reference():
 def written(e):
     if e.op == "param":
         return e.name
-    return text._CppBody.leaf(None, e, [text.Text(written(a)) for a in e.args]).text
+    if e.op == "lit":
+        return text._literal(e).text
+    return text._operator(e, [text.Text(written(a)) for a in e.args]).text
 
 
 @pytest.mark.sampled(3)

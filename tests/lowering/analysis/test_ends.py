@@ -8,9 +8,9 @@ from support.attention_cases import same_doc as same
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import TRUE, lookup, param
 from frisket.dsl.sugar import eq, h, k, q
+from frisket.lowering.analysis.solve import ends_of
 from frisket.lowering.plan import ProgramFacts, make_plan
 from frisket.lowering.simplify import ProgramExprs, simplify
-from frisket.lowering.simplify.curves import ends_of
 
 N = 40
 TABLES = {"end": np.random.default_rng(3).integers(-2, N + 2, N), "start": np.array([5]), "size": np.array([-3, 4])}
