@@ -273,9 +273,7 @@ def oracle(
 def interpreted(call: CheckedCall) -> tuple[Any, Any, Any]:
     """The backend "dense": the interpreter on the arrays of a framework."""
     if any(map(traced, call.arrays.qkv)):
-        raise BackendError(
-            "backend 'dense' reads the values of q, k and v, which JAX traces here: call it outside of jit"
-        )
+        raise BackendError(RECORDS[call.backend].features["traced arrays"])
     arrays = call.arrays
     out, *rows = oracle(arrays, call.geometry, call.plan.program, call.rate, call.seed, call.sinks, call.kv_inputs)
     real = "float64" if arrays.dtype == "float64" else "float32"

@@ -8,9 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from frisket.lowering.engines.flags import Flags
+from frisket.lowering.features import STORED, Features
 from frisket.lowering.plan import Geometry
 
 Tensor = Any
+LACKS: Features = {  # of every engine
+    "dropout": "dropout is drawn by position, which generated kernels do",
+    "device tables": "tables on a device are not looked at, so nothing is proved of them",
+    **dict.fromkeys(STORED, "keys and values are as a cache stores them"),
+    "sinks": "sinks are the generated kernels'",
+    "max": "the largest score of a row is asked for",
+}
+SQUARE: Features = {  # of engines without windows and documents
+    "documents": "{flags}: {name} has no documents",
+    "score mods": "{flags}: {name} has no score mod",
+    "windows": "{flags}: {name} has no window",
+    "empty rows": "{flags}: some query sees no key, and {name} says nothing about its result",
+}
 
 
 @dataclass(frozen=True)
@@ -41,9 +55,9 @@ def square(flags: Flags, geometry: Geometry, name: str, rectangles: bool = True)
     """The mask of an engine without windows and documents, or why it has none. Without `rectangles` a causal mask has
     as many keys as queries: with more keys, engines differ in where they begin."""
     if flags.documents is not None:
-        return f"{flags}: {name} has no documents"
+        return SQUARE["documents"].format(flags=flags, name=name)
     if flags.softcap is not None or flags.slopes is not None:
-        return f"{flags}: {name} has no score mod"
+        return SQUARE["score mods"].format(flags=flags, name=name)
     if flags.queries is not None:
         return f"{flags}: {name} has no queries that see nothing"
     left, right = flags.top_left
@@ -51,9 +65,9 @@ def square(flags: Flags, geometry: Geometry, name: str, rectangles: bool = True)
     if not all(isinstance(x, int) for x in (start, stop)):
         return f"{flags}: {name} has one length for all batch entries"
     if flags.empty_rows(geometry):
-        return f"{flags}: some query sees no key, and {name} says nothing about its result"
+        return SQUARE["empty rows"].format(flags=flags, name=name)
     if left is not None:
-        return f"{flags}: {name} has no window"
+        return SQUARE["windows"].format(flags=flags, name=name)
     if right is None:
         return SquareMask(False, start, stop)  # type: ignore[arg-type]
     if not isinstance(right, int) or right != start:
