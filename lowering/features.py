@@ -26,8 +26,10 @@ FEATURES = {
     "sinks": "a logit for each head that has no value",
     "dropout": "weights dropped by seed and position",
     "score mods": "scores changed by a formula of score and positions",
+    "distance penalties": "scores less a slope times the distance, ALiBi",
     "windows": "masks that hide keys far to the left",
     "documents": "masks of documents packed into one sequence",
+    "other masks": "masks that are no window, documents or prefix of keys",
     "empty rows": "queries that see no key",
     "64-bit integers": "masks and score mods whose integers leave 32 bits",
     "pair lookups": "tables read by query and key together, other than by their distance or as a plane",
@@ -64,6 +66,7 @@ OVER = {
     "diagonal": "distance",
     "scatter": "pair",
 }  # of `Gradient.over`
+GRADIENTS = ("backward", "lse cotangents", *dict.fromkeys(f"gradients by {over}" for over in OVER.values()))
 STORED = ("8-bit caches", "value scales", "paged caches", "unwritten keys")
 
 
@@ -93,6 +96,19 @@ def missing(
 
 # -- kinds of kernels, the reasons in the order in which they are looked for --------------------------
 
+DENSE: Features = {
+    "traced arrays": "backend 'dense' reads the values of q, k and v, which JAX traces here: call it outside of jit",
+    "device tables": (
+        "the dense reference needs values and this plan's tables are traced; take a backend that runs "
+        "under jax.jit, such as 'xla'"
+    ),
+}
+XLA: Features = {  # unless `jax_enable_x64` is set
+    "64-bit integers": (
+        "an index of this mask may leave 32 bits and JAX has 64-bit integers switched off; "
+        'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
+    )
+}
 TRITON: Features = {
     "float64": (
         "the Triton kernel takes float32, float16 or bfloat16, not {dtype}; "

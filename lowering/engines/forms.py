@@ -34,6 +34,7 @@ from frisket.lowering.simplify.affine import Linear, is_int_comparison, relation
 
 Q, K = var("q"), var("k")
 Exprs = tuple[Expr, ...]
+NO_CLAUSE = "bounds neither q - k nor k, and compares no documents"
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ def form_of(exprs: ProgramExprs) -> EngineForm | NoForm:
             if (matches := clause.match(solved)) is not None:
                 break
         else:
-            return NoForm(term, "bounds neither q - k nor k, and compares no documents")
+            return NoForm(term, NO_CLAUSE)
         proofs.append(clause.name)
         for name, value in matches:
             parts[name] = (*parts.get(name, ()), value)

@@ -1,5 +1,6 @@
 """The float64 reference, which all others are checked against."""
 
+from frisket.lowering.features import DENSE, GRADIENTS
 from frisket.runtime.backends.base import NO_GRADIENTS, Backend
 
 Backend(
@@ -7,11 +8,6 @@ Backend(
     kernels="the float64 reference",
     oracle=True,
     order=90,
-    features={
-        "backward": NO_GRADIENTS,
-        "traced arrays": (
-            "backend 'dense' reads the values of q, k and v, which JAX traces here: call it outside of jit"
-        ),
-    },
+    features={**dict.fromkeys(GRADIENTS, NO_GRADIENTS), **DENSE},
     operators=("dense",),
 ).register()

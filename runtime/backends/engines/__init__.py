@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from frisket.lowering.engines.flags import Flags
+from frisket.lowering.engines.forms import NO_CLAUSE
 from frisket.lowering.features import STORED, Features
 from frisket.lowering.plan import Geometry
 
 Tensor = Any
+OTHER_MASKS = f"`{{mask}}` {NO_CLAUSE}"
 LACKS: Features = {  # of every engine
     "dropout": "dropout is drawn by position, which generated kernels do",
     "device tables": "tables on a device are not looked at, so nothing is proved of them",
@@ -22,7 +24,10 @@ LACKS: Features = {  # of every engine
 SQUARE: Features = {  # of engines without windows and documents
     "documents": "{flags}: {name} has no documents",
     "score mods": "{flags}: {name} has no score mod",
+    "distance penalties": "{flags}: {name} has no score mod",
     "windows": "{flags}: {name} has no window",
+    "other masks": OTHER_MASKS,
+    "origins by batch entry": "{flags}: {name} begins a causal mask at the first query and the first key",
     "empty rows": "{flags}: some query sees no key, and {name} says nothing about its result",
 }
 
@@ -71,7 +76,7 @@ def square(flags: Flags, geometry: Geometry, name: str, rectangles: bool = True)
     if right is None:
         return SquareMask(False, start, stop)  # type: ignore[arg-type]
     if not isinstance(right, int) or right != start:
-        return f"{flags}: {name} begins a causal mask at the first query and the first key"
+        return SQUARE["origins by batch entry"].format(flags=flags, name=name)
     if not rectangles and stop - start != geometry.q_len:
         return f"{flags}: {name} has a causal mask of as many keys as queries"
     return SquareMask(True, start, stop)  # type: ignore[arg-type]
