@@ -1,4 +1,4 @@
-"""What a backend's record says of a feature is what a tiny call does: it works and is right, or it raises the reason."""
+"""A backend does with a tiny call what its record says of a feature: it is right, or raises the reason."""
 
 from pathlib import Path
 

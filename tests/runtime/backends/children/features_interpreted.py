@@ -1,4 +1,4 @@
-"""Run by test_backend_features.py with TRITON_INTERPRET=1: what Triton's record says of a feature is what a call does."""
+"""Run by test_backend_features.py with TRITON_INTERPRET=1: a call does what Triton's record says of a feature."""
 
 import pytest
 from support.feature_probes import PROBES, compare
