@@ -27,8 +27,8 @@ this page you know what each backend lacks, and which test checks a feature in e
 Written by `python docs/backends.py` from the records in `runtime/backends` and from `lowering/features.py`.
 
 A call that [chooses no backend](how-it-works.md#which-kernel-a-call-takes) runs on one that has all it needs. A call
-that names a backend raises the reason below if the backend lacks something. `…` stands for a part of the call. Limits on
-lengths and on the entries of tables are not listed; their errors name them. Neither are the masks of
+that names a backend raises the reason below if the backend lacks something. `…` stands for a part of the call. Limits
+on lengths and on the entries of tables are not listed; their errors name them. Neither are the masks of
 [engines](engines.md), which depend on the GPU too. `frisket doctor` says which backends run on your machine, and lists
 the features that each lacks.
 

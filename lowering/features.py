@@ -141,6 +141,24 @@ CUTE: Features = {
         "64-bit integers": "compute in integers of 32 bits, and these may be larger",
     }.items()
 }
+FLASH: Features = {
+    **{
+        dtype: f"FlashAttention 4 takes float16 and bfloat16; cast q, k and v, or {instead}"
+        for dtype, instead in {"float32": "take backend='triton'", "float64": "move them to the CPU"}.items()
+    },
+    "head sizes not in eights": (
+        "FlashAttention 4 takes head sizes that are multiples of 8, not {arrays.head_dim} and {arrays.v_dim}"
+    ),
+    "head sizes over 256": (
+        "FlashAttention 4 takes head sizes from 8 to 256 on Hopper, not {arrays.head_dim} and {arrays.v_dim}"
+    ),
+    "origins by batch entry": "FlashAttention 4 takes one origin for all batch entries, not one for each",
+    "8-bit caches": "FlashAttention 4 takes keys and values in the dtype of the queries",
+    "max": "FlashAttention 4 does not tell the largest score of a row",
+    **{f"gradients by {over}": "FlashAttention 4 has no gradient of {names}" for over in OVER.values()},
+    # pages are read where flags are the whole mask: `unpaged` of backends/flash/call.py
+    **{name: why for name, why in CUTE.items() if name != "paged caches"},
+}
 PALLAS_TPU: Features = {
     "float64": 'TPUs have no {dtype}; use float32 or bfloat16, or backend="xla" on CPU',
     "64-bit integers": (

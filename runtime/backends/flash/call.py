@@ -29,14 +29,13 @@ from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
-from frisket.lowering.features import missing
+from frisket.lowering.features import FLASH, missing
 from frisket.lowering.kernels.cute.mods import Mods, emit
 from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.base import Block
 from frisket.runtime.backends.engines.proof import EngineCall
-from frisket.runtime.backends.flash import LACKS
 from frisket.runtime.backends.triton.tiles import architecture
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.export.tile_lists import BlockSparseTensors
@@ -114,7 +113,7 @@ def check(g: Geometry) -> None:
     """Raise where the engine does not take a call; `features.CUTE` says what functions of positions cannot say."""
     needed = ["origins by batch entry"] * any(type(x) is not int for x in g.origin)
     needed += ["8-bit caches"] * bool(g.kv_dtype)
-    if why := missing(LACKS, needed=needed):
+    if why := missing(FLASH, needed=needed):
         raise BackendError(f"{why}\n  {INSTEAD}")
     if g.heads % g.kv_heads:
         raise BackendError(f"FlashAttention 4 takes whole groups of query heads, not {g.heads} of {g.kv_heads}")
@@ -406,7 +405,7 @@ def refused_heads(g: Geometry, arch: str) -> str:
     """A reason why the engine does not take heads of these sizes; "" where it does."""
     d, v = g.head_dim, g.v_dim
     if arch == "sm_90" or d % 8 or v % 8:
-        return missing(LACKS, arrays=g)
+        return missing(FLASH, arrays=g)
     known = (min(d, v) >= 8 and max(d, v) <= 128) or (d, v) in ((192, 128), (256, 256))
     which = "from 8 to 128, 192 with values of 128, and 256"
     return "" if known else f"FlashAttention 4 takes head sizes {which} on Blackwell, not {d} and {v}"

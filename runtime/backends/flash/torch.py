@@ -10,11 +10,10 @@ from typing import Any
 
 from frisket.dsl.errors import BackendError, BackwardError
 from frisket.grammar.memo import cached_on, memo
-from frisket.lowering.features import missing
+from frisket.lowering.features import FLASH, missing
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names
 from frisket.runtime.machine.modules import load_source
 
-from . import LACKS
 from .call import INSTEAD, FlashCall, call_of, check
 
 Tensor = Any
@@ -26,7 +25,7 @@ def forward(
     """(out, lse, None) of a call, with `softmax_stats` another None: the engine gives no largest scores, nor lse's
     rounding."""
     if top:
-        raise BackendError(f"{LACKS['max']}\n  {INSTEAD}")
+        raise BackendError(f"{FLASH['max']}\n  {INSTEAD}")
     call = prepared(inputs, q.device, False)
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     out, lse = attend(call, inputs.geometry, q, k, v, inputs.sinks)
@@ -57,7 +56,7 @@ def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, grad
     """A reason why the backward has not all of the wanted gradients; "" where it has."""
     sources = {t.name: t.source for t in plan.tables} | {s.name: str(s.source) for s in plan.slots}
     names = [source for name, source in sources.items() if name in grad_names]
-    return missing(LACKS, needed=["gradients by query"] * bool(names), names=", ".join(names))
+    return missing(FLASH, needed=["gradients by query"] * bool(names), names=", ".join(names))
 
 
 def prepared(inputs: KernelInputs, device: Any, gradients: bool) -> FlashCall:

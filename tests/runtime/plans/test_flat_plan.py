@@ -547,8 +547,8 @@ def test_tables_too_short_are_refused_where_the_mask_shows_it(framework):
 
 
 @pytest.mark.parametrize("place", [{"sizes": [1, 2, 90, 90]}, {"origin": [0, 0, 3, 0], "sizes": np.full(4, 90)}])
-def test_plans_of_kernels_that_load_tables_take_lists(place):
-    """Such a plan is remembered by its place, and a list has no hash."""
+def test_plans_of_kernels_that_load_tables_take_any_place(place):
+    """Such a plan is remembered by its place, and an array has no hash."""
     was = RECORDS["aten"]
     doc = torch.arange(90) // 20
     att = fk.compile("causal & doc[q] == doc[k]", backend="aten")
