@@ -64,7 +64,7 @@ def row(*cells: str) -> str:
 
 def shown(reason: str) -> str:
     """A reason in one line, with … for what a call puts in."""
-    return re.sub(r"\{.*?\}", "…", " ".join(reason.split()))
+    return re.sub(r"\{.*?\}", "…", " ".join(reason.split())).replace("`", "'")
 
 
 def reasons(backend: Backend) -> list[str]:
@@ -72,7 +72,7 @@ def reasons(backend: Backend) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for feature, why in backend.features.items():
         by_reason.setdefault(shown(why.replace("{dtype}", feature)), []).append(feature)
-    return [f"- {', '.join(features)}: {why}" for why, features in by_reason.items()]
+    return [f"- {', '.join(features)}: `{why}`" for why, features in by_reason.items()]
 
 
 def places() -> list[str]:

@@ -1,9 +1,9 @@
 """Features: the list of what a call may need of a kernel, and for each kind of kernel the reasons why it lacks some.
 
 `FEATURES` names and describes them. A table such as `GLUON` has the reason for each that kernels lack; a feature
-without a reason works. The record of a backend has the table as `features`: the choice of a backend, errors, `frisket
-doctor` and docs/backends.md are derived from it, and a test holds every claim to what the backend does. Limits that
-depend on lengths and contents of tables are no features: the code of a backend has them.
+without a reason works. The record of a backend has the table as `features`. The choice of a backend, errors, `frisket
+doctor` and docs/backends.md are derived from it. A test holds every claim to what the backend does. Limits that depend
+on lengths and contents of tables are no features: the code of a backend has them.
 
 >>> missing(TRITON, dtype="float64")
 'the Triton kernel takes float32, float16 or bfloat16, not float64; float64 runs on the CPU backends (aten, xla)'
