@@ -115,7 +115,7 @@ def running(name: str) -> Iterator[None]:
     elif backend == "triton":
         was = RECORDS[backend]
         _repair_triton()
-        register(replace(was, interpreter=replace(was.interpreter, refuses={})))  # of bfloat16
+        register(replace(was, interpreter=replace(was.interpreter, features={})))  # of bfloat16
         try:
             yield
         finally:

@@ -146,7 +146,8 @@ def entries_of(value: Any) -> Any:
         return value
     value = unwrapped(value)
     with outside_transforms():
-        value = value.detach().cpu().resolve_neg()  # a tensor with the negative bit has no numpy array
+        # zeros that autograd keeps no memory for, and tensors with the bit of -x or of a conjugate, have no numpy array
+        value = (value.clone() if value._is_zerotensor() else value).detach().cpu().resolve_neg().resolve_conj()
         narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))
         return (value.float() if narrow else value).numpy()
 

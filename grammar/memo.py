@@ -276,7 +276,10 @@ def weight(*things: Any) -> int:
         seen.add(id(x))
         if len(seen) > PARTS:
             break
-        size = getattr(x, "nbytes", None)
+        try:
+            size = getattr(x, "nbytes", None)
+        except RuntimeError:  # torch counts no bytes of sparse tensors, and of zeros that have no memory
+            size = None
         total += size if type(size) is int else sys.getsizeof(x, 64)
         if isinstance(x, dict):
             rest += (*x, *x.values())

@@ -33,6 +33,7 @@ from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.simplify.affine import Linear, write
 
 Exprs = tuple[Expr, ...]
+NO_CLAUSE = "bounds neither q - k nor k, and compares no documents"
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def form_of(exprs: ProgramExprs) -> EngineForm | NoForm:
             if (matches := clause.match(term)) is not None:
                 break
         else:
-            return NoForm(term, "bounds neither q - k nor k, and compares no documents")
+            return NoForm(term, NO_CLAUSE)
         proofs.append(clause.name)
         for name, value in matches:
             parts[name] = (*parts.get(name, ()), value)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.lowering.features import XLA
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans
 from frisket.lowering.planner.planner import DeviceSpans
@@ -259,10 +260,7 @@ def prepared(
     """Divide a call into its compiled part and its data."""
     plan, spans, geometry, target = inputs.plan, inputs.spans, inputs.geometry, inputs.target
     if plan.int64 and not int64_enabled():  # JAX would narrow to 32 bits without an error
-        raise LoweringError(
-            "an index of this mask may leave 32 bits and JAX has 64-bit integers switched off; "
-            'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
-        )
+        raise LoweringError(XLA["64-bit integers"])
     work = schedule(spans, geometry, (target.block_q, target.block_k))
     block_q, block_k = min(target.block_q, geometry.q_len), target.block_k if isinstance(spans, DeviceSpans) else None
     shared = work.batches, work.heads, work.bodies, work.once

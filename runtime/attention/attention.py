@@ -18,7 +18,7 @@ from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo, remember
 from frisket.lowering.pipeline import Stages
 from frisket.lowering.pipeline import stages as all_stages
-from frisket.lowering.plan import NOWHERE, PAGES, Geometry, Origin, Sizes
+from frisket.lowering.plan import NOWHERE, PAGES, Geometry, Origin, Problem, Sizes
 from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
@@ -476,9 +476,10 @@ class Attention:
         """
         if np.iterable(origin) and any(map(traced, origin)):
             raise ParameterError("origin is traced by JAX, and a plan takes one that is known: give it to a call")
+        # lengths are checked before values, and lists become tuples
+        place = Problem.of(q_len, kv_len, batch, heads, origin, sizes)
         # a plan is for any head_dim and kv_heads, which decide no more than the tiles that are guessed: the usual ones
-        g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
-        g.problem  # noqa: B018 - lengths are checked before values
+        g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, place.origin, place.sizes)
         host, device_values = split_host_device(stacked_values(None, params)[1], flat, self.program.learnable)
         captured = {**self.learned, **self.traced}
         device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}

@@ -14,6 +14,7 @@ from frisket.dsl.errors import BackendError, MismatchError, ParameterError
 from frisket.dsl.ir import Expr
 from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
+from frisket.lowering.features import DENSE
 from frisket.lowering.plan import PAGES, RATE, SEED, Geometry, survives
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import (
@@ -273,9 +274,7 @@ def oracle(
 def interpreted(call: CheckedCall) -> tuple[Any, Any, Any]:
     """The backend "dense": the interpreter on the arrays of a framework."""
     if any(map(traced, call.arrays.qkv)):
-        raise BackendError(
-            "backend 'dense' reads the values of q, k and v, which JAX traces here: call it outside of jit"
-        )
+        raise BackendError(DENSE["traced arrays"])
     arrays = call.arrays
     out, *rows = oracle(arrays, call.geometry, call.plan.program, call.rate, call.seed, call.sinks, call.kv_inputs)
     real = "float64" if arrays.dtype == "float64" else "float32"

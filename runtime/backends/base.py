@@ -19,6 +19,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from frisket.dsl.errors import BackwardError
 from frisket.grammar.memo import memo
+from frisket.lowering.features import Features, missing
 from frisket.runtime.machine import settings
 from frisket.runtime.machine.modules import loaded, pip_install
 
@@ -88,7 +89,7 @@ class Interpreter:
     owner: str  # "Triton's"
     seconds: float  # of 128 queries and 128 keys of one head, forward, on two cores; gradients take three times more
     used: Callable[[], bool]  # whether it runs the kernels here
-    refuses: Mapping[str, str] = field(default_factory=dict)  # dtype -> what is wrong with it there
+    features: Features = field(default_factory=dict)  # that it lacks, see `Backend`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,7 +102,9 @@ class Backend:
     `module` is of its kernels, and empty where it has library calls. `text(plan, target, geometry, dtype, sinks,
     learned, spans)` gives the kernel's text and the target it runs with. Kernels that ask more than `tiles` have a
     `target(plan, geometry, dtype, tile, narrow)` of a LoopPlan, and a `call_target(plan, geometry, dtype, tile, tuning,
-    device, arch)` of a whole call."""
+    device, arch)` of a whole call.
+
+    `features` has the reason for each of `lowering.features.FEATURES` that the backend lacks; all others work."""
 
     name: str
     kernels: str  # in the words of `frisket doctor`
@@ -136,7 +139,7 @@ class Backend:
     highlight: str = "python"  # the language by which the source is coloured
     interpreter: Interpreter | None = None
     how: str = ""  # more words after "runs here"
-    refuses: Mapping[str, str] = field(default_factory=dict)  # dtype of q, k and v -> why the kernels do not take it
+    features: Features = field(default_factory=dict)
     guarded: bool = False  # kernels check for empty rows where the plan says that there may be some
     loads: bool = False  # kernels read tables, scalars and spans on the device: calls plan there
     # of each row, for the backward: the rounding error of lse, or the offset and the sum of its exponentials
@@ -185,13 +188,15 @@ class Backend:
 
     def has_gradients(self, framework: str) -> bool:
         """Whether calls have gradients: those of an engine without any are generated kernels'."""
-        run = self.executors.get(framework)
-        return run is not None and (run.backward is not None or self.engine is not None)
+        return framework in self.executors and "backward" not in self.features
 
     def refused_dtype(self, dtype: str) -> str:
         """A reason why arrays of a dtype are not taken here, by the kernels or by their interpreter."""
-        wrong = "" if self.interpreter is None else self.interpreter.refuses.get(dtype, "")
-        return self.refuses.get(dtype) or (wrong if wrong and self.interpreted else "")
+        # another backend may run what kernels lack that calls take by themselves: `backend_on` of `jax.attend` asks
+        if (self.rank is None or self.is_engine) and dtype in self.features:
+            return missing(self.features, dtype=dtype)
+        lacks = {} if self.interpreter is None else self.interpreter.features
+        return lacks[dtype] if dtype in lacks and self.interpreted else ""
 
 
 register = Backend.register
@@ -250,15 +255,19 @@ def planning(where: str) -> tuple[str, ...]:
 settings.offer(backends=names, engines=offered, host=lambda: planning("host"), device=lambda: planning("device"))
 
 
+NO_GRADIENTS = (  # a reason for "backward" of `Backend.features`
+    "backend {name!r} has no gradients; {others} have\n"
+    "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
+)
+
+
 def no_gradients(name: str) -> BackwardError:
     """The error of a gradient that is asked of a backend without any; it lists those that have every gradient."""
     ours = (b for b in RECORDS.values() if not b.is_engine)
     whole = {b.name for b in ours for e in b.executors.values() if e.backward and not e.refuses_gradients}
     *most, last = sorted(whole)
-    return BackwardError(
-        f"backend {name!r} has no gradients; {', '.join(most)} and {last} have\n"
-        "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
-    )
+    others = f"{', '.join(most)} and {last}"
+    return BackwardError(NO_GRADIENTS.format(name=name, others=others))
 
 
 def absent(module: str, extra: str) -> str:

@@ -78,7 +78,7 @@ def choose(name: str | None, framework: str, device: str, dtype: str = "") -> st
         backend = named(name, framework)
     if name is not None or not backend.optional:  # an optional one that is automatic was asked already
         _check_takes(backend, framework, device)
-    if (backend.refuses or backend.interpreter) and (why := backend.refused_dtype(dtype)):
+    if (backend.features or backend.interpreter) and (why := backend.refused_dtype(dtype)):
         raise BackendError(why)
     return backend.name
 

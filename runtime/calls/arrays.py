@@ -133,7 +133,7 @@ def version_of(x: Any, *, wait: bool = False) -> Any:
 
 
 def check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:  # a list has no hash
         known = " or ".join(f'"{n}" {shape}' for n, shape in LAYOUTS.items())
         raise ShapeError(f"layout is {layout!r}; it is {known}")
 

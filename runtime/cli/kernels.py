@@ -401,13 +401,15 @@ def doctor(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     where = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cpus": cpus()}
     built, folders, calls = native(), caches(), usual()
     data = {**where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready, "engines": engines()}
-    data |= {"calls": calls, "caches": folders, "settings": settings}
+    lacks = {b.name: b.features for b in backends_of() if b.features}
+    data |= {"lacks": lacks, "calls": calls, "caches": folders, "settings": settings}
     files = {folder: f"{counted(usage['files'], 'file')}, {size(usage['bytes'])}" for folder, usage in folders.items()}
     text: list[answers.Piece] = [
         row("frisket", f"{versions['frisket']}, Python {where['python']}"),
         row("machine", f"{where['system']}, {cpu_count()}, {cpu_name()}"),
         marks("packages", ((name, package(name, versions[name]), bool(versions[name])) for name in PACKAGES)),
         marks("backends", ((n, why or f"{ready[n]}: {RECORDS[n].kernels}", not why) for n, why in missing.items())),
+        row("lacks", "\n".join(f"{name:{NAMES}} {', '.join(features)}" for name, features in lacks.items()), NAMES + 1),
         row("engines", "\n".join(f"{name:{NAMES}} {x}" for name, x in engines().items()), NAMES + 1),
         row("calls", "\n".join(f"on the CPU, arrays of {name} run on {backend}" for name, backend in calls.items())),
         row("native", "\n".join(f"{name:{NAMES}} {x}" for name, x in built.items()), NAMES + 1),

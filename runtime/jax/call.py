@@ -127,7 +127,8 @@ class JaxCall:
         program: Any = self.source.program if isinstance(self.source, Plan) else None
         geometry = replace(self.geometry, origin=numbers["origin"], sizes=numbers["sizes"])
         of_arrays, dropout = (geometry, str(arrays["q"].dtype), "jax", platform), self.plan.keep_mask is not None
-        facts = EngineCall(program, *of_arrays, not on_host, self.stored, dropout, "sinks" in arrays)
+        stored = self.stored or self.plan.unwritten  # a hidden NaN times a weight of 0 is NaN
+        facts = EngineCall(program, *of_arrays, not on_host, stored, dropout, "sinks" in arrays)
         proof = "this is a shard of a call" if self.shards != (1, 1) else prove(RECORDS[backend], facts)
         if isinstance(proof, str):
             raise BackendError(f"backend {backend!r} does not run this call: {proof}\n  leave out the backend")

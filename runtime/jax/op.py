@@ -24,6 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
+from frisket.lowering.features import missing
 from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Cotangents, ForwardResults, Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
@@ -50,8 +51,8 @@ def execute(call: CheckedCall, att: Any) -> tuple[Any, Any, Any]:
     began, _, options = perf_counter(), kernel_step.set(""), att.options
     if Settings.read().show:
         compiled(call, options)
-    if call.top and RECORDS[call.backend].engine is not None:
-        raise BackendError(f"backend {call.backend!r} does not do the largest score of each row; leave out the backend")
+    if call.top and "max" in (lacks := RECORDS[call.backend].features):
+        raise BackendError(missing(lacks, needed=["max"], name=call.backend))
     plan, (q, k, v) = call.plan, call.arrays.transposed("bshd")
     named = _named(call, options)
     g = call.geometry

@@ -31,6 +31,7 @@ from frisket.lowering.analysis.layout import bind, grid_of, swap
 from frisket.lowering.analysis.solve import facts_of
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.aten.expr import distance_only
+from frisket.lowering.features import DENSE
 from frisket.lowering.plan import RUN_LIMIT, Geometry, LoopPlan, Problem, ProgramFacts, Spans, make_plan
 from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
 from frisket.lowering.simplify import ProgramExprs, prepare, simplify
@@ -187,10 +188,7 @@ class FlatPlan:
     def program(self) -> CallProgram:
         """The program with every value, copied to the host: for checks."""
         if any(traced(x) for x in self.device_values.values()):
-            raise LoweringError(
-                "the dense reference needs values and this plan's tables are traced; take a backend that runs "
-                "under jax.jit, such as 'xla'"
-            )
+            raise LoweringError(DENSE["device tables"])
         return checked_program(self, self.device_values)
 
     @property

@@ -215,7 +215,7 @@ def _bits(x: Any) -> Any:
     # as integers, since numpy lacks bfloat16
     dense = type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and not x.is_nested
     if dense and x.dtype.itemsize in WORDS:
-        if x.requires_grad or x.is_neg() or x.nbytes > COPIED:
+        if x.requires_grad or x.is_neg() or x.is_conj() or x.nbytes > COPIED:
             return None
         return written_out(x).view(WORDS[x.dtype.itemsize]).numpy()
     if type(x) is np.ndarray and x.dtype.kind in "biuf" and x.itemsize in WORDS and x.dtype.isnative:

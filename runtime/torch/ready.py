@@ -425,8 +425,8 @@ class VendorCall(PreparedCall):
         return self.prepare()
 
     def taking(self, sinks: Tensor | None, top: bool) -> PreparedCall:
-        # engines that take plans take sinks
-        return self.generated if top or (sinks is not None and RECORDS[self.proof.backend].engine is not None) else self
+        lacks = RECORDS[self.proof.backend].features
+        return self.generated if (top and "max" in lacks) or (sinks is not None and "sinks" in lacks) else self
 
     @property
     def stored(self) -> bool:

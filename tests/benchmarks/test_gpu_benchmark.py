@@ -22,7 +22,7 @@ from frisket.runtime.backends.base import RECORDS, register
 from support.flash import engine
 engine.install(pytest.MonkeyPatch())
 register(replace(
-    RECORDS["cudnn"], reason=lambda framework=None: "", platforms=("cuda", "cpu"), refuses={},
+    RECORDS["cudnn"], reason=lambda framework=None: "", platforms=("cuda", "cpu"), features={},
     engine=RECORDS["sdpa"].engine, executors=RECORDS["sdpa"].executors,
 ))
 of_triton = {n: getattr(RECORDS["triton"], n) for n in ("executors", "module", "platforms", "interpreter")}

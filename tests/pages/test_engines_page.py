@@ -1,10 +1,11 @@
-"""The page of engines has the table that docs/engines.py writes, and as many entries by flags as were asked for."""
+"""The pages of engines and of backends have the tables that their scripts write, with entries enough by flags."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
+from support.pages import script
 
 HERE = Path(__file__).parents[2] / "docs" / "engines.py"
 
@@ -20,6 +21,11 @@ def engines():
 
 def test_engines_page_is_up_to_date(engines):
     assert engines.PAGE.read_text(encoding="utf-8") == engines.page(), "python docs/engines.py"
+
+
+def test_backends_page_is_up_to_date():
+    made = script("backends")
+    assert made.page() == made.PAGE.read_text(encoding="utf-8"), "run `python docs/backends.py`"
 
 
 def test_how_many_entries_engines_take(engines):

@@ -22,7 +22,7 @@ LIMITS = {
     "entered": (126, 20),
     "objects": (9,),
     "caches": (2,),
-    "modules": (240, 131),
+    "modules": (241, 131),
     "imports": (60, 68),
     "fillers": (0, 0, 0, 0),
     "comments": (19,),

@@ -22,6 +22,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, transform, uses, walk
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import backward_of
+from frisket.lowering.features import CUTE, missing
 from frisket.lowering.kernels.expr import Text, machine, named_lines, same_remainder
 from frisket.lowering.kernels.text import Names, Page
 from frisket.lowering.plan import LoopPlan
@@ -56,9 +57,9 @@ class Mods:
 
 def emit(plan: LoopPlan, *, gradients: bool = True, placed: frozenset[str] = frozenset()) -> Mods:
     """The functions of a plan; `placed` are the axes of `b h q k` along which the call begins past 0. Raises
-    LoweringError for what a function of a position cannot say: `refusal` has the words."""
-    if why := refusal(plan):
-        raise LoweringError(f"FlashAttention's mask and score mods {why}\n  {INSTEAD}")
+    LoweringError for what a function of a position cannot say: `features.CUTE` has the words."""
+    if why := missing(CUTE, plan):
+        raise LoweringError(f"{why}\n  {INSTEAD}")
     roots = {} if plan.mask is None else {"mask_mod": plan.mask}
     if plan.score is not None:
         roots["score_mod"] = plan.score
@@ -79,21 +80,6 @@ def emit(plan: LoopPlan, *, gradients: bool = True, placed: frozenset[str] = fro
         texts.append(writer.unchanged())
     functions = tuple(n for n in MODS if n in roots or (n == "score_mod_bwd" and plan.score is not None and gradients))
     return Mods(_title(plan), "\n\n".join(texts), tables, tuple(scalars), functions)
-
-
-def refusal(plan: LoopPlan) -> str:
-    """A reason why no function of a position says what a plan computes; "" where one does."""
-    if plan.keep_mask is not None:
-        return "drop no weights: FlashAttention 4 has no dropout"
-    if plan.weight is not None:
-        return "scale no stored keys and values"
-    if plan.pages is not None:
-        return "read no pages: an entry of a recycled page may be NaN, and FlashAttention 4 adds 0 times that"
-    if plan.unwritten:
-        return "take no keys that may hold anything: FlashAttention 4 adds 0 times a hidden value, which may be NaN"
-    if plan.int64:
-        return "compute in integers of 32 bits, and these may be larger"
-    return ""
 
 
 def _title(plan: LoopPlan) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses
 from frisket.dsl.work import HEAVY
+from frisket.lowering.features import GLUON, missing
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, levels
 from frisket.lowering.kernels.text import skeleton
@@ -33,7 +34,6 @@ from frisket.lowering.plan import LoopPlan, Target
 FORWARD, BLACKWELL, MODULE = (skeleton(__package__, name) for name in ("forward", "blackwell", "module"))
 ARCHITECTURES = ("sm_90", "sm_100")
 INSTEAD = "take backend='triton'"
-WIDEST = 256  # head dim: the sums of 64 queries take 128 registers of a thread
 OF_SLOT = ("k_full", "k_free", "v_full", "v_free")  # barriers of a slot of the rings
 PART = 64  # columns of the sums that a warp group reads from tensor memory at once
 SLACK = 8  # a weight may be 2**8: sums are rescaled where a score exceeds the maximum so far by more
@@ -67,9 +67,9 @@ FUNCTIONS = {  # that not every kernel needs
 
 def emit(plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays = NO_ARRAYS) -> str:
     """The text of the forward's module: `emit(plan, target, Dims(128, 128, "bfloat16", group=4))`; the same input gives
-    the same text. A LoweringError says what `refusal` says."""
-    if why := refusal(plan, dims):
-        raise LoweringError(f"the Gluon kernel {why}\n  {INSTEAD}")
+    the same text. A LoweringError has a reason of `features.GLUON`."""
+    if why := missing(GLUON, plan, dims, dims.dtype):
+        raise LoweringError(f"{why}\n  {INSTEAD}")
     groups, rows = groups_of(target.arch, dims.head_dim, dims.v_dim)
     if target.block_q != groups * rows or target.block_k not in (32, 64, 128):
         tile = f"{target.block_q} x {target.block_k}"
@@ -85,23 +85,6 @@ def groups_of(arch: str, head_dim: int, v_dim: int) -> tuple[int, int]:
     if arch == "sm_90":
         return 2, 64
     return (2 if max(head_dim, v_dim) <= 128 else 1), 128
-
-
-def refusal(plan: LoopPlan, dims: Dims) -> str:
-    """A reason why the kernel does not take a plan or such arrays; "" where it takes both."""
-    if dims.dtype == "float32":
-        return "takes float16 and bfloat16: warp groups have no exact products of float32"
-    if dims.kv_dtype or plan.weight is not None:
-        return "takes keys and values in the dtype of the queries"
-    if plan.pages is not None:
-        return "takes keys and values in arrays, not in pages"
-    if plan.unwritten:
-        return "takes keys that are all written: TMA loads what no query sees too"
-    if max(dims.head_dim, dims.v_dim) > WIDEST:
-        return f"takes head dims up to {WIDEST}, whose sums fit into registers or tensor memory"
-    if dims.head_dim % 8 or dims.v_dim % 8:
-        return "takes head dims that are multiples of 8: TMA loads rows that begin at multiples of 16 bytes"
-    return ""
 
 
 def translated(text: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, lit, walk
 from frisket.lowering.derive import backward_of
+from frisket.lowering.features import OVER, PALLAS_GPU, missing
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import fields, filled
 from frisket.lowering.kernels.text import parts as texts
@@ -31,7 +32,6 @@ TEXT = texts(__package__, "backward")
 # a factor's positions come in whole swizzles
 NARROW = "TILED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))"
 GRID = 65_535  # the most programs along the last axis of a GPU's grid
-PER = {"column": "key", "diagonal": "distance of query and key", "scatter": "place that query and key choose together"}
 
 
 def tiles(geometry: Geometry) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -81,11 +81,7 @@ def refused(
     for gradient in backward_of(plan).gradients:
         if gradient.source in grad_names and gradient.over not in ("head", "row"):
             sources = {t.name: t.source for t in plan.tables} | {s.name: str(s.source) for s in plan.slots}
-            values = sources[gradient.source]
-            return (
-                f"kernels for Hopper sum captured gradients per head and per query; that of `{values}` is one per "
-                f'{PER[gradient.over]}; use backend="triton"'
-            )
+            return missing(PALLAS_GPU, needed=[f"gradients by {OVER[gradient.over]}"], source=sources[gradient.source])
     return ""
 
 

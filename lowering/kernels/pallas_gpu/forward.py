@@ -10,12 +10,14 @@ cores the other computes its softmax.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses, walk
+from frisket.lowering.features import PALLAS_GPU, missing
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
@@ -84,30 +86,9 @@ def roots(plan: LoopPlan) -> list[Expr]:
 
 def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """The reason why no kernel for Hopper computes a call, or nothing. `shapes` are the shapes of the plan's tables."""
-    if dtype not in ("bfloat16", "float16"):
-        return (
-            f'kernels for Hopper multiply bfloat16 and float16, not {dtype}; cast q, k and v, or use backend="triton"'
-        )
-    for name, dim in (("head", geometry.head_dim), ("value", geometry.v_dim)):
-        if dim > 256:
-            return f'{name} dims of kernels for Hopper are at most 256, not {dim}; use backend="triton"'
-    if plan.int64:
-        return (
-            "an index of this mask may leave 32 bits, which kernels for Hopper count in; shrink the numbers in the "
-            'mask, or use backend="triton"'
-        )
-    stored = {
-        f"those of {geometry.kv_dtype}": geometry.kv_dtype != "",
-        "pages of them": plan.pages is not None,
-        "scales of values": plan.weight is not None,
-        "some that may never have been written": plan.mask is not None and plan.unwritten,
-    }
-    for what, there in stored.items():
-        if there:
-            return (
-                f'kernels for Hopper read keys and values as they are, and this call has {what}; use backend="triton"'
-            )
-    return _refused_lookup(plan, geometry)
+    # without a mask every key is seen, so each was written
+    read = plan if plan.mask is not None else replace(plan, unwritten=False)
+    return missing(PALLAS_GPU, read, geometry, dtype) or _refused_lookup(plan, geometry)
 
 
 def _refused_lookup(plan: LoopPlan, g: Geometry) -> str:
@@ -115,10 +96,7 @@ def _refused_lookup(plan: LoopPlan, g: Geometry) -> str:
     lookup = next((n for n in inputs.left() if n.op == "lookup"), None)
     if lookup is not None:
         source = next(t.source for t in plan.tables if t.name == lookup.name)
-        return (
-            f"`{source}` is indexed by q and k together, and kernels for Hopper have no gather; index it by q, by k "
-            'or by q - k alone, or use backend="triton"'
-        )
+        return missing(PALLAS_GPU, needed=["pair lookups"], source=source)
     for e in inputs.distances:
         used = {v for n in walk(e) for v in uses(n)}
         size = (g.batch if "b" in used else 1) * (g.heads if "h" in used else 1) * SWIZZLE * 4 * (g.q_len + g.kv_len)

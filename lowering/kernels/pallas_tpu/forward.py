@@ -12,6 +12,7 @@ from textwrap import wrap
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
+from frisket.lowering.features import PALLAS_TPU, missing
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
@@ -21,7 +22,6 @@ from . import walk as pallas_walk
 TEXT = parts(__package__, "forward")
 LANES = 128
 PARTS, LONGEST = 8, 1024  # pages and keys of a tile of pages, at most: each page is an operand
-DTYPES = ("float32", "bfloat16", "float16")
 CAST = ["dtype = query.dtype  # float16, which TPUs neither compute nor write"]
 CAST_ALL = [*CAST, "query, key, value = (x.astype(Float) for x in (query, key, value))"]
 CAST_QUERY = [*CAST, "query = query.astype(Float)"]
@@ -34,24 +34,8 @@ def roots(plan: LoopPlan) -> list[Expr]:
 
 def refused(plan: LoopPlan, dtype: str) -> str:
     """The reason why no TPU kernel computes a call, or nothing."""
-    if dtype not in DTYPES:
-        return f'TPUs have no {dtype}; use float32 or bfloat16, or backend="xla" on CPU'
-    if plan.int64:
-        return (
-            "an index of this mask may leave 32 bits and TPU kernels have no 64-bit integers; "
-            'shrink the numbers in the mask, or use backend="xla"'
-        )
-    if plan.pages and dtype == "float16":
-        return (
-            "TPUs have no float16, and a pool of pages would be converted whole at every call; "
-            'use bfloat16 or float32, or backend="xla"'
-        )
-    if plan.pages and not keys_of_a_tile(plan.page, LONGEST):
-        return (
-            f"a TPU kernel takes {LANES} keys or a multiple at a time, in at most {PARTS} pages, and none of them is "
-            f'whole pages of {plan.page} tokens; use a page of 16, 32, 64, or a multiple of 128, or backend="xla"'
-        )
-    return ""
+    odd = plan.pages and not keys_of_a_tile(plan.page, LONGEST)
+    return missing(PALLAS_TPU, plan, None, dtype, ["other page sizes"] if odd else ())
 
 
 def fits(page: int, block_k: int) -> bool:

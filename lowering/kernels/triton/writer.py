@@ -22,6 +22,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.features import TRITON
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text, levels
 from frisket.lowering.kernels.text import Names, Page, filled, skeleton
@@ -222,10 +223,7 @@ class Dims:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise LoweringError(
-                f"the Triton kernel takes float32, float16 or bfloat16, not {self.dtype}; "
-                "float64 runs on the CPU backends (aten, xla)"
-            )
+            raise LoweringError(TRITON["float64"].format(dtype=self.dtype))
         if self.kv_dtype and self.kv_dtype not in KV_DTYPES:
             raise LoweringError(
                 "the Triton kernel takes keys and values in the dtype of the queries, or in "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.plan import Cotangents, ForwardResults
 from frisket.runtime.backends.base import Backend, Executors, absent, capability_of, nvidia
-from frisket.runtime.backends.engines import SquareMask, gradients, square
+from frisket.runtime.backends.engines import LACKS, SQUARE, SquareMask, gradients, square
 
 if TYPE_CHECKING:
     from frisket.runtime.backends.engines.proof import EngineCall
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Tensor = Any
 HOPPER = (9, 0)
 HALVES = "cuDNN's attention takes float16 and bfloat16; cast q, k and v, or leave out the backend"
+ONE_SIZE = "cuDNN takes one head dim, in eights up to {most} on this GPU, not {dims}"
 OLDEST = 90000  # of cuDNN, where its attention is as torch calls it
 
 
@@ -49,7 +50,7 @@ def fitted(flags: Flags, call: EngineCall, capability: tuple[int, int]) -> Cudnn
         return mask
     if g.head_dim != g.v_dim or g.head_dim > most or g.head_dim % 8:
         dims = f"{g.head_dim}" if g.head_dim == g.v_dim else f"{g.head_dim} and {g.v_dim}"
-        return f"cuDNN takes one head dim, in eights up to {most} on this GPU, not {dims}"
+        return ONE_SIZE.format(most=most, dims=dims)
     if capability < (8, 0):
         return f"cuDNN's attention takes compute capability 8.0 and later; this GPU has {capability}"
     # sums of gradients come in any order
@@ -102,5 +103,11 @@ Backend(
     order=76,
     platforms=("cuda",),
     rank=20,
-    refuses={"float32": HALVES, "float64": HALVES},
+    features={
+        "float32": HALVES,
+        "float64": HALVES,
+        **LACKS,
+        **SQUARE,
+        **dict.fromkeys(("unequal head sizes", "head sizes not in eights", "head sizes over 256"), ONE_SIZE),
+    },
 ).register()

@@ -8,9 +8,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from frisket.lowering.engines.flags import Flags
+from frisket.lowering.engines.forms import NO_CLAUSE
+from frisket.lowering.features import STORED, Features
 from frisket.lowering.plan import Geometry
 
 Tensor = Any
+OTHER_MASKS = f"`{{mask}}` {NO_CLAUSE}"
+LACKS: Features = {  # of every engine
+    "dropout": "dropout is drawn by position, which generated kernels do",
+    "device tables": "tables on a device are not looked at, so nothing is proved of them",
+    **dict.fromkeys(STORED, "keys and values are as a cache stores them"),
+    "sinks": "sinks are the generated kernels'",
+    "max": "the largest score of a row is asked for",
+}
+SQUARE: Features = {  # of engines without windows and documents
+    "documents": "{flags}: {name} has no documents",
+    "score mods": "{flags}: {name} has no score mod",
+    "distance penalties": "{flags}: {name} has no score mod",
+    "windows": "{flags}: {name} has no window",
+    "other masks": OTHER_MASKS,
+    "origins by batch entry": "{flags}: {name} begins a causal mask at the first query and the first key",
+    "empty rows": "{flags}: some query sees no key, and {name} says nothing about its result",
+}
 
 
 @dataclass(frozen=True)
@@ -41,9 +60,9 @@ def square(flags: Flags, geometry: Geometry, name: str, rectangles: bool = True)
     """The mask of an engine without windows and documents, or why it has none. Without `rectangles` a causal mask has
     as many keys as queries: with more keys, engines differ in where they begin."""
     if flags.documents is not None:
-        return f"{flags}: {name} has no documents"
+        return SQUARE["documents"].format(flags=flags, name=name)
     if flags.softcap is not None or flags.slopes is not None:
-        return f"{flags}: {name} has no score mod"
+        return SQUARE["score mods"].format(flags=flags, name=name)
     if flags.queries is not None:
         return f"{flags}: {name} has no queries that see nothing"
     left, right = flags.top_left
@@ -51,13 +70,13 @@ def square(flags: Flags, geometry: Geometry, name: str, rectangles: bool = True)
     if not all(isinstance(x, int) for x in (start, stop)):
         return f"{flags}: {name} has one length for all batch entries"
     if flags.empty_rows(geometry):
-        return f"{flags}: some query sees no key, and {name} says nothing about its result"
+        return SQUARE["empty rows"].format(flags=flags, name=name)
     if left is not None:
-        return f"{flags}: {name} has no window"
+        return SQUARE["windows"].format(flags=flags, name=name)
     if right is None:
         return SquareMask(False, start, stop)  # type: ignore[arg-type]
     if not isinstance(right, int) or right != start:
-        return f"{flags}: {name} begins a causal mask at the first query and the first key"
+        return SQUARE["origins by batch entry"].format(flags=flags, name=name)
     if not rectangles and stop - start != geometry.q_len:
         return f"{flags}: {name} has a causal mask of as many keys as queries"
     return SquareMask(True, start, stop)  # type: ignore[arg-type]

@@ -19,8 +19,10 @@ from typing import Any
 
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
+from frisket.lowering.features import STORED, missing
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, Backend, capability_of, ranked
+from frisket.runtime.backends.engines import LACKS
 from frisket.runtime.backends.registry import automatic
 from frisket.runtime.calls.options import AS_CHOSEN, Options
 from frisket.runtime.machine.settings import Settings
@@ -128,15 +130,9 @@ def _unfit(engine: Backend, call: EngineCall) -> str:
         return f"it runs on {' and '.join(engine.platforms)}, and q is on {call.platform}"
     if why := engine.reason(call.framework) or engine.refused_dtype(call.dtype):
         return why
-    if call.dropout:
-        return "dropout is drawn by position, which generated kernels do"
-    if call.on_device:
-        return "tables on a device are not looked at, so nothing is proved of them"
-    if call.stored:
-        return "keys and values are as a cache stores them"
-    if call.sinks and engine.engine is not None:
-        return "sinks are the generated kernels'"
-    return "the largest score of a row is asked for" if call.top else ""
+    there = {"dropout": call.dropout, "device tables": call.on_device, "max": call.top}
+    there |= {"sinks": call.sinks and "sinks" in engine.features, **dict.fromkeys(STORED, call.stored)}
+    return missing(LACKS, needed=[name for name, asked in there.items() if asked])
 
 
 def asked_for(options: Options) -> bool:

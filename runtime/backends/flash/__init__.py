@@ -3,6 +3,7 @@ the engine's flags where it is one, and as code and tiles elsewhere."""
 
 from __future__ import annotations
 
+from frisket.lowering.features import FLASH
 from frisket.runtime.backends.base import Backend, Executors, absent, neither_hopper_nor_blackwell
 from frisket.runtime.machine.modules import pip_install
 
@@ -32,10 +33,7 @@ Backend(
     platforms=("cuda",),
     rank=15,
     optional=True,
-    refuses={
-        dtype: f"FlashAttention 4 takes float16 and bfloat16; cast q, k and v, or {instead}"
-        for dtype, instead in {"float32": "take backend='triton'", "float64": "move them to the CPU"}.items()
-    },
+    features=FLASH,
     guarded=True,
     loads=True,
 ).register()

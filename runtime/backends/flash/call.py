@@ -29,6 +29,7 @@ from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
+from frisket.lowering.features import FLASH, missing
 from frisket.lowering.kernels.cute.mods import Mods, emit
 from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
@@ -109,11 +110,11 @@ def call_of(inputs: KernelInputs, device: Any, *, gradients: bool = False) -> Fl
 
 
 def check(g: Geometry) -> None:
-    """Raise where the engine does not take a call; `mods.refusal` says what functions of positions cannot say."""
-    if any(type(x) is not int for x in g.origin):
-        raise BackendError(f"FlashAttention 4 takes one origin for all batch entries, not one for each\n  {INSTEAD}")
-    if g.kv_dtype:
-        raise BackendError(f"FlashAttention 4 takes keys and values in the dtype of the queries\n  {INSTEAD}")
+    """Raise where the engine does not take a call; `features.CUTE` says what functions of positions cannot say."""
+    needed = ["origins by batch entry"] * any(type(x) is not int for x in g.origin)
+    needed += ["8-bit caches"] * bool(g.kv_dtype)
+    if why := missing(FLASH, needed=needed):
+        raise BackendError(f"{why}\n  {INSTEAD}")
     if g.heads % g.kv_heads:
         raise BackendError(f"FlashAttention 4 takes whole groups of query heads, not {g.heads} of {g.kv_heads}")
 
@@ -403,11 +404,8 @@ def backward_block(g: Geometry, arch: str) -> Block:
 def refused_heads(g: Geometry, arch: str) -> str:
     """A reason why the engine does not take heads of these sizes; "" where it does."""
     d, v = g.head_dim, g.v_dim
-    if d % 8 or v % 8:
-        return f"FlashAttention 4 takes head sizes that are multiples of 8, not {d} and {v}"
-    if arch == "sm_90":
-        known = min(d, v) >= 8 and max(d, v) <= 256
-        return "" if known else f"FlashAttention 4 takes head sizes from 8 to 256 on Hopper, not {d} and {v}"
+    if arch == "sm_90" or d % 8 or v % 8:
+        return missing(FLASH, arrays=g)
     known = (min(d, v) >= 8 and max(d, v) <= 128) or (d, v) in ((192, 128), (256, 256))
     which = "from 8 to 128, 192 with values of 128, and 256"
     return "" if known else f"FlashAttention 4 takes head sizes {which} on Blackwell, not {d} and {v}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from frisket.dsl.errors import BackendError, BackwardError
 from frisket.grammar.memo import cached_on, memo
+from frisket.lowering.features import FLASH, missing
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names
 from frisket.runtime.machine.modules import load_source
 
@@ -24,7 +25,7 @@ def forward(
     """(out, lse, None) of a call, with `softmax_stats` another None: the engine gives no largest scores, nor lse's
     rounding."""
     if top:
-        raise BackendError(f"FlashAttention 4 does not tell the largest score of a row\n  {INSTEAD}")
+        raise BackendError(f"{FLASH['max']}\n  {INSTEAD}")
     call = prepared(inputs, q.device, False)
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     out, lse = attend(call, inputs.geometry, q, k, v, inputs.sinks)
@@ -55,7 +56,7 @@ def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, grad
     """A reason why the backward has not all of the wanted gradients; "" where it has."""
     sources = {t.name: t.source for t in plan.tables} | {s.name: str(s.source) for s in plan.slots}
     names = [source for name, source in sources.items() if name in grad_names]
-    return f"FlashAttention 4 has no gradient of {', '.join(names)}" if names else ""
+    return missing(FLASH, needed=["gradients by query"] * bool(names), names=", ".join(names))
 
 
 def prepared(inputs: KernelInputs, device: Any, gradients: bool) -> FlashCall:

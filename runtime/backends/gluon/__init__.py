@@ -3,6 +3,7 @@ Their gradients are Triton's kernels."""
 
 from __future__ import annotations
 
+from frisket.lowering.features import GLUON
 from frisket.runtime.backends.base import Backend, Executors, absent, neither_hopper_nor_blackwell
 
 
@@ -22,7 +23,8 @@ Backend(
     order=50,
     platforms=("cuda",),
     instead="triton",
-    refuses={
+    features={
+        **GLUON,
         "float32": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or take backend='triton'",
         "float64": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or move them to the CPU",
     },

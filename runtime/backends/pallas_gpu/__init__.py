@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from frisket.lowering.features import PALLAS_GPU
 from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, no_gpu
 
 
@@ -41,6 +42,7 @@ Backend(
     platforms=("cuda",),
     rank=1,
     interpreter=Interpreter("Pallas'", 4.0, interpreted),
+    features=PALLAS_GPU,
     guarded=True,
     stats_kind="lse_residual",
     operators=("frisket-pallas-mosaic-gpu",),

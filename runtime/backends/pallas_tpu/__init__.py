@@ -1,5 +1,6 @@
 """Kernels of Pallas for TPUs; elsewhere Pallas' interpreter runs them."""
 
+from frisket.lowering.features import PALLAS_TPU
 from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent
 
 
@@ -23,6 +24,7 @@ Backend(
     platforms=("tpu",),
     rank=1,
     interpreter=Interpreter("Pallas'", 0.0005, interpreted),
+    features=PALLAS_TPU,
     guarded=True,
     stats_kind="lse_residual",
     operators=("frisket-pallas-tpu", "splash"),

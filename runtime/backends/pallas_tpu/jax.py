@@ -55,7 +55,8 @@ def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = 
     block_k = min(block_k, kv_len)
     if plan.pages:
         fitting = pallas_tpu.keys_of_a_tile
-        block_k = fitting(plan.page, block_k) or fitting(plan.page, pallas_tpu.LONGEST)
+        # other page sizes are refused later, by `refuses`, which says why
+        block_k = fitting(plan.page, block_k) or fitting(plan.page, pallas_tpu.LONGEST) or block_k
     return Target("pallas-tpu", min(block_q, q_len), block_k)
 
 

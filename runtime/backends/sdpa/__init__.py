@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.plan import Cotangents, ForwardResults
 from frisket.runtime.backends.base import Backend, Executors, absent
-from frisket.runtime.backends.engines import SquareMask, gradients, square
+from frisket.runtime.backends.engines import LACKS, SQUARE, SquareMask, gradients, square
 
 if TYPE_CHECKING:
     from frisket.runtime.backends.engines.proof import EngineCall
 
 Tensor = Any
 HALVES = ("float16", "bfloat16")
+ONE_SIZE = "values of {arrays.v_dim} numbers and keys of {arrays.head_dim}; SDPA's flash kernel takes one head dim"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def arguments(flags: Flags, call: EngineCall) -> SdpaArguments | str:
     if isinstance(mask, str):
         return mask
     if g.head_dim != g.v_dim:
-        return f"values of {g.v_dim} numbers and keys of {g.head_dim}; SDPA's flash kernel takes one head dim"
+        return ONE_SIZE.format(arrays=g)
     if call.platform == "cuda":
         if call.dtype not in HALVES:
             return f"SDPA's flash kernel takes float16 and bfloat16 on a GPU, not {call.dtype}"
@@ -107,4 +108,5 @@ Backend(
     order=74,
     platforms=("cpu", "cuda"),
     rank=30,
+    features={**LACKS, **SQUARE, "unequal head sizes": ONE_SIZE},
 ).register()

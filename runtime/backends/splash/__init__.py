@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent
+from frisket.runtime.backends.engines import LACKS, OTHER_MASKS
 from frisket.runtime.backends.pallas_tpu import interpreted
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 Array = Any
 LANES = 128
 TILES = (512, 256, LANES)
+ALIBI = "{flags}: splash attention has no ALiBi"
+EMPTY_ROWS = "{flags}: some query sees no key, and splash attention has no result for it"
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +51,9 @@ def arguments(flags: Flags, call: EngineCall) -> SplashArguments | str:
     g = call.geometry
     scale = g.scale * flags.factor
     if flags.slopes is not None:
-        return f"{flags}: splash attention has no ALiBi"
+        return ALIBI.format(flags=flags)
     if flags.queries is not None or flags.empty_rows(g):
-        return f"{flags}: some query sees no key, and splash attention has no result for it"
+        return EMPTY_ROWS.format(flags=flags)
     if not all(isinstance(x, int | None) for x in (flags.left, flags.right)):
         return f"{flags}: splash attention has one window for all batch entries"
     if g.q_len % LANES or g.kv_len % LANES:
@@ -118,5 +121,13 @@ Backend(
     order=78,
     platforms=("tpu",),
     interpreter=Interpreter("Pallas'", 0.0005, interpreted),
-    refuses={"float64": "splash attention takes float32 and halves; cast q, k and v, or take backend='xla'"},
+    features={
+        "float64": "splash attention takes float32 and halves; cast q, k and v, or take backend='xla'",
+        **LACKS,
+        "max": "backend {name!r} does not do the largest score of each row; leave out the backend",
+        "distance penalties": ALIBI,
+        "other masks": OTHER_MASKS,
+        "origins by batch entry": LACKS["device tables"],
+        "empty rows": EMPTY_ROWS,
+    },
 ).register()

@@ -7,6 +7,7 @@ import importlib.util
 import os
 
 from frisket.grammar.memo import memo
+from frisket.lowering.features import TRITON
 from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, no_driver, no_gpu
 
 
@@ -77,6 +78,7 @@ Backend(
     rank=2,
     instead="pallas-mosaic-gpu",
     interpreter=Interpreter("Triton's", 0.03, interpreted, {"bfloat16": BFLOAT16}),
+    features=TRITON,
     guarded=True,
     loads=True,
     stats_kind="lse_residual",

@@ -1,5 +1,6 @@
 """Library calls of JAX, on every platform."""
 
+from frisket.lowering.features import XLA
 from frisket.runtime.backends.base import LIBRARY, Backend, Executors, absent
 
 Backend(
@@ -13,5 +14,6 @@ Backend(
     tier=LIBRARY,
     stats_kind="lse_residual",
     exact_delta=True,
+    features=XLA,
     operators=("frisket-xla", "vanilla"),
 ).register()

@@ -12,6 +12,7 @@ import pytest
 from support.tiers import default_only
 
 from frisket.runtime.backends import base
+from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.cli.main import main
 from frisket.runtime.layouts.tiling import Facts
 from frisket.runtime.machine import cpp_build as native_build
@@ -421,6 +422,8 @@ def test_doctor_lists_packages_backends_and_engines(run):
     assert status == 0
     assert "backends  ✓ aten               runs here: library calls of torch\n" in out
     assert "FRISKET_BACKEND" in out
+    assert found["lacks"] == {b.name: b.features for b in RECORDS.values() if b.features}
+    assert "lacks     xla                  64-bit integers\n" in out
     assert "engines   cudnn                where it is named: engines='cudnn'\n" in out
     assert "sdpa                 by itself on CPU and where it is named: engines='sdpa'\n" in out
 

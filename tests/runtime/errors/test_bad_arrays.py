@@ -92,6 +92,11 @@ BAD = {
         "layout is 'sbhd'; it is \"bhsd\" (batch, heads, length, head_dim) or "
         '"bshd" (batch, length, heads, head_dim)',
     ),
+    "layout in a list": (
+        lambda: fk.attention(Q, K, K, layout=["bhsd"]), fk.ShapeError,
+        "layout is ['bhsd']; it is \"bhsd\" (batch, heads, length, head_dim) or "
+        '"bshd" (batch, length, heads, head_dim)',
+    ),
     "tile": (
         lambda: fk.compile("causal", tile=(128, 0)), fk.ShapeError,
         "tile is (128, 0); tile sizes are two positive integers (queries, keys), in tokens",

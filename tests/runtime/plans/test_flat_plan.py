@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import jax
@@ -19,6 +20,7 @@ from frisket.dsl.ir import INT, walk
 from frisket.lowering.plan import LoopPlan, derived_table, from_records, make_plan
 from frisket.lowering.simplify import ProgramExprs, simplify
 from frisket.runtime.attention import report as module
+from frisket.runtime.backends.base import RECORDS, register
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.plans import run as flat_run
 
@@ -542,3 +544,18 @@ def test_tables_too_short_are_refused_where_the_mask_shows_it(framework):
     fk.compile("q < 20 & k < 20 & same(doc)").plan(S, S, doc=short, flat=True)  # hidden beyond
     with pytest.raises(ParameterError, match="`doc` is an array of complex64; give an array of bool, int or float"):
         fk.compile("same(doc)").plan(S, S, doc=framework(np.ones(S, np.complex64)), flat=True)
+
+
+@pytest.mark.parametrize("place", [{"sizes": [1, 2, 90, 90]}, {"origin": [0, 0, 3, 0], "sizes": np.full(4, 90)}])
+def test_plans_of_kernels_that_load_tables_take_any_place(place):
+    """Such a plan is remembered by its place, and an array has no hash."""
+    was = RECORDS["aten"]
+    doc = torch.arange(90) // 20
+    att = fk.compile("causal & doc[q] == doc[k]", backend="aten")
+    register(replace(was, loads=True))
+    try:
+        plan = att.plan(60, 60, 1, 2, doc=doc, flat=True, **place)
+    finally:
+        register(was)
+    q, k, v = torch.randn(3, 1, 2, 60, 16)
+    torch.testing.assert_close(att(q, k, v, plan=plan), att(q, k, v, doc=doc, **place))

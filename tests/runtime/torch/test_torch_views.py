@@ -26,6 +26,37 @@ def test_torch_tensors_may_be_negated_views(kind):
     torch_views.check(kind, "cpp", torch.float64, *([name] for name in SHAPES))
 
 
+@pytest.mark.parametrize("give", ["compile", "mask", "callable", "plan", "check"])
+def test_tables_of_zeros_without_memory_are_zeros(give):
+    """autograd makes such tensors; torch gives no numpy array of them, nor their number of bytes."""
+    zeros, plain = torch._efficientzerotensor((40,), dtype=torch.int64), torch.zeros(40, dtype=torch.int64)
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    text = "causal & t[q] == t[k]"
+
+    def result(t):
+        if give == "compile":
+            return fk.compile(text, t=t)(q, k, v)
+        if give == "mask":
+            return torch.from_numpy(fk.mask(text, t=t).dense(40, 40))
+        if give == "callable":
+            return fk.compile(lambda q, k: (q >= k) & (t[q] == t[k]))(q, k, v)
+        if give == "plan":
+            return fk.compile(text)(q, k, v, plan=fk.compile(text).plan(40, 40, 1, 2, t=t))
+        fk.compile(text).check(q, k, v, t=t).require()
+        return fk.compile(text)(q, k, v, t=t)
+
+    torch.testing.assert_close(result(zeros), result(plain))
+
+
+@pytest.mark.parametrize("give", ["compile", "call"])
+def test_tables_of_conjugated_numbers_are_refused_as_complex(give):
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    table = torch.ones(40, dtype=torch.complex64).conj()
+    more = [{"t": table}, {}]
+    with pytest.raises(fk.ParameterError, match="`t` is an array of complex64"):
+        fk.compile("causal", "score + t[q]", **more[give == "call"])(q, k, v, **more[give == "compile"])
+
+
 def same(call, *given):
     """A call of negated views is that of their copies."""
     torch.testing.assert_close(call(*map(torch._neg_view, given)), call(*(-x for x in given)), rtol=0, atol=1e-6)

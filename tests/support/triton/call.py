@@ -34,7 +34,10 @@ def tensors(case, layout="bhsd", keys=None, by=1):
     return [poisoned(x, dtype, layout, by) for x, dtype in zip(given, dtypes, strict=True)]
 
 
-def run(case, made=None, layout="bhsd", spans=None, keys=None, sinks=None, top=False, scale=None, by=1, **target):
+def run(
+    case, made=None, layout="bhsd", spans=None, keys=None, sinks=None, top=False, scale=None, by=1, stats=False,
+    **target,
+):  # fmt: skip
     made = made or cases.plan(case)
     tables = {
         n: poisoned(a, torch.as_tensor(np.asarray(a)).dtype, "bhsd"[: np.ndim(a)])
@@ -44,7 +47,7 @@ def run(case, made=None, layout="bhsd", spans=None, keys=None, sinks=None, top=F
     values = made.slot_values({**case.slots, **DROPPED}), tables, sinks
     target = Target("triton", *case.block, **target)
     inputs = KernelInputs(made, spans or cases.Source(case), cases.geometry(case), target, *values)
-    return triton_torch.forward(inputs, *tensors(case, layout, keys, by), top=top)
+    return triton_torch.forward(inputs, *tensors(case, layout, keys, by), top=top, softmax_stats=stats)
 
 
 def check(case, out, lse, top=None):

@@ -145,6 +145,8 @@ CASES = {
     "float16": WINDOW.but(dtype="float16", dim=24, v_dim=40),
     "dropout": Case("causal", None, {}, 2, 2, 1, 130, 130, rate=0.3, sinks=(0.5, -0.5)),
     "dropout-of-all": Case("causal", None, {}, 2, 2, 1, 130, 130, rate=1.0),
+    "dropout-many-parts": Case("causal", None, {}, 2, 2, 1, 2, 3000, rate=0.3, sinks=(0.5, -0.5),
+                               origin=(0, 0, 2990, 0)),
     "dropout-bfloat16": Case("causal", "score * c", {"c": 0.9}, 2, 2, 1, 130, 130, rate=0.3, dtype="bfloat16"),
     "dim-256": Case("causal", dim=256, v_dim=256, q_len=70, kv_len=70, tile=(32, 32)),
     "dim-8": Case("causal", dim=8, v_dim=8, tile=(7, 16)),
@@ -227,7 +229,7 @@ EXHAUSTIVE = (
     "intervals-of-some-queries", "intervals-by-batch", "intervals-far-away", "two-queries-wide-tiles",
     "neighbourhood", "heads-differ-one-query", "softcap", "dim-256", "empty-rows", "everything",
     "heads-visit-other-tiles", "minus-infinity", "bfloat16-odd-sizes", "wide-integers", "blocks", "division-by-zero",
-    "float64", "float16", "dropout", "dropout-of-all",
+    "float64", "float16", "dropout", "dropout-of-all", "dropout-many-parts",
 )  # fmt: skip
 MARKS = dict.fromkeys(RARE, pytest.mark.slow) | dict.fromkeys(EXHAUSTIVE, pytest.mark.exhaustive)
 

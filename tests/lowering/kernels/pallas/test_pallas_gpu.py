@@ -295,6 +295,10 @@ def test_pallas_gpu_forward_equals_the_reference_without_races(name, races):
     seen = np.asarray(lse) > -np.inf
     assert (np.asarray(top)[~seen] == -np.inf).all()
     assert (np.asarray(top)[seen] <= np.asarray(lse)[seen] + 1e-3).all()
+    arrays = [np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case)[:2]]
+    options = {"scale": case.dim**-0.5, "params": case.slots, "tables": case.tables, "problem": case.problem}
+    want = dense.top(*arrays, dense.DenseCall(ProgramExprs(case.mask, case.score), **options))
+    np.testing.assert_allclose(top, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -55,6 +55,13 @@ def test_parts_with_everything(name):
     with_everything(last(CASES[name], 4), splits=5)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_parts_have_the_rounding_error_of_lse(splits):
+    case = last(cases.LARGE, 5)
+    _, lse, _, residual = run(case, splits=splits, stats=True)
+    cases.check_residual(case, lse, residual)
+
+
 def test_parts_of_scores_far_below_zero():
     with_everything(last(Case(causal, score - 300.0), 2), splits=3)
 
