@@ -23,7 +23,7 @@ from frisket.dsl.ir import COORDINATES, SIZES, Expr, transform, uses, walk
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.expr import Text, machine, named_lines, same_remainder
-from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.kernels.text import Names, Page, words
 from frisket.lowering.plan import LoopPlan
 
 from . import expr
@@ -48,7 +48,7 @@ class Mods:
     def text(self) -> str:
         """The module's source."""
         code = expr.prelude(self.body)
-        names = [n for n in ("Boolean", "Float32", "Int32", "Uint32") if n in expr.words(code + self.body)]
+        names = [n for n in ("Boolean", "Float32", "Int32", "Uint32") if n in words(code + self.body)]
         lines = [f'"""{self.title}"""', "", *["import cutlass"] * ("cutlass." in code), "import cutlass.cute as cute"]
         lines += [f"from cutlass import {', '.join(names)}"] * bool(names)
         return "\n".join(lines) + f"\n{code}\n\n{self.body}"

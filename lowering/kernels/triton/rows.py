@@ -13,10 +13,10 @@ from frisket.lowering.analysis.intervals import K0, K1
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.text import fields, filled
+from frisket.lowering.kernels.units import ALONG, by_distance, last_factor, machine
 from frisket.lowering.plan import LoopPlan, Target
 from frisket.lowering.simplify.curves import Ends
 
-from .units import ALONG, by_distance, last_factor, machine
 from .writer import LINE, Dims, KernelTraits, Parameters, TritonWriter, bounds_of, conjuncts, wrapped
 
 QUERIES = frozenset(("q", "q0", "q1"))

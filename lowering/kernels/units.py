@@ -32,10 +32,9 @@ from typing import Protocol
 from frisket.dsl.ir import SCORE, Expr, build, lit, make, rebuild, substitute, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.derive import over
-from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 
-from .expr import decisive
+from . import expr
+from .expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, decisive, levels
 
 SCALE = var("scale", FLOAT)
 START = var("start")  # the position at which the program's own tile begins
