@@ -57,7 +57,7 @@ class RowKernel(TritonWriter):
         self.score, self.factor = [], 1.0
         if plan.score is not None:
             score = machine(self.rewritten(plan.score), dims, when, gathers=traits.gathers)
-            score, self.factor = last_factor(score, dims)
+            score, self.factor = last_factor(score) if dims.half else (score, 1.0)
             self.score = [score]
         # the closed form gives keys of queries; a swapped kernel reads its spans from tables
         self.bounds = {} if traits.swapped else bounds_of(plan)
