@@ -93,15 +93,15 @@ def factored(score: Expr, others: Iterable[Expr], forms: Collection[str]) -> tup
     >>> factored(SCORE / 50.0 + 50.0 * function("tanh", SCORE), (), FORMS)
     ({score / 50.0 + 50.0 * tanh(score): score * 0.02 + 50.0 * tanh(score)}, False)
     """
-    read = [e for e in (score, *others) if "score" in uses(e)]
+    plain = {e: expr.machine(e) for e in (score, *others) if "score" in uses(e)}
     products = SCORE * SCALE not in walk(in_products(expr.machine(score), forms=forms))
-    known = {}
-    for e in read:
-        plain = expr.machine(e)
-        merged = in_products(plain, forms=forms, scale=SCALE if products else None)
-        # the same operators in another order are no gain
-        known[e] = merged if products or Counter(n.op for n in walk(merged)) != Counter(n.op for n in walk(plain)) else e
-    return known, products
+    merged = {e: in_products(x, forms=forms, scale=SCALE if products else None) for e, x in plain.items()}
+    # the same operators in another order are no gain
+    return {e: x if products or _operators(x) != _operators(plain[e]) else e for e, x in merged.items()}, products
+
+
+def _operators(root: Expr) -> Counter[str]:
+    return Counter(n.op for n in walk(root))
 
 
 def _merged(e: Expr, when: Mapping[str, int], forms: Collection[str]) -> Expr:

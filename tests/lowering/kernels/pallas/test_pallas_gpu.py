@@ -26,7 +26,7 @@ from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.pallas_gpu.expr import Expressions
-from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.pallas_gpu.kernel import TEXT
 from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Problem, ProgramFacts, Target, make_plan, survives
 from frisket.lowering.planner.planner import DeviceSpans
@@ -62,9 +62,10 @@ def half(name, **changes):
 
 
 def tiles_of(case, root, made, s, down="q"):
-    """`root` of the plan over all pairs of a head, worked out tile by tile by the text a kernel has."""
-    e = Expressions([root], down)
+    """`root` of the plan over all pairs of a head, worked out tile by tile by the text a kernel has; `s` are scores."""
+    e = Expressions([root], down, score=made.score if root is made.score else None)
     g = cases.geometry(case)
+    s = s / np.float32(g.scale) if e.products else s
     source = pallas_gpu.emit(made, Target("", *BLOCK), g, "bfloat16", interpreted=True)
     names = load_source(
         source.replace("TILE = HALF, BLOCK_K", f"TILE = {'HALF, BLOCK_K' if down == 'q' else '64, BLOCK_Q'}")
@@ -75,10 +76,10 @@ def tiles_of(case, root, made, s, down="q"):
     }
     if down == "k":
         names["HALF"] = 64
-        exec(filled(pallas_gpu.TEXT["distances"], down="k", across="q"), names)  # as the backward has them
+        exec(filled(TEXT["distances"], down="k", other="q"), names)  # as the backward has them
     found, value = e.written(root, "x")
     operands = ", ".join(e.operands(made))
-    before = [*pallas_inputs.before(made, e.inputs), *e.lined(), f"return {operands},"]
+    before = [*e.inputs.before(made), *e.lined(), f"return {operands},"]
     inside = [*e.definitions(made), f"def values(batch, head, start, line, tile, order, s, {operands}):"]
     inside += [f"    {line}" for line in (*e.once(made), *e.each(made, root), *found, f"return {value}")]
     head = "def operands(origin, sizes, slots, tables, batch, heads, q_len, kv_len):\n"
@@ -107,6 +108,7 @@ def tiles_of(case, root, made, s, down="q"):
     for (at, _), found in zip(tiles, of_tiles(wide), strict=True):
         out[at] = np.asarray(found)
     out = out[:, :, :own, :other]
+    out = out if e.factor == 1.0 else out * e.factor
     return out if down == "q" else out.swapaxes(2, 3)
 
 
@@ -259,6 +261,7 @@ def test_products_of_a_gpu():
     forward, backward = dict(names), dict(names)
     exec(pallas_gpu.TEXT["products"], forward)
     exec(pallas_gpu_backward.TEXT["products"], backward)
+    exec(TEXT["on_device"], common := dict(names))
     draw, called = np.random.default_rng(0), []
     a, b, c, d, e = (draw.standard_normal(x) for x in ((4, 3), (5, 3), (4, 5), (5, 7), (4, 7)))
     meanwhile = lambda: called.append(len(begun))  # noqa: E731
@@ -270,10 +273,10 @@ def test_products_of_a_gpu():
     found = backward["added"]((e, 2 * e), (c, d), (c, 3 * d))
     np.testing.assert_allclose(found, [e + c @ d, 2 * e + 3 * c @ d])
     x = draw.standard_normal((2, 13, 3, 40))
-    for at, wide in ((forward["padded"](x, 64, 48), 48), (backward["padded"](x, 64), 64)):
-        assert at.shape == (2, 16, 3, wide)
-        np.testing.assert_allclose(at[:, :13, :, :40], x, rtol=1e-6)
-        assert np.abs(at).sum() == pytest.approx(np.abs(x).sum(), rel=1e-5)
+    at = common["padded"](x, 64)
+    assert at.shape == (2, 16, 3, 64)
+    np.testing.assert_allclose(at[:, :13, :, :40], x, rtol=1e-6)
+    assert np.abs(at).sum() == pytest.approx(np.abs(x).sum(), rel=1e-5)
 
 
 def test_a_ragged_causal_kernel(races):
