@@ -91,17 +91,25 @@ def factored(score: Expr, others: Iterable[Expr], forms: Collection[str]) -> tup
     >>> factored(50.0 * function("tanh", SCORE / 50.0), (), FORMS)
     ({50.0 * tanh(score / 50.0): tanh(score * (scale * 0.02)) * 50.0}, True)
     >>> factored(SCORE / 50.0 + 50.0 * function("tanh", SCORE), (), FORMS)
-    ({score / 50.0 + 50.0 * tanh(score): score * 0.02 + 50.0 * tanh(score)}, False)
+    ({score / 50.0 + 50.0 * tanh(score): score * 0.02 + tanh(score) * 50.0}, False)
     """
-    plain = {e: expr.machine(e) for e in (score, *others) if "score" in uses(e)}
-    products = SCORE * SCALE not in walk(in_products(expr.machine(score), forms=forms))
-    merged = {e: in_products(x, forms=forms, scale=SCALE if products else None) for e, x in plain.items()}
-    # the same operators in another order are no gain
-    return {e: x if products or _operators(x) != _operators(plain[e]) else e for e, x in merged.items()}, products
+    read = {e: expr.machine(e) for e in (score, *others) if "score" in uses(e)}
+    merged = {e: in_products(x, forms=forms) for e, x in read.items()}
+    if SCORE * SCALE not in walk(merged.get(score, score)):
+        return merged, True
+    return {e: cheaper(x, forms) for e, x in read.items()}, False
 
 
-def _operators(root: Expr) -> Counter[str]:
-    return Counter(n.op for n in walk(root))
+def cheaper(root: Expr, forms: Collection[str] = ()) -> Expr:
+    """An equal Expr with its constant factors merged, and with products for quotients; `root` itself where that leaves
+    the same operators, if in another order.
+
+    >>> cheaper(2.0 * SCORE / 50.0 + 1.0), cheaper(2.0 * SCORE)
+    (score * 0.04 + 1.0, 2.0 * score)
+    """
+    merged = in_products(root, forms=forms, scale=None)
+    one, other = (Counter(n.op for n in walk(e)) for e in (root, merged))
+    return root if one == other else merged
 
 
 def _merged(e: Expr, when: Mapping[str, int], forms: Collection[str]) -> Expr:
