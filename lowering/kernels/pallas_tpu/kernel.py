@@ -102,7 +102,7 @@ class TpuKernel:
         self.holes = self.program.holes
         used = [e for e in roots if e is not None]
         # of 16-bit inputs a score mod may take the products themselves, and the scale is one of its factors
-        self.factored, self.products = {}, False
+        self.factored, self.products = dict[Expr, Expr](), False
         if plan.score is not None and dtype != "float32":
             self.factored, self.products = factored(plan.score, used, forms=())
         used = [self.factored.get(e, e) for e in used]

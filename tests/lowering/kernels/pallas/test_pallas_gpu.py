@@ -180,6 +180,23 @@ def test_tanh_is_the_machines_where_that_is_near_enough(mask, capped, approximat
     assert "tanh_approximate" not in pallas_gpu.emit(made, target, g, "bfloat16")
 
 
+@pytest.mark.parametrize("what", ["forward", "q", "k"])
+def test_pallas_gpu_scales_scores_in_the_factors_of_a_cap(what):
+    """The scale joins the division of a soft cap, and its product that of the softmax, forward and backward alike."""
+    made, g = cases.plan(CASES["softcap"]), Geometry(1, 1, 1, 9, 9, 64, 64, 0.125)
+    target = Target("", 128, 64) if what != "k" else Target("", 64, 128)
+    if what == "forward":
+        text = pallas_gpu.emit(made, target, g, "bfloat16")
+        assert "UNIT = 20.0 * 1.4426950408889634" in text
+    else:
+        text = pallas_gpu_backward.emit(made, target, g, {what})
+        assert "exponent(modified, 20.0 * LOG2E" in text
+    assert "y0 = SCALE * 0.05" in text
+    assert "tanh(s * y0)" in text
+    assert "/ 20.0" not in text
+    assert "s * SCALE" not in text
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("op", sorted(JNP))
 def test_operators_have_their_meaning(op):

@@ -308,6 +308,24 @@ def test_pallas_tpu_operators_lower_for_a_tpu(op):
         assert "tpu_custom_call" in exported.mlir_module()
 
 
+def test_pallas_tpu_scales_scores_of_16_bits_in_a_factor():
+    """A soft cap takes one factor for the scale and its division; float32 keeps the order that is written."""
+    case = CASES["softcap"]
+    made, g = cases.plan(case), cases.geometry(case)
+    half, single = (pallas_tpu.emit(made, TARGET, g, dtype) for dtype in ("bfloat16", "float32"))
+    assert "y0 = SCALE * 0.05" in half
+    assert "jnp.tanh(s * y0) * 20.0" in half
+    assert "s = s * SCALE" not in half
+    assert "s = s * SCALE" in single
+    assert "20.0 * jnp.tanh(s / 20.0)" in single
+
+
+def test_pallas_tpu_scales_scores_once_that_are_terms():
+    text = pallas_tpu.emit(cases.plan(CASES["alibi"]), TARGET, cases.geometry(CASES["alibi"]), "bfloat16")
+    assert text.count("* SCALE") == 1
+    assert "s = s * SCALE" in text
+
+
 # -- text and errors --------------------------------------------------------------------------------
 
 
