@@ -22,6 +22,7 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
+from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
@@ -63,7 +64,8 @@ def half(name, **changes):
 
 def tiles_of(case, root, made, s, down="q"):
     """`root` of the plan over all pairs of a head, worked out tile by tile by the text a kernel has; `s` are scores."""
-    e = Expressions([root], down, score=made.score if root is made.score else None)
+    of_scores = "score" in ir.uses(root)
+    e = Expressions([made.score, root] if of_scores else [root], down, score=made.score if of_scores else None)
     g = cases.geometry(case)
     s = s / np.float32(g.scale) if e.products else s
     source = pallas_gpu.emit(made, Target("", *BLOCK), g, "bfloat16", interpreted=True)
@@ -108,7 +110,7 @@ def tiles_of(case, root, made, s, down="q"):
     for (at, _), found in zip(tiles, of_tiles(wide), strict=True):
         out[at] = np.asarray(found)
     out = out[:, :, :own, :other]
-    out = out if e.factor == 1.0 else out * e.factor
+    out = out * e.factor if root is made.score else out
     return out if down == "q" else out.swapaxes(2, 3)
 
 
@@ -131,6 +133,16 @@ def check_text(case, down="q", atol=2e-6):
 @pytest.mark.parametrize("name", ["crop", "relative-bias"])
 def test_texts_are_their_expressions(name):
     check_text(half(name, dtype="float32", q_len=70, kv_len=70))
+
+
+@pytest.mark.parametrize("down", ["q", "k"])
+def test_pallas_gpu_slope_of_a_cap_is_that_of_scores(down):
+    case = CASES["softcap"].but(q_len=70, kv_len=70)
+    made, g = cases.plan(case), cases.geometry(case)
+    s = 9 * np.random.default_rng(0).standard_normal((g.batch, g.heads, g.q_len, g.kv_len)).astype(np.float32)
+    slope = backward_of(made).slope
+    got = tiles_of(case, slope, made, s, down).astype(np.float32)
+    np.testing.assert_allclose(got, evaluate(slope, {"score": s}, {}), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.exhaustive
