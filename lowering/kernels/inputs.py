@@ -230,9 +230,9 @@ def literal(value: bool | int | float) -> Text:
     return Text(repr(value), ATOM if value >= 0 else PREFIX)
 
 
-def stored(what: str, type: Type) -> Text:
+def stored(text: str, type: Type) -> Text:
     """The text that reads a stored value: Bool lives in memory as an integer."""
-    return Text(f"{what} != 0", COMPARISON) if type is BOOL else Text(what)
+    return Text(f"{text} != 0", COMPARISON) if type is BOOL else Text(text)
 
 
 def _whole(type: Type) -> str:

@@ -224,7 +224,7 @@ class GpuQueryGradients(GpuGradients):
 
     def text(self) -> str:
         dq, buffers = "q" in self.grad_names, [f"{n}s" for n in self.sums]
-        here = [f"{n}_here" for n in self.sums]
+        parts = [f"{n}_here" for n in self.sums]
         arrays = {"query": "q_ref", "key": "k_ref", "value": "v_ref"}
         return self.gradients(
             "queries",
@@ -237,8 +237,8 @@ class GpuQueryGradients(GpuGradients):
             returned=["found[0][:, :q_len, :, :dim]"] * dq
             + [f"found[{i}][..., :q_len]" for i in range(dq, dq + len(buffers))],
             doc=", ".join(["dq"] * dq + ["sums of captured gradients over keys"] * bool(buffers)),
-            found=_tuple(["ds.astype(query.dtype)"] * dq + here),
-            names=_tuple(["ds"] * dq + here),
+            found=_tuple(["ds.astype(query.dtype)"] * dq + parts),
+            names=_tuple(["ds"] * dq + parts),
             sums=_tuple(["dq"] * dq + [*self.sums]),
             summed=[{"total": n, "buffer": f"{n}s"} for n in self.sums],
             zeros=_tuple(["zeros(HALF, DIM)"] * dq + ["zeros(HALF)"] * len(buffers)),
@@ -261,24 +261,17 @@ class GpuKeyGradients(GpuGradients):
         pairs = ["(key.at[wg], query.at[slot])", *[f"(value.at[wg], dout.at[slot]{start})"] * dk]
         dims = ["v_dim"] * dv + ["dim"] * dk
         return self.gradients(
-            "keys",
-            arrays,
-            scratch=["key", "value", "query", "dout", "lses", "lows", *["deltas"] * dk],
-            loads=4 + dk,
-            outputs=["dv"] * dv + ["dk"] * dk,
-            vectors=["(STAGES, BLOCK_Q)"] * (2 + dk),
+            "keys", arrays, ["key", "value", "query", "dout", "lses", "lows", *["deltas"] * dk], loads=4 + dk,
+            outputs=["dv"] * dv + ["dk"] * dk, vectors=["(STAGES, BLOCK_Q)"] * (2 + dk),
             out_types=["value.shape, query.dtype"] * dv + ["key.shape, query.dtype"] * dk,
             returned=[f"found[{i}][:, :kv_len, :, :{n}]" for i, n in enumerate(dims)],
-            doc=" and ".join(["dv"] * dv + ["dk"] * dk),
-            products=", ".join(["scores"] + ["inner"] * dk),
-            pairs=", ".join(pairs),
-            starts=self.starts,
+            doc=" and ".join(["dv"] * dv + ["dk"] * dk), products=", ".join(["scores"] + ["inner"] * dk),
+            pairs=", ".join(pairs), starts=self.starts,
             found=_tuple([f"{weight}.astype(query.dtype)"] * dv + ["ds.astype(query.dtype)"] * dk),
-            names=_tuple(["p"] * dv + ["ds"] * dk),
-            sums=_tuple(["dv"] * dv + ["dk"] * dk),
+            names=_tuple(["p"] * dv + ["ds"] * dk), sums=_tuple(["dv"] * dv + ["dk"] * dk),
             factors=", ".join(["(p, dout.at[slot])"] * dv + ["(ds, query.at[slot])"] * dk),
             zeros=_tuple(["zeros(HALF, DIM_V)"] * dv + ["zeros(HALF, DIM)"] * dk),
-        )
+        )  # fmt: skip
 
 
 def _tuple(names: list[str]) -> str:

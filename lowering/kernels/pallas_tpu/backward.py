@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from frisket.dsl.ir import Expr, build, lit, param
 from frisket.dsl.show import show
@@ -117,12 +118,12 @@ class TpuGradients(TpuKernel):
         dtype: str,
         options: TpuOptions,
         gradients: Mapping[int, Gradient],
-        wanted: Collection[str] = (),
+        grads: Collection[str] = (),
     ) -> None:
         derived = backward_of(plan)
-        self.gradients, self.wanted = gradients, wanted
-        self.slope = derived.slope if {"q", "k"} & set(wanted) else None
-        self.inner = bool({"q", "k"} & set(wanted) or gradients)  # whether dm is wanted; for dv alone p suffices
+        self.gradients, self.grads = gradients, grads
+        self.slope = derived.slope if {"q", "k"} & set(grads) else None
+        self.inner = bool({"q", "k"} & set(grads) or gradients)  # whether dm is wanted; for dv alone p suffices
         # a full tile has no empty row: its scores are -inf only where a score mod makes them so
         self.careful = derived.guard or (plan.guard and plan.score is not None)
         self.survivor = build("div", ONE, build("sub", ONE, param(plan.rate, FLOAT))) if plan.rate else None
@@ -173,33 +174,23 @@ class TpuGradients(TpuKernel):
         lse, delta = (f"wide({n}[{own}], BLOCK_K)" for n in ("lse", "delta")) if down else vectors
         q, dout, k, v = f"q_ref[0, {part}]", f"dout_ref[0, {part}]", "k_ref[0, 0]", "v_ref[0, 0]"
         factors, axis = ((q, k, dout, v), "k") if down else ((k, q, v, dout), "q")
-        survivors = []
+        survivors: list[str] = []
         if plan.keep_mask is not None and self.survivor is not None:
             (draws, survives), (lines, survivor) = self.value(plan.keep_mask, "w"), self.value(self.survivor, "u")
             survivors = [*draws, *lines, f"kept = jnp.where({survives}, {survivor}, 0.0)"]
-        score = ["m = s"]
-        if plan.score is not None:
-            score = self.assigned(plan.score, "y", "m = jnp.broadcast_to({}, s.shape)")
-        return block(
-            TEXT["tile"],
-            here=self.inputs.coordinate_lines(plan),
-            products=self.products,
-            score=score,
-            hide=self.assigned(plan.mask, "x", "m = jnp.where({}, m, -jnp.inf)"),
-            survivors=survivors,
-            careful=self.careful,
-            inner=self.inner,
-            dv="v" in self.wanted,
-            weight="p" if self.survivor is None else "p * kept",
-            dp="dp" if self.survivor is None else "dp * kept",
-            lse=lse,
-            delta=delta,
-            **dict(zip(("one", "two", "three", "four"), factors, strict=True)),
-            axis=axis,
-            token={"q": "query", "k": "key"}[axis],
-            length={"q": "q_len", "k": "kv_len"}[axis],
-            block=f"BLOCK_{axis.upper()}",
-        )
+        score = self.assigned(plan.score, "y", "m = jnp.broadcast_to({}, s.shape)") or ["m = s"]
+        weight, dp = ("p", "dp") if self.survivor is None else ("p * kept", "dp * kept")
+        side = {"q": ("query", "q_len", "BLOCK_Q"), "k": ("key", "kv_len", "BLOCK_K")}[axis]
+        names = ("one", "two", "three", "four", "token", "length", "block")
+        holes: dict[str, Any] = dict(zip(names, (*factors, *side), strict=True)) | {
+            "lse": lse,
+            "delta": delta,
+            "axis": axis,
+        }
+        holes |= {"weight": weight, "dp": dp, "survivors": survivors, "score": score}
+        holes |= {"products": self.products, "careful": self.careful, "inner": self.inner, "dv": "v" in self.grads}
+        hide = self.assigned(plan.mask, "x", "m = jnp.where({}, m, -jnp.inf)")
+        return block(TEXT["tile"], **holes, here=self.inputs.coordinate_lines(plan), hide=hide)
 
     def times(self, name: str, factor: Expr | None, temporary: str = "z") -> tuple[list[str], str]:
         """The (lines, text) of dm times a factor, 0 at hidden positions: 0 times NaN or infinity is NaN."""
@@ -251,7 +242,7 @@ class TpuQueryGradients(TpuGradients):
         self.keeps_rows()
         lines = self.tile()
         own, part, together = (self.holes[n] for n in ("own", "part", "together"))
-        if "q" in self.wanted:
+        if "q" in self.grads:
             self.keeps("dq", "(BLOCK_Q, dim)")
             spec, shape = f"(1, {together}, BLOCK_Q, dim), at_query", "(batch, heads, q_len, dim), query.dtype"
             self.gives("q", "dq", spec, shape, self.cast_back, "dq [batch, q_len, heads, dim]")
@@ -313,14 +304,14 @@ class TpuKeyGradients(TpuGradients):
         turned = self.inputs.turned()
         self.start += [] if self.group > 1 else turned
         for name, width in (("k", "dim"), ("v", "v_dim")):
-            if name in self.wanted:
+            if name in self.grads:
                 self.keeps(f"d{name}", f"(BLOCK_K, {width})")
                 spec, shape = f"(1, 1, BLOCK_K, {width}), at_key", f"(batch, kv_heads, kv_len, {width}), query.dtype"
                 self.gives(name, f"d{name}", spec, shape, self.cast_back, f"d{name} [batch, kv_len, kv_heads, {width}]")
         lines = [*turned, *self.tile()] if self.group > 1 else self.tile()  # the head may be another one
-        if "v" in self.wanted:
+        if "v" in self.grads:
             self.finish.append("dv_ref[0, 0] = dv[...].astype(dv_ref.dtype)")
-        if "k" in self.wanted:
+        if "k" in self.grads:
             self.needs(TEXT["finite"])
             assignments, ds = self.times("ds", self.slope)
             queries = "queries = finite(q_ref[0, 0]) if partial else q_ref[0, 0]"

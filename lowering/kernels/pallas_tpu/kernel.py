@@ -108,21 +108,14 @@ class TpuKernel:
         used = [self.factored.get(e, e) for e in used]
         self.inputs = TpuInputs(tuple(used), self.down, strided=options.strided, program_heads=options.program_heads)
         self.numbers: list[str] = []  # in scalar memory, beside those of every plan
-        self.refs: list[str] = []  # of arrays that come in blocks
-        self.operands: list[str] = []
-        self.in_specs: list[str] = []
+        self.refs, self.operands, self.in_specs = (list[str]() for _ in range(3))  # arrays that come in blocks
         self.zeros: Sequence[str] = ()  # operands that the first result begins as
         self.cast = ""  # of float16, where not all arrays are
         self.at_key = TEXT["at_key"]  # the block of keys of a step
         self.lengths = ["q_len", "kv_len"]
-        self.scratch: list[str] = []
-        self.scratch_shapes: list[str] = []
-        self.clear: list[str] = []  # at the first step
-        self.start: list[str] = []  # of a row of tiles
-        self.finish: list[str] = []
-        self.outputs: list[str] = []
-        self.out_specs: list[str] = []
-        self.out_shapes: list[str] = []
+        self.scratch, self.scratch_shapes = (list[str]() for _ in range(2))
+        self.outputs, self.out_specs, self.out_shapes = (list[str]() for _ in range(3))
+        self.clear, self.start, self.finish = (list[str]() for _ in range(3))  # lines of the first step, and of a row
 
     def keeps(self, name: str, shape: str, value: str = "") -> None:
         """Declare a scratch array of a row of tiles, which starts as `value` or 0."""
