@@ -45,9 +45,9 @@ class GpuKernel:
         self.e = Expressions(used, self.owned, "exact" if self.exact else target.tanh, plan.score)
         self.dim, self.dim_v = dims(geometry.head_dim), dims(geometry.v_dim)
         sides = ("BLOCK_Q", "BLOCK_K")
-        self.own, self.across = sides if self.owned == "q" else sides[::-1]
+        self.down, self.across = sides if self.owned == "q" else sides[::-1]
         blocks = {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k}
-        self.own_block, self.across_block = blocks[self.own], blocks[self.across]
+        self.own_block, self.across_block = blocks[self.down], blocks[self.across]
 
     @property
     def unit(self) -> str:
@@ -77,7 +77,7 @@ class GpuKernel:
         pairs = {
             "first": "keys first, " * turned,
             "values": f"values{'.swapaxes(2, 3)' * turned}",
-            "own": self.own,
+            "own": self.down,
             "across": self.across,
             "own_len": "kv_len" if turned else "q_len",
             "across_len": "q_len" if turned else "kv_len",
@@ -88,8 +88,8 @@ class GpuKernel:
     def module(self, stages: int, before: str, kernel: str, **holes: Any) -> str:
         """The text of the module: its head, functions `before` the kernel, the kernel, and its entry."""
         plan, g, e = self.plan, self.geometry, self.e
-        common = {n: getattr(self, n) for n in ("title", "detail", "does", "name", "axis", "own", "across", "walk")}
-        common |= {"length": self.length, "semantics": self.semantics, "fast": str(not self.exact)}
+        common = {n: getattr(self, n) for n in ("title", "detail", "does", "name", "axis", "across", "walk")}
+        common |= {"own": self.down, "length": self.length, "semantics": self.semantics, "fast": str(not self.exact)}
         functions = [TEXT["shared"], TEXT["interpreted" if self.interpretable else "on_device"], *self.readers()]
         head = filled(
             TEXT["head"], **common | {"unit": [], "narrow": []} | holes,

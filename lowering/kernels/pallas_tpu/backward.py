@@ -169,9 +169,9 @@ class TpuGradients(TpuKernel):
 
     def tile(self) -> list[str]:
         """The lines from two tiles to their p and, where they are wanted, dv and dm."""
-        plan, down, own, part = self.plan, self.down == "q", self.holes["own"], self.holes["part"]
+        plan, down, index, part = self.plan, self.down == "q", self.holes["own"], self.holes["part"]
         vectors = [f"of_rows_ref[0, 0, {i}:{i + 1}]" for i in (0, 1)]
-        lse, delta = (f"wide({n}[{own}], BLOCK_K)" for n in ("lse", "delta")) if down else vectors
+        lse, delta = (f"wide({n}[{index}], BLOCK_K)" for n in ("lse", "delta")) if down else vectors
         q, dout, k, v = f"q_ref[0, {part}]", f"dout_ref[0, {part}]", "k_ref[0, 0]", "v_ref[0, 0]"
         factors, axis = ((q, k, dout, v), "k") if down else ((k, q, v, dout), "q")
         survivors: list[str] = []
@@ -241,16 +241,16 @@ class TpuQueryGradients(TpuGradients):
     def work(self) -> list[str]:
         self.keeps_rows()
         lines = self.tile()
-        own, part, together = (self.holes[n] for n in ("own", "part", "together"))
+        index, part, together = (self.holes[n] for n in ("own", "part", "together"))
         if "q" in self.grads:
             self.keeps("dq", "(BLOCK_Q, dim)")
             spec, shape = f"(1, {together}, BLOCK_Q, dim), at_query", "(batch, heads, q_len, dim), query.dtype"
             self.gives("q", "dq", spec, shape, self.cast_back, "dq [batch, q_len, heads, dim]")
-            self.finish.append(f"dq_ref[0, {part}] = (dq[{own}] * SCALE).astype(dq_ref.dtype)")
+            self.finish.append(f"dq_ref[0, {part}] = (dq[{index}] * SCALE).astype(dq_ref.dtype)")
             self.needs(TEXT["finite"])  # a tile with the mask may have keys behind the last one, which may be NaN
             assignments, ds = self.times("ds", self.slope)
             keys = "keys = finite(k_ref[0, 0]) if partial else k_ref[0, 0]"
-            lines += [*assignments, keys, f"dq[{own}] += rows_by_columns({ds}, keys)"]
+            lines += [*assignments, keys, f"dq[{index}] += rows_by_columns({ds}, keys)"]
         for i, g in self.gradients.items():
             assignments, added = self.times(f"d{i}", g.weight, f"g{i}_")
             lines += [*assignments, *(self.distance(i, added) if g.over == "diagonal" else self.sum(i, added))]
