@@ -25,7 +25,7 @@ infinite slope at 0, and 0 * inf is NaN. `Backward.guard` says when a kernel has
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -110,6 +110,11 @@ class Backward:
 def backward_of(plan: LoopPlan) -> Backward:
     """The derivatives of a plan's score mod, in the plan's own names."""
     return Backward(None, ()) if plan.score is None else derivatives(plan.score)
+
+
+def captured(plan: LoopPlan, grad_names: Collection[str]) -> list[tuple[int, Gradient]]:
+    """The captured gradients of the tables and slots in `grad_names`, with their numbers in `backward_of(plan)`."""
+    return [(i, g) for i, g in enumerate(backward_of(plan).gradients) if g.source in grad_names]
 
 
 def derivatives(score: Expr) -> Backward:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from frisket.dsl.errors import EvaluationError, LoweringError
 from frisket.dsl.evaluate import OPERATORS, evaluate
 from frisket.dsl.ir import Expr, build, lit, transform, uses, walk
-from frisket.dsl.types import BOOL, INT
+from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.simplify.affine import Linear, linear, write
 
 # When a value is known: once (SCALAR), per query row, per key column, or per position. A union is a bit-or.
@@ -137,6 +137,13 @@ def printed(
     page.texts = {node: text.text for node, text in texts.items()}
     page.values = {r: page.texts[r] for r in roots}
     return page
+
+
+def decisive(roots: Iterable[Expr]) -> set[Expr]:
+    """The Floats that decide an Int or a Bool. A GPU's own division is off by some units in the last place, so the
+    floor of 41 / 41 may be 0, in tiles that were planned with 1; `tl.div_rn` rounds correctly."""
+    crossed = [n for n in walk(*roots) if n.type is not FLOAT and any(a.type is FLOAT for a in n.args)]
+    return {n for n in walk(*crossed) if n.type is FLOAT}
 
 
 def unknown(node: Expr, backend: str) -> LoweringError:

@@ -79,6 +79,11 @@ class Names:
         return self.new(f"{stem}{n}")
 
 
+def words(source: str) -> set[str]:
+    """The identifiers of a text."""
+    return set(re.findall(r"[A-Za-z_]\w*", source))
+
+
 def skeleton(package: str, name: str) -> str:
     """The text of skeletons/`name`.tpl of a package; `$include other` and `$include triton.other` are filled in."""
     sibling, _, name = name.rpartition(".")  # Gluon shares parts with Triton, word for word

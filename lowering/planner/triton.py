@@ -18,7 +18,7 @@ from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Language, Text
-from frisket.lowering.kernels.text import Names, Page, filled, parts
+from frisket.lowering.kernels.text import Names, Page, filled, parts, words
 from frisket.lowering.kernels.triton import expr as expr_triton
 
 from .arrays import PLAN_SPANS, WISHES, Leaf, PlannerBody, sides
@@ -222,7 +222,7 @@ class _TritonBody(PlannerBody):
         lines, halves = any(len(r.axes) == 1 for r in ranges), any(len(r.axes) > 1 for r in ranges)
         shared = "\n\n".join([KERNELS["lines"]] * lines + [KERNELS["halves"]] * halves + [KERNELS["order"]])
         functions = _functions(shared + body)
-        constants = 'INFINITY = tl.constexpr(float("inf"))\n' if "INFINITY" in expr_triton.words(functions) else ""
+        constants = 'INFINITY = tl.constexpr(float("inf"))\n' if "INFINITY" in words(functions) else ""
         text = "\n\n\n".join(x.strip("\n") for x in (functions, shared, body) if x.strip())
         return re.sub(r"\n{4,}", "\n\n\n", f"{head}\n{HEADER.strip()}\n{constants}\n\n{text}\n")
 
@@ -272,7 +272,7 @@ def _within(axes: int) -> str:
 def _reserved_names() -> set[str]:
     shared = "".join([HEADER, *FUNCTIONS.values(), *KERNELS.values(), _IDS])
     within = {f"within{n}" for n in range(2, 65)}
-    return {*expr_triton.all_names(), *expr_triton.words(shared), *HEAD, *SIZES, *within, "ROWS", "PIECES"}
+    return {*expr_triton.all_names(), *words(shared), *HEAD, *SIZES, *within, "ROWS", "PIECES"}
 
 
 # the names of `plan_spans`

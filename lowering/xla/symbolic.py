@@ -1,6 +1,6 @@
 """The XLA executor for lengths and batches that are symbols of `jax.export`: forward.
 
-Nothing is laid out in advance. A row of tiles computes from the intervals of the mask (`planner.intervals`) which keys
+Nothing is laid out in advance. A row of tiles computes from the intervals of the mask (`planner.planner`) which keys
 it reads, and visits them with the predicate. Arrays get one tile of padding more than they may need, so that their
 shapes stay plain sums.
 """

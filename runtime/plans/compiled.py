@@ -20,8 +20,18 @@ from frisket.lowering.analysis.decide import sees_itself
 from frisket.lowering.analysis.layout import AnalysedMask, DecodeSpans, bind, decode_spans
 from frisket.lowering.analysis.solve import facts_of
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.kernels.cpp.tiles import MAX_DECODE_QUERIES
-from frisket.lowering.plan import RATE, SEED, Bounds, LoopPlan, Problem, ProgramFacts, Sizes, Spans, make_plan
+from frisket.lowering.plan import (
+    MAX_DECODE_QUERIES,
+    RATE,
+    SEED,
+    Bounds,
+    LoopPlan,
+    Problem,
+    ProgramFacts,
+    Sizes,
+    Spans,
+    make_plan,
+)
 from frisket.lowering.simplify import ProgramExprs, prepare, simplify
 from frisket.lowering.simplify.hoist import finite
 from frisket.runtime.calls.program import CallProgram

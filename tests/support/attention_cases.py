@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
+import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lookup, segment
@@ -18,7 +19,17 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
 from frisket.lowering.analysis.solve import Fact, facts_of
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.plan import Bounds, Geometry, KernelInputs, Problem, ProgramFacts, Spans, Target, make_plan
+from frisket.lowering.plan import (
+    Bounds,
+    Geometry,
+    KernelInputs,
+    LoopPlan,
+    Problem,
+    ProgramFacts,
+    Spans,
+    Target,
+    make_plan,
+)
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.plans.compiled import holds
 from support.lowering import brute
@@ -166,6 +177,14 @@ def geometry(case: Case) -> Geometry:
         case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.dim, case.v_dim,
         case.dim**-0.5, case.origin, case.sizes,
     )  # fmt: skip
+
+
+def plan_of_text(mask: str, mod: str, **more: object) -> LoopPlan:
+    """A plan of a mask and a score mod in words, which are its text: of documents `doc` [batch, length] and of a
+    `slope` [heads]."""
+    doc, slope = np.zeros((2, 8), np.int32), np.ones(4, np.float32)
+    exprs = ProgramExprs(fk.mask(mask, doc=doc).expr, fk.score(mod, slope=slope).expr)
+    return make_plan(exprs, f"{mask}\n{mod}", **more)
 
 
 def plan(case: Case):

@@ -9,12 +9,11 @@ its `//` to minus infinity; its `~`, `<<` and `>>` give vectors that no other op
 from __future__ import annotations
 
 import math
-import re
 
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, INT, Type
 from frisket.lowering.kernels.expr import PRECEDENCE, PREFIX, SHARED, Language, Text, calls
-from frisket.lowering.kernels.text import parts
+from frisket.lowering.kernels.text import parts, words
 from frisket.lowering.simplify.affine import interval
 
 _OF_ONE = """
@@ -105,8 +104,3 @@ def prelude(source: str) -> str:
         used.update(new)
         names |= words("".join(PRELUDE[n] for n in new))
     return "".join(f"\n{PRELUDE[n]}" for n in PRELUDE if n in used)
-
-
-def words(source: str) -> set[str]:
-    """The identifiers of a text."""
-    return set(re.findall(r"[A-Za-z_]\w*", source))

@@ -24,7 +24,8 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.features import CUTE, missing
 from frisket.lowering.kernels.expr import Text, machine, named_lines, same_remainder
-from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.kernels.text import Names, Page, words
+from frisket.lowering.kernels.units import cheaper
 from frisket.lowering.plan import LoopPlan
 
 from . import expr
@@ -49,7 +50,7 @@ class Mods:
     def text(self) -> str:
         """The module's source."""
         code = expr.prelude(self.body)
-        names = [n for n in ("Boolean", "Float32", "Int32", "Uint32") if n in expr.words(code + self.body)]
+        names = [n for n in ("Boolean", "Float32", "Int32", "Uint32") if n in words(code + self.body)]
         lines = [f'"""{self.title}"""', "", *["import cutlass"] * ("cutlass." in code), "import cutlass.cute as cute"]
         lines += [f"from cutlass import {', '.join(names)}"] * bool(names)
         return "\n".join(lines) + f"\n{code}\n\n{self.body}"
@@ -65,7 +66,7 @@ def emit(plan: LoopPlan, *, gradients: bool = True, placed: frozenset[str] = fro
         roots["score_mod"] = plan.score
         if gradients and (slope := backward_of(plan).slope) is not None:
             roots["score_mod_bwd"] = slope
-    ready = {name: transform(machine(root), same_remainder) for name, root in roots.items()}
+    ready = {name: transform(cheaper(machine(root)), same_remainder) for name, root in roots.items()}
     read = {n.name for n in walk(*ready.values()) if n.op in ("lookup", "param")} | {
         n for root in ready.values() for n in uses(root)
     }

@@ -11,22 +11,19 @@ they are found by a kernel each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import Expr, lit, walk
-from frisket.lowering.derive import backward_of
+from frisket.dsl.ir import Expr, lit
+from frisket.lowering.derive import backward_of, captured
 from frisket.lowering.features import OVER, PALLAS_GPU, missing
-from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
-from frisket.lowering.kernels.text import fields, filled
+from frisket.lowering.kernels.text import filled
 from frisket.lowering.kernels.text import parts as texts
-from frisket.lowering.kernels.triton.cotangents import sums
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
 from . import forward as pallas_gpu
-from .expr import Expressions
-from .forward import BARRIERS, INEXACT, MOST, SHARED, dims
+from .kernel import BARRIERS, MOST, SHARED, GpuKernel, dims
 
 TEXT = texts(__package__, "backward")
 # a factor's positions come in whole swizzles
@@ -92,38 +89,32 @@ def emit(
     (`attention_dkv`), that are in `grad_names`. `interpretable` text runs in Mosaic GPU's interpreter, which has
     less."""
     # each kernel owns the rows that it sums, so that it needs no atomic sums
-    kind = _GpuKeyGradients if {"k", "v"} & set(grad_names) else _GpuQueryGradients
-    return kind(plan, target, geometry, frozenset(grad_names), interpretable).text()
+    kind = GpuKeyGradients if {"k", "v"} & set(grad_names) else GpuQueryGradients
+    return kind(plan, target, geometry, interpretable, frozenset(grad_names)).text()
 
 
-class _GpuKernel:
-    """The common base of both backward kernels. The program's own tile lies down, the other axis across."""
+class GpuGradients(GpuKernel):
+    """A kernel that computes the scores of a tile again, and their cotangents."""
 
-    owned: Literal["q", "k"]
-    what: str
-    name: str
-    head: str  # the axis of the grid
-    length: str  # of the axis across
+    title, does, semantics = "backward", "differentiates", "Lane"
+    own_loads: int
 
     def __init__(
-        self, plan: LoopPlan, target: Target, geometry: Geometry, grad_names: frozenset[str], interpretable: bool
+        self, plan: LoopPlan, target: Target, geometry: Geometry, interpretable: bool, grad_names: frozenset[str]
     ) -> None:
         derived = backward_of(plan)
-        self.plan, self.target, self.geometry, self.grad_names = plan, target, geometry, grad_names
-        self.interpretable = interpretable
+        self.grad_names = grad_names
         self.careful = derived.guard  # 0 * inf is NaN where nothing is seen
         self.slope = derived.slope if {"q", "k"} & grad_names else None
-        self.sums = sums(plan, grad_names) if self.owned == "q" else []
-        roots = [plan.mask, plan.score, plan.keep_mask, self.slope, *(s.gradient.weight for s in self.sums)]
-        used = [e for e in roots if e is not None]
-        self.exact = any(n.op in INEXACT for e in used for n in walk(e))  # the machine's own are too rough
-        self.e = Expressions(used, down=self.owned, tanh="exact" if self.exact else target.tanh)
-        self.inner = bool({"q", "k"} & grad_names) or bool(self.sums)
+        self.sums = {f"sum{i}": g for i, g in captured(plan, grad_names)} if self.owned == "q" else {}
+        weights = [g.weight for g in self.sums.values()]
+        super().__init__(
+            plan, target, geometry, interpretable, [plan.mask, plan.score, plan.keep_mask, self.slope, *weights]
+        )
+        check_tile(target, self.own_block, self.across_block, geometry)
         # Products with values start at -delta, which so takes no registers beside them, where nothing is between. Those
         # of scores do not start at -lse: the sum would round them otherwise than the forward's.
         self.starts = self.owned == "k" and plan.score is None and plan.keep_mask is None and geometry.scale > 0
-
-    # -- scores ---------------------------------------------------------------------------------------
 
     def vector(self, name: str) -> str:
         """The text of a value per query, over a tile."""
@@ -131,41 +122,34 @@ class _GpuKernel:
 
     def weights(self) -> list[str]:
         """The lines of the weights `p`, from the product `s`."""
-        lines = self.e.each(self.plan)
         # the scale is part of the exponent where no score mod comes between
-        score, unit = "s", "SCALE * LOG2E"
+        score, unit, modified = "s", "SCALE * LOG2E", list[str]()
         if self.plan.score is not None:
-            assignments, value = self.e.written(self.plan.score, "y")
-            lines += ["s = s * SCALE", *assignments, f"modified = {value}"]
-            score, unit = "modified", "LOG2E"
+            score, unit, modified = "modified", self.unit, self.score("modified")
         elif self.geometry.scale <= 0:  # rounded as the forward does, whose maximum is of scaled scores
             score, unit = "s * SCALE", "LOG2E"
-        base, low = self.vector("lse"), self.vector("low")
-        # low after the difference, which is small: in lse it would be rounded away
-        lines.append(f"p = jnp.exp2(exponent({score}, {unit}, {base}) - {low})")
-        hidden = []
-        if self.plan.mask is not None:
-            assignments, value = self.e.written(self.plan.mask, "x")
-            hidden = [*assignments, f"p = jnp.where({value}, p, 0.0)"]
-        # the axis across, whose last tile may be cut; of the own rows those outside are not stored
-        block = "BLOCK_K" if self.owned == "q" else "BLOCK_Q"
-        lines += ["if border:", *(f"    {line}" for line in hidden)]
-        lines += [f"    if length % {block}:"]
-        lines += [f"        p = jnp.where(across(tile * {block} + steps_along(1) < length), p, 0.0)"]
-        if self.plan.keep_mask is not None:
-            assignments, value = self.e.written(self.plan.keep_mask, "r")
-            lines += [*assignments, f"kept = jnp.where({value}, 1.0 / (1.0 - {self.plan.rate}), 0.0)"]
-        return lines
+        return filled(
+            TEXT["weights"],
+            once=self.e.each(self.plan),
+            modified=modified,
+            exponent=f"{score}, {unit}, {self.vector('lse')}",
+            low=self.vector("low"),
+            hidden=self.assigned(self.plan.mask, "x", "p = jnp.where({}, p, 0.0)"),
+            across=self.across,
+            kept=self.assigned(
+                self.plan.keep_mask, "r", f"kept = jnp.where({{}}, 1.0 / (1.0 - {self.plan.rate}), 0.0)"
+            ),
+        ).splitlines()
 
     def cotangents(self) -> list[str]:
         """The lines of `ds` and sums, from `p` and `dp`."""
-        if not self.inner:
+        if not (self.sums or {"q", "k"} & self.grad_names):
             return []
         dp = "dp" if self.plan.keep_mask is None else "dp * kept"
         lines = ["dm = p * dp" if self.starts else f"dm = p * ({dp} - {self.vector('delta')})"]
-        for i, s in enumerate(self.sums):
-            assignments, value = self.times(s.gradient.weight, f"w{i}_")
-            lines += [*assignments, f"{s.total}_here = ({value}).sum(axis=1)"]
+        for name, gradient in self.sums.items():
+            assignments, value = self.times(gradient.weight, f"w{name.removeprefix('sum')}_")
+            lines += [*assignments, f"{name}_here = ({value}).sum(axis=1)"]
         if self.slope is not None:
             assignments, value = self.times(self.slope, "z")
             lines += [*assignments, f"ds = {value}"]
@@ -180,100 +164,109 @@ class _GpuKernel:
         assignments, value = self.e.written(factor, temporary)
         return assignments, f"jnp.where(p == 0.0, 0.0, dm * ({value}))" if self.careful else f"dm * ({value})"
 
-    # -- the module -----------------------------------------------------------------------------------
-
-    def filled(self, skeleton: str, **holes: Any) -> str:
-        t, g, plan, e = self.target, self.geometry, self.plan, self.e
-        holes |= {"weights": self.weights(), "cotangents": self.cotangents()}
-        sides = {"BLOCK_Q": t.block_q, "BLOCK_K": t.block_k}
-        owned, across = sides if self.owned == "q" else reversed(sides)
-        check_tile(t, sides[owned], sides[across], g)
-        shared = pallas_gpu.TEXT
-        functions = [shared["shared"], shared["interpreted" if self.interpretable else "on_device"]]
-        functions += [shared["pairs"] if self.owned == "q" else TEXT["pairs_turned"]] * bool(e.inputs.pairs)
-        if e.inputs.distances:
-            across_axis = "k" if self.owned == "q" else "q"
-            functions += ["\n\n", filled(shared["distances"], down=self.owned, across=across_axis)]
-        narrow = [NARROW] if sides[across] == 32 else []
-        head = filled(
-            TEXT["head"], what=self.what,
-            text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
-            block_q=t.block_q, block_k=t.block_k, own=owned, across=across, dim=dims(g.head_dim), dim_v=dims(g.v_dim),
-            group=g.heads // g.kv_heads, stages=stages(g, sides[owned], sides[across]), scale=repr(float(g.scale)),
-            narrow=narrow, shared="".join(functions).strip("\n").splitlines(),
-        )  # fmt: skip
-        products = TEXT["products_interpreted"] if self.interpretable else TEXT["products"]
-        before = [*pallas_inputs.before(plan, e.inputs), *e.lined()]
-        holes |= {f"d{n}": n in self.grad_names for n in "qkv"} | fields(self, "name head length")
-        body = filled(
-            skeleton + TEXT["call"], once=e.once(plan), before=before, across=across, fast=str(not self.exact), **holes
+    def gradients(
+        self,
+        kernel: str,
+        arrays: dict[str, str],
+        scratch: Sequence[str],
+        loads: int,
+        outputs: Sequence[str],
+        vectors: Sequence[str],
+        out_types: Sequence[str],
+        returned: list[str],
+        doc: str,
+        **holes: Any,
+    ) -> str:
+        """The text of the module of a kernel, a part of the template: `arrays` are its operands with the names of their
+        references, `scratch` its arrays in shared memory."""
+        refs = [*self.operands(), *arrays.values(), *(f"{n}_ref" for n in outputs)]
+        refs += [*scratch, "own_ready", "ready", "free", "*", "length"]
+        holes |= {f"d{n}": n in self.grad_names for n in "qkv"}
+        work = filled(
+            TEXT[kernel],
+            refs=", ".join(refs),
+            once=self.e.once(self.plan),
+            weights=self.weights(),
+            cotangents=self.cotangents(),
+            **holes,
         )
-        sections = [head, products, "\n".join(e.definitions(plan)), body]
-        return "\n\n".join(part.strip("\n") + "\n" for part in sections if part)
-
-    def operands(self) -> list[str]:
-        return ["slice_of", "order", "count", "records", *self.e.operands(self.plan)]
-
-
-class _GpuQueryGradients(_GpuKernel):
-    """The kernel of dq, and of sums of captured gradients over keys."""
-
-    owned, what, name, head, length = "q", "dq", "attention_dq", "head", "kv_len"
-
-    def text(self) -> str:
-        dq = "q" in self.grad_names
-        parts = [f"{s.total}_here" for s in self.sums]
-        buffers = [s.buffer for s in self.sums]
-        refs = [*self.operands(), "q_ref", "k_ref", "v_ref", "dout_ref", "lse_ref", "low_ref", "delta_ref"]
-        outs = ["dq_ref"] * dq + [f"{b}_ref" for b in buffers]
-        scratch = ["query", "dout", "key", "value", *buffers, "own_ready", "ready", "free"]
-        returned = ["found[0][:, :q_len, :, :dim]"] * dq
-        returned += [f"found[{i}][..., :q_len]" for i in range(dq, dq + len(buffers))]
-        return self.filled(
-            TEXT["queries"],
-            refs=", ".join([*refs, *outs, *scratch, "*", "length"]),
-            found=_tuple(["ds.astype(query.dtype)"] * dq + parts),
-            names=_tuple(["ds"] * dq + parts),
-            sums=_tuple(["dq"] * dq + [s.total for s in self.sums]),
-            summed=[{"total": s.total, "part": f"{s.total}_here", "buffer": s.buffer} for s in self.sums],
-            zeros=_tuple(["zeros(HALF, DIM)"] * dq + ["zeros(HALF)"] * len(buffers)),
-            doc=", ".join(["dq"] * dq + ["sums of captured gradients over keys"] * bool(buffers)),
-            vectors=[{"shape": "(2, HALF)"}] * len(buffers),
-            own_loads=2,
-            loads=2,
-            operands=", ".join([*self.operands(), "query", "key", "value", "dout", "lse", "low", "delta"]),
+        products = TEXT["products_interpreted" if self.interpretable else "products"]
+        ahead = f"tiles(STAGES, {self.across}, {{}}),".format
+        return self.module(
+            stages(self.geometry, self.own_block, self.across_block),
+            "\n\n\n".join(text.strip("\n") for text in (TEXT["loops"], products)),
+            work,
+            narrow=[NARROW] * (self.across_block == 32),
+            arguments=TEXT["arguments"].strip().splitlines(),
+            doc=f"{doc}, {TEXT['doc'].strip()}",
+            of_rows=TEXT["of_rows"].strip().splitlines(),
+            queries="query, dout",
+            padded_queries="padded(query, BLOCK_Q), padded(dout, BLOCK_Q)",
+            out_types=[f"jax.ShapeDtypeStruct({of})," for of in out_types],
+            scratch_types=[
+                *("tiles(2, HALF, DIM),", "tiles(2, HALF, DIM_V),", ahead("DIM"), ahead("DIM_V")),
+                *(f"plgpu.SMEM({shape}, Float)," for shape in vectors),
+                *(f"signals(2, {self.own_loads}),", f"signals(STAGES, {loads}),", "signals(STAGES, 2),"),
+            ],
+            operands=", ".join([*self.operands(), *arrays]),
             returned=_tuple(returned),
         )
 
 
-class _GpuKeyGradients(_GpuKernel):
+class GpuQueryGradients(GpuGradients):
+    """The kernel of dq, and of sums of captured gradients over keys."""
+
+    name, detail, axis, length, walk, own_loads = "attention_dq", ": dq", "head", "kv_len", "GpuWalk.in_order", 2
+
+    def text(self) -> str:
+        dq, buffers = "q" in self.grad_names, [f"{n}s" for n in self.sums]
+        parts = [f"{n}_here" for n in self.sums]
+        arrays = {"query": "q_ref", "key": "k_ref", "value": "v_ref"}
+        return self.gradients(
+            "queries",
+            arrays | {n: f"{n}_ref" for n in ("dout", "lse", "low", "delta")},
+            scratch=["query", "dout", "key", "value", *buffers],
+            loads=2,
+            outputs=["dq"] * dq + buffers,
+            vectors=["(2, HALF)"] * len(buffers),
+            out_types=["query.shape, query.dtype"] * dq + ["lse.shape, Float"] * len(buffers),
+            returned=["found[0][:, :q_len, :, :dim]"] * dq
+            + [f"found[{i}][..., :q_len]" for i in range(dq, dq + len(buffers))],
+            doc=", ".join(["dq"] * dq + ["sums of captured gradients over keys"] * bool(buffers)),
+            found=_tuple(["ds.astype(query.dtype)"] * dq + parts),
+            names=_tuple(["ds"] * dq + parts),
+            sums=_tuple(["dq"] * dq + [*self.sums]),
+            summed=[{"total": n, "buffer": f"{n}s"} for n in self.sums],
+            zeros=_tuple(["zeros(HALF, DIM)"] * dq + ["zeros(HALF)"] * len(buffers)),
+        )
+
+
+class GpuKeyGradients(GpuGradients):
     """The kernel of dk and dv. Tiles are [keys, queries]: so neither p nor ds has to be transposed before it is
     multiplied."""
 
-    owned, what, name, head, length = "k", "dk and dv", "attention_dkv", "kv_head", "q_len"
+    name, detail, axis, length, walk, owned = "attention_dkv", ": dk and dv", "kv_head", "q_len", "walked", "k"
 
     def text(self) -> str:
         dk, dv = "k" in self.grad_names, "v" in self.grad_names
+        self.own_loads = 1 + dk
         weight = "p" if self.plan.keep_mask is None else "(p * kept)"
-        arrays = ["query", "key", *["value"] * dk, "dout", "lse", "low", *["delta"] * dk]
-        refs_of = {"query": "q_ref", "key": "k_ref", "value": "v_ref"}
-        outs = ["dv_ref"] * dv + ["dk_ref"] * dk
-        scratch = ["key", "value", "query", "dout", "lses", "lows", *["deltas"] * dk, "own_ready", "ready", "free"]
-        factors = ["(p, dout.at[slot])"] * dv + ["(ds, query.at[slot])"] * dk
+        arrays = {"query": "q_ref", "key": "k_ref"} | ({"value": "v_ref"} if dk else {})
+        arrays |= {n: f"{n}_ref" for n in ("dout", "lse", "low", *["delta"] * dk)}
         start = ", across(-delta)" * self.starts
         pairs = ["(key.at[wg], query.at[slot])", *[f"(value.at[wg], dout.at[slot]{start})"] * dk]
         dims = ["v_dim"] * dv + ["dim"] * dk
-        refs = [*self.operands(), *(refs_of.get(n, f"{n}_ref") for n in arrays), *outs, *scratch, "*", "length"]
-        return self.filled(
-            TEXT["keys"], refs=", ".join(refs), products=", ".join(["scores"] + ["inner"] * dk), pairs=", ".join(pairs),
-            starts=self.starts,
+        return self.gradients(
+            "keys", arrays, ["key", "value", "query", "dout", "lses", "lows", *["deltas"] * dk], loads=4 + dk,
+            outputs=["dv"] * dv + ["dk"] * dk, vectors=["(STAGES, BLOCK_Q)"] * (2 + dk),
+            out_types=["value.shape, query.dtype"] * dv + ["key.shape, query.dtype"] * dk,
+            returned=[f"found[{i}][:, :kv_len, :, :{n}]" for i, n in enumerate(dims)],
+            doc=" and ".join(["dv"] * dv + ["dk"] * dk), products=", ".join(["scores"] + ["inner"] * dk),
+            pairs=", ".join(pairs), starts=self.starts,
             found=_tuple([f"{weight}.astype(query.dtype)"] * dv + ["ds.astype(query.dtype)"] * dk),
-            names=_tuple(["p"] * dv + ["ds"] * dk), sums=_tuple(["dv"] * dv + ["dk"] * dk), summed=[],
-            factors=", ".join(factors),
+            names=_tuple(["p"] * dv + ["ds"] * dk), sums=_tuple(["dv"] * dv + ["dk"] * dk),
+            factors=", ".join(["(p, dout.at[slot])"] * dv + ["(ds, query.at[slot])"] * dk),
             zeros=_tuple(["zeros(HALF, DIM_V)"] * dv + ["zeros(HALF, DIM)"] * dk),
-            doc=" and ".join(["dv"] * dv + ["dk"] * dk), vectors=[{"shape": "(STAGES, BLOCK_Q)"}] * (2 + dk),
-            own_loads=1 + dk, loads=4 + dk, operands=", ".join([*self.operands(), *arrays]),
-            returned=_tuple([f"found[{i}][:, :kv_len, :, :{n}]" for i, n in enumerate(dims)]),
         )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 What belongs to the positions down a tile, or to those along it, is a vector in the layout that a row or a column of a
 `wgmma` accumulator has; `down(x)` and `across(x)` spread it over a tile, which costs no instruction. Mosaic GPU spreads
 nothing but numbers by itself, so the text says it everywhere. Kernels for Hopper have no gather: lookups come in as in
-`pallas_tpu/inputs.py`, one value per head, query, key or pair, read from global memory where they are needed.
+`kernels/inputs.py`, one value per head, query, key or pair, read from global memory where they are needed.
 
 Operators that Mosaic GPU does not have (floor, pow, sqrt, erf, `not`, ...) are functions of `PRELUDE`. Its own tanh is
 good to eleven bits when exp2 is the machine's: it is taken where the target says so, but not where its value decides an
@@ -16,13 +16,23 @@ import itertools
 import re
 from collections.abc import Iterable
 
-from frisket.dsl.ir import SIZES, Expr, make, substitute, walk
-from frisket.dsl.types import BOOL, FLOAT, Type
+from frisket.dsl.ir import Expr, make, substitute, walk
 from frisket.lowering.kernels import jnp_expr as expr_jnp
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, Language, Text, calls, levels, printed
-from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
-from frisket.lowering.kernels.text import parts
-from frisket.lowering.kernels.triton import expr as expr_triton
+from frisket.lowering.kernels.expr import (
+    COLUMN,
+    LEVELS,
+    POSITION,
+    ROW,
+    Language,
+    Text,
+    calls,
+    decisive,
+    levels,
+    printed,
+)
+from frisket.lowering.kernels.inputs import Down, TableInputs, floats, mosaic, numbers, plain, stored
+from frisket.lowering.kernels.text import parts, words
+from frisket.lowering.kernels.units import factored, last_factor
 from frisket.lowering.plan import LoopPlan
 
 _OF_ONE = "not:opposite sqrt:root isfinite:finite log1p:log1p tanh:tanh erf:erf sign:sign"
@@ -33,8 +43,7 @@ _SPREAD = calls("{}", "down:down across:across tiled:tiled tanh_approximate:tanh
 LANGUAGE = Language("pallas-gpu", MOSAIC_GPU | _SPREAD)
 
 PRELUDE = {
-    "look": pallas_inputs.TEXT["look"],
-    "random": expr_jnp.PRELUDE["random"],  # before the kernel
+    **{name: expr_jnp.PRELUDE[name] for name in ("look", "random")},  # before the kernel
     **parts(__package__, "functions"),
 }
 
@@ -42,10 +51,10 @@ PRELUDE = {
 def prelude(source: str) -> list[str]:
     """The lines that define the functions `source` calls."""
     needed: set[str] = set()
-    words = _words(source)
-    while called := {n for n in PRELUDE if n in words} - needed:
+    used = _words(source)
+    while called := {n for n in PRELUDE if n in used} - needed:
         needed |= called
-        words = _words("".join(PRELUDE[n] for n in called))
+        used = _words("".join(PRELUDE[n] for n in called))
     constants = ["WIDTH = 32"] if needed & {"shl", "shr", "wrapped"} else []
     if needed & {"to_int", "whole"}:
         constants.append("LARGEST = 2147483520.0  # the greatest float32 below 2**31")
@@ -54,7 +63,7 @@ def prelude(source: str) -> list[str]:
 
 
 def _words(source: str) -> set[str]:
-    return expr_triton.words(re.sub(r"\.\w+", "", source))  # without attributes: jnp.tanh is not our tanh
+    return words(re.sub(r"\.\w+", "", source))  # without attributes: jnp.tanh is not our tanh
 
 
 class Expressions:
@@ -62,10 +71,18 @@ class Expressions:
 
     The kernel has `batch`, `head`, `start` (the first position of the warpgroup's own axis), `line` (its positions),
     `tile` (the tile of the other axis), the scores as `s`, and the functions `down`, `across`, `tiled`, `of_line`,
-    `of_tile` and `steps_along` of `skeletons/forward.tpl`. `tanh` is as of `Target`."""
+    `of_tile` and `steps_along` of `skeletons/kernel.tpl`. `tanh` is as of `Target`.
 
-    def __init__(self, roots: Iterable[Expr], down: pallas_inputs.Down = "q", tanh: str = "exact") -> None:
-        self.inputs = pallas_inputs.place(roots, down)
+    With a score mod among them, `score`, they are of products where `products` says so, and not of scores; what is
+    written of it has no last factor: that is `factor`."""
+
+    def __init__(self, roots: Iterable[Expr], down: Down = "q", tanh: str = "exact", score: Expr | None = None) -> None:
+        roots = tuple(roots)
+        self.factored, self.products, self.factor = dict[Expr, Expr](), False, 1.0
+        if score is not None:
+            self.factored, self.products = factored(score, roots, forms=("div", "exp"))
+            self.factored[score], self.factor = last_factor(self.factored.get(score, score))
+        self.inputs = TableInputs(tuple(self.factored.get(e, e) for e in roots), down)
         self.tanh = tanh
         self.down = down
         owned, other = (ROW, COLUMN) if down == "q" else (COLUMN, ROW)
@@ -84,7 +101,7 @@ class Expressions:
         """The arrays of the kernel, in the names that `inputs.before` gives them."""
         i = self.inputs
         listed = [*i.scalars, *i.queries.values(), *i.keys.values(), *i.distances.values(), *i.pairs.values()]
-        return ["ints", "q_origin", "k_origin", *pallas_inputs.floats(plan), *listed]
+        return ["ints", "q_origin", "k_origin", *floats(plan), *listed]
 
     def lined(self) -> list[str]:
         """The lines that turn the values of `before` into arrays of whole tiles."""
@@ -95,9 +112,9 @@ class Expressions:
 
     def definitions(self, plan: LoopPlan) -> list[str]:
         """The lines that define the functions these expressions call, in the kernel and before it."""
-        lines = pallas_inputs.before(plan, self.inputs)
+        lines = self.inputs.before(plan)
         for root in self.inputs.roots:
-            assignments, value = self.written(root, "x")
+            assignments, value = self._written(root, "x")
             lines += [*assignments, value]
         return prelude("\n".join(lines))
 
@@ -108,19 +125,13 @@ class Expressions:
 
     def once(self, plan: LoopPlan) -> list[str]:
         """The lines before the loops: coordinates, slots, and values of the warpgroup's own positions."""
-        lines = {"b": "b = ints[0] + batch", "h": "h = ints[1] + head"}
-        lines |= {n: f"{n} = ints[{2 + i}]" for i, n in enumerate(SIZES)}
-        wholes = floats = 0
-        for s in plan.slots:
-            at = f"floats[{floats}]" if s.type is FLOAT else f"ints[{6 + wholes}]"
-            lines[s.name] = f"{s.name} = {_stored(at, s.type)}"
-            wholes, floats = wholes + (s.type is not FLOAT), floats + (s.type is FLOAT)
+        lines = numbers(plan)
         lines[self.down] = f"{self.down} = {self.down}_origin[batch] + start + steps_along(0)"
         used = self._used(plan)
         assignments = [text for n, text in lines.items() if n in used]
-        assignments += [f"{n}_at = {_stored(f'{n}[batch, head]', e.type)}" for e, n in self.inputs.heads.items()]
-        reads = {n: f"of_line({n}, batch, head, line, 0)" for n in self.inputs.scratch_values.values()}
-        return assignments + [f"{n}_at = {_stored(reads[n], e.type)}" for e, n in self.inputs.scratch_values.items()]
+        assignments += [f"{n}_at = {stored(f'{n}[batch, head]', e.type).text}" for e, n in self.inputs.heads.items()]
+        read = "of_line({}, batch, head, line, 0)".format
+        return assignments + [f"{n}_at = {stored(read(n), e.type).text}" for e, n in self.inputs.row_values.items()]
 
     def each(self, plan: LoopPlan, *roots: Expr | None) -> list[str]:
         """The lines of one tile, before these expressions or all: values of its positions along the other axis, and of
@@ -134,11 +145,11 @@ class Expressions:
             (i.distances, f"of_distance({{}}, batch, head, tile * {block} - start + order.shape[1] * {width} - HALF)"),
             (i.pairs, "of_pair({}, batch, head, start, tile)"),
         )
-        meant = [pallas_inputs.mosaic(e) for e in roots if e is not None] if roots else i.roots
+        meant = [mosaic(self.factored.get(e, e)) for e in roots if e is not None] if roots else i.roots
         used = {n.name for e in meant for n in walk(substitute(e, self.names)) if n.op == "var"}
         lines = [f"{other} = {other}_origin[batch] + tile * {block} + steps_along(1)"] if other in used else []
         return lines + [
-            f"{n}_at = {_stored(form.format(n), e.type)}"
+            f"{n}_at = {stored(form.format(n), e.type).text}"
             for of, form in forms
             for e, n in of.items()
             if f"{n}_at" in used
@@ -148,10 +159,13 @@ class Expressions:
 
     def written(self, root: Expr, temporary: str) -> tuple[list[str], str]:
         """The (assignments to `temporary` 0, 1, ..., text of a whole tile) of one of the expressions."""
-        root = substitute(pallas_inputs.mosaic(root), self.names)
+        return self._written(self.factored.get(root, root), temporary)
+
+    def _written(self, root: Expr, temporary: str) -> tuple[list[str], str]:
+        root = substitute(mosaic(root), self.names)
         known = levels(root, when=self.when)
         done: dict[Expr, Expr] = {}
-        exact = expr_triton.decisive([root]) if self.tanh == "approximate" else set(walk(root))
+        exact = decisive([root]) if self.tanh == "approximate" else set(walk(root))
         for e in walk(root):
             args = tuple(self._over(done[a], known[a], known[e]) for a in e.args)
             op = "tanh_approximate" if e.op == "tanh" and e not in exact else e.op
@@ -169,20 +183,9 @@ class Expressions:
 
 
 def _leaf(e: Expr, args: list[Text]) -> Text | None:
-    if e.op == "lit":
-        return pallas_inputs.literal(e.name)
-    if e.op == "var":
-        return Text("s" if e.name == "score" else str(e.name))
-    if e.op == "param":
-        return Text(str(e.name))
     if e.op == "random":
         state = f"seeded({args[0].text})"
         for counter in args[1:]:
             state = f"stirred({state}, {counter.text})"
         return Text(f"uniform({state})")
-    return None
-
-
-def _stored(text: str, type: Type) -> str:
-    """The text that reads a stored value: Bool lives in memory as an integer."""
-    return f"{text} != 0" if type is BOOL else text
+    return plain(e)

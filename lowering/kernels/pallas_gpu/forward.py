@@ -1,10 +1,6 @@
 """Prints the forward kernel for Hopper (Pallas, Mosaic GPU) of a LoopPlan, as the text of a module.
 
-A program owns a row of tiles: BLOCK_Q queries, half of them for each of the two warpgroups that compute; a third one
-reads tiles of keys and values ahead into a ring in shared memory. All three walk the records of the row, of each first
-the tiles at its borders, with the mask as a predicate, then the full ones without; one counter of steps through all
-records says which place of the ring is meant. The two that compute take turns: while one's products are in the tensor
-cores the other computes its softmax.
+A program owns a row of tiles: BLOCK_Q queries, half of them for each of the two warpgroups that compute.
 """
 
 from __future__ import annotations
@@ -18,20 +14,16 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses, walk
 from frisket.lowering.features import PALLAS_GPU, missing
-from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.inputs import TableInputs
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 
-from .expr import Expressions
+from .kernel import BARRIERS, MOST, SHARED, SWIZZLE, GpuKernel, dims
 
 TEXT = parts(__package__, "forward")
-SWIZZLE = 64  # dims of 16 bits that one swizzle of 128 bytes holds
-SHARED = 227 * 1024  # bytes of shared memory of a program
-BARRIERS = 2560  # of it, for barriers and the reductions of rows
-MOST = 4  # tiles read ahead, at most
 SKEWED = 512 * 2**20  # bytes that tables of distances may take, once they are skewed
-INEXACT = {"sin", "cos", "tan", "log", "log2", "log1p", "pow", "rsqrt", "sqrt"}  # the machine's own are too rough
+LOG2E = "1.4426950408889634"
 
 
 class GpuWalk(NamedTuple):
@@ -68,11 +60,6 @@ def walked(spans: Spans | DeviceSpans) -> GpuWalk:
     return GpuWalk(spans.slice_of, order, count, spans.bounds)
 
 
-def dims(dim: int) -> int:
-    """The head sizes a kernel computes with, zeros behind a head's own."""
-    return -(-dim // SWIZZLE) * SWIZZLE  # TMA copies rows of whole swizzles, and zeros add nothing to a product
-
-
 def stages(block_q: int, block_k: int, dim: int, v_dim: int) -> int:
     """The number of tiles of keys and values that fit beside the queries."""
     # a result of the size of the queries takes their room
@@ -80,8 +67,8 @@ def stages(block_q: int, block_k: int, dim: int, v_dim: int) -> int:
     return min(MOST, (SHARED - used) // (2 * block_k * (dim + v_dim)))
 
 
-def roots(plan: LoopPlan) -> list[Expr]:
-    return [e for e in (plan.mask, plan.score, plan.keep_mask) if e is not None]
+def roots(plan: LoopPlan) -> tuple[Expr, ...]:
+    return tuple(e for e in (plan.mask, plan.score, plan.keep_mask) if e is not None)
 
 
 def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -92,7 +79,7 @@ def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str,
 
 
 def _refused_lookup(plan: LoopPlan, g: Geometry) -> str:
-    inputs = pallas_inputs.place(roots(plan))
+    inputs = TableInputs(roots(plan))
     lookup = next((n for n in inputs.left() if n.op == "lookup"), None)
     if lookup is not None:
         source = next(t.source for t in plan.tables if t.name == lookup.name)
@@ -139,50 +126,56 @@ def emit(
     check_tile(target, geometry)
     if why := refused(plan, geometry, dtype, {}):
         raise LoweringError(why)
-    rough = not {n.op for root in roots(plan) for n in walk(root)} & INEXACT
-    e = Expressions(roots(plan), tanh=target.tanh if rough else "exact")
-    dim, v_dim = dims(geometry.head_dim), dims(geometry.v_dim)
-    folded = plan.score is None and geometry.scale > 0  # a negative scale would turn maxima into minima
-    operands = [*e.operands(plan), *["sinks"] * sinks]
-    listed = ", ".join(["slice_of", "order", "count", "records", *operands])
-    return filled(
-        TEXT["forward"],
-        text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
-        block_q=target.block_q, block_k=target.block_k, dim=dim, dim_v=v_dim, group=geometry.heads // geometry.kv_heads,
-        stages=min(target.num_stages, stages(target.block_q, target.block_k, dim, v_dim)),
-        scale=repr(float(geometry.scale)),
-        unit="SCALE * 1.4426950408889634" if folded else "1.4426950408889634",
-        shared=_lines(TEXT["shared"], TEXT["interpreted"] if interpreted else TEXT["on_device"], *_readers(e)),
-        products=["", "", *_lines(TEXT["products_interpreted"] if interpreted else TEXT["products"])],
-        prelude=e.definitions(plan), refs=listed, operands=listed,
-        arguments=f"slots=(), tables=(),{' sinks=None,' * sinks} interpret=None",
-        once=e.once(plan),
-        score=([] if folded else ["s *= SCALE"]) + _written(plan, e, plan.score, "y", "s = {}"),
-        seen=_written(plan, e, plan.mask, "x", "s = jnp.where({}, s, -jnp.inf)"),
-        kept=_written(plan, e, plan.keep_mask, "z", "weights = jnp.where({}, p, 0.0)"),
-        guard=plan.guard, sinks=sinks, lse_residual=lse_residual, own_result=dim != v_dim,
-        low="(top - jnp.maximum(lse * LOG2E, LOWEST) + jnp.log2(total)) * LN2",
-        divisor="total" if plan.rate is None else f"(total * (1.0 - {plan.rate}))",
-        low_ref=" low_ref," * lse_residual, named=", low" * lse_residual, rows=2 + lse_residual,
-        before=[*pallas_inputs.before(plan, e.inputs), *e.lined(), *["sinks = jnp.asarray(sinks, Float)"] * sinks],
-        result="query" if dim == v_dim else "result", room="" if dim == v_dim else " result,",
-        fast=str(rough),
-    )  # fmt: skip
+    return GpuForward(plan, target, geometry, interpreted, roots(plan)).text(sinks, lse_residual)
 
 
-def _lines(*texts: str) -> list[str]:
-    return "".join(texts).strip("\n").splitlines()
+class GpuForward(GpuKernel):
+    """The forward kernel. A program walks the records of its row of tiles, of each first the tiles at its borders, with
+    the mask as a predicate, then the full ones without; one counter of steps through all records says which place of
+    the ring is meant. The two warpgroups that compute take turns: while one's products are in the tensor cores the
+    other computes its softmax."""
 
+    name, title, does, axis = "attention_forward", "forward", "computes", "head"
+    length, semantics, walk = "kv_len", "Warpgroup", "GpuWalk.in_order"
 
-def _readers(e: Expressions) -> list[str]:
-    readers = [TEXT["pairs"]] if e.inputs.pairs else []
-    down, across = ("q", "k") if e.down == "q" else ("k", "q")
-    return [*readers, "\n" + filled(TEXT["distances"], down=down, across=across)] if e.inputs.distances else readers
+    def text(self, sinks: bool, lse_residual: bool) -> str:
+        plan, e, own_result = self.plan, self.e, self.dim != self.dim_v
+        ahead = stages(self.target.block_q, self.target.block_k, self.dim, self.dim_v)
+        folded = plan.score is None and self.geometry.scale > 0  # a negative scale would turn maxima into minima
+        operands, rows, named = [*self.operands(), *["sinks"] * sinks], 2 + lse_residual, ", low" * lse_residual
+        written = {"sinks": sinks, "lse_residual": lse_residual, "guard": plan.guard}
+        kernel = filled(
+            TEXT["kernel"], **written, refs=", ".join(operands), once=e.once(plan),
+            score=[] if folded else [*e.each(plan, plan.score), *self.score("s")],
+            seen=self.tile_lines(plan.mask, "x", "s = jnp.where({}, s, -jnp.inf)"),
+            kept=self.tile_lines(plan.keep_mask, "z", "weights = jnp.where({}, p, 0.0)"),
+            low="(top - jnp.maximum(lse * LOG2E, LOWEST) + jnp.log2(total)) * LN2", low_ref=" low_ref," * lse_residual,
+            divisor="total" if plan.rate is None else f"(total * (1.0 - {plan.rate}))",
+            result="result" if own_result else "query", room=" result," * own_result,
+        )  # fmt: skip
+        unit = f"SCALE * {LOG2E}" if folded else f"{e.factor!r} * {LOG2E}" if e.factor != 1.0 else LOG2E
+        vector = "jax.ShapeDtypeStruct((batch, heads, order.shape[1] * BLOCK_Q), Float)"
+        options = f"slots=(), tables=(),{' sinks=None,' * sinks} interpret=None"
+        return self.module(
+            min(self.target.num_stages, ahead), TEXT["products_interpreted" if self.interpretable else "products"],
+            kernel,
+            unit=[f"UNIT = {unit}  # the softmax is to base 2"],
+            arguments=[f"query, key, value, slice_of, order, count, records, origin, sizes, {options}"],
+            doc=f"(out, lse, largest score{named}) of query, key and value [batch, length, heads, dim].",
+            of_rows=["sinks = jnp.asarray(sinks, Float)"] * sinks,
+            queries="query", padded_queries="padded(query, BLOCK_Q)",
+            out_types=[
+                "jax.ShapeDtypeStruct((batch, query.shape[1], heads, DIM_V), query.dtype),", f"*[{vector}] * {rows},"
+            ],
+            scratch_types=[
+                "tiles(2, HALF, DIM),", "tiles(STAGES, BLOCK_K, DIM),", "tiles(STAGES, BLOCK_K, DIM_V),",
+                f"plgpu.SMEM((2, {rows}, HALF), Float),", *["tiles(2, HALF, DIM_V),"] * own_result, "signals(2, 1),",
+                *["signals(STAGES, 1),"] * 2, *["signals(STAGES, 2),"] * 2, "signals(1, 2),",
+            ],
+            operands=", ".join([*operands, "query", "key", "value"]),
+            returned="found[0][:, :q_len, :, :v_dim], *(x[..., :q_len] for x in found[1:])",
+        )  # fmt: skip
 
-
-def _written(plan: LoopPlan, e: Expressions, root: Expr | None, temporary: str, use: str) -> list[str]:
-    """The lines of an expression and of the `use` of its value; none where there is no such expression."""
-    if root is None:
-        return []
-    assignments, value = e.written(root, temporary)
-    return [*e.each(plan, root), *assignments, use.format(value)]
+    def tile_lines(self, root: Expr | None, temporary: str, form: str) -> list[str]:
+        """The lines of an expression with those of what it reads of a tile."""
+        return [] if root is None else [*self.e.each(self.plan, root), *self.assigned(root, temporary, form)]

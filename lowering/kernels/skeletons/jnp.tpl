@@ -1,4 +1,4 @@
-$# Functions for the operators that jax.numpy lacks.
+$# Functions for the operators that jax.numpy lacks, and the lookup of a table.
 
 $part sign
 def sign(x):
@@ -49,3 +49,7 @@ def random(*counters):
     for c in rest:
         x = mix(x ^ c * jnp.uint32(0x9E3779B1))
     return (x >> 8).astype(jnp.int32).astype(Float) * 2.0**-24
+
+$part look
+def look(table, *index):
+    return table[tuple(jnp.clip(i, 0, n - 1) for i, n in zip(index, table.shape))]

@@ -22,11 +22,11 @@ from frisket.lowering.derive import Gradient, alone, backward_of
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
 from frisket.lowering.kernels.text import fields, skeleton
+from frisket.lowering.kernels.units import machine
 from frisket.lowering.plan import LoopPlan, Target
 
 from .forward import PartSums
 from .rows import RowKernel
-from .units import machine
 from .writer import Dims, KernelTraits, TritonKernel, arguments, check_tile, launched, masked, module, reserved_names
 
 

@@ -8,15 +8,14 @@ in Triton's interpreter too.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 
 import numpy as np
 
-from frisket.dsl.ir import Expr, walk
+from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.expr import PREFIX, SHARED, Language, Text, calls
-from frisket.lowering.kernels.text import filled, skeleton
+from frisket.lowering.kernels.text import filled, skeleton, words
 from frisket.lowering.simplify.affine import interval
 
 _OF_ONE = """
@@ -87,13 +86,6 @@ def operator(node: Expr, args: list[Text], int64: bool) -> Text | None:
     return None
 
 
-def decisive(roots: Iterable[Expr]) -> set[Expr]:
-    """The Floats that decide an Int or a Bool. A GPU's own division is off by some units in the last place, so the
-    floor of 41 / 41 may be 0, in tiles that were planned with 1; `tl.div_rn` rounds correctly."""
-    crossed = [n for n in walk(*roots) if n.type is not FLOAT and any(a.type is FLOAT for a in n.args)]
-    return {n for n in walk(*crossed) if n.type is FLOAT}
-
-
 def literal(value: bool | int | float) -> Text:
     """The text of a literal, `5`, `-0.5`, `INFINITY`, as Triton reads it, Float being float32."""
     if isinstance(value, float):
@@ -127,11 +119,6 @@ def prelude(source: str, dtype: str, int64: bool) -> str:
     }
     lines = [f"{n} = tl.constexpr({v})\n" for n, v in constants.items() if n in words(text)]
     return "".join(lines) + "".join(f"\n\n@triton.jit{b}" for b in bodies.values())
-
-
-def words(source: str) -> set[str]:
-    """The identifiers of a text."""
-    return set(re.findall(r"[A-Za-z_]\w*", source))
 
 
 def all_names() -> Iterable[str]:

@@ -22,10 +22,10 @@ from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, Text
 from frisket.lowering.kernels.text import fields, filled, skeleton
+from frisket.lowering.kernels.units import machine
 from frisket.lowering.plan import LoopPlan, Target
 
 from .rows import RowKernel
-from .units import machine
 from .writer import Dims, KernelTraits, TritonKernel, check_tile, launched, masked, module, padded, parts, wrapped
 
 FORWARD = skeleton(__package__, "forward")

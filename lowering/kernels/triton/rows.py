@@ -14,9 +14,9 @@ from frisket.lowering.analysis.solve import Ends
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.text import fields, filled
+from frisket.lowering.kernels.units import ALONG, by_distance, last_factor, machine
 from frisket.lowering.plan import LoopPlan, Target
 
-from .units import ALONG, by_distance, last_factor, machine
 from .writer import LINE, Dims, KernelTraits, Parameters, TritonWriter, bounds_of, conjuncts, wrapped
 
 QUERIES = frozenset(("q", "q0", "q1"))
@@ -57,7 +57,7 @@ class RowKernel(TritonWriter):
         self.score, self.factor = [], 1.0
         if plan.score is not None:
             score = machine(self.rewritten(plan.score), dims, when, gathers=traits.gathers)
-            score, self.factor = last_factor(score, dims)
+            score, self.factor = last_factor(score) if dims.half else (score, 1.0)
             self.score = [score]
         # the closed form gives keys of queries; a swapped kernel reads its spans from tables
         self.bounds = {} if traits.swapped else bounds_of(plan)

@@ -25,11 +25,11 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.features import TRITON
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text, levels
-from frisket.lowering.kernels.text import Names, Page, filled, skeleton
+from frisket.lowering.kernels.text import Names, Page, filled, skeleton, words
+from frisket.lowering.kernels.units import ALONG, GATHERED, Q_LINE, START
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Target
 
 from . import expr as expr_triton
-from .units import ALONG, GATHERED, Q_LINE, START
 
 NAMED = {SEED: "seed", RATE: "rate", K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages", FIRST: "first_key"}
 QUERY = var("q")
@@ -271,7 +271,7 @@ def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[TritonKerne
     # the head comes last: it holds only what the kernels below turn out to use
     texts = "\n\n".join(k.text for k in kernels)
     prelude = expr_triton.prelude(texts, dims.dtype, plan.int64)
-    needed = expr_triton.words(prelude + texts)
+    needed = words(prelude + texts)
     constants: dict[str, object] = {
         "GROUP": dims.group,
         "HEAD_DIM": dims.head_dim,
@@ -354,7 +354,7 @@ class TritonWriter:
         self.names = reserved_names(plan)
         roots = tuple(roots)
         self.used = frozenset[str]().union(*map(uses, roots))
-        self.decisive = expr_triton.decisive(roots)
+        self.decisive = expr.decisive(roots)
         self.approximate = dims.half and target.tanh == "approximate"
         self.printed = expr.printed(roots, expr_triton.LANGUAGE, self._leaf, self._name, inner, when)
         self.hoisted: set[str] = set()  # lines that stand before the loops

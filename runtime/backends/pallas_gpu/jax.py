@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import LoweringError
 from frisket.grammar.memo import memo
-from frisket.lowering.derive import Gradient
+from frisket.lowering.derive import Gradient, captured
 from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
-from frisket.lowering.kernels.triton.cotangents import sums
+from frisket.lowering.kernels.pallas_gpu.kernel import dims
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names, Target
 from frisket.lowering.xla.captured import folded_in_fixed_point
 from frisket.runtime.backends.base import Block, Shapes
@@ -35,7 +35,7 @@ def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = 
     `jax_default_matmul_precision` is "highest", as in Triton's kernels."""
     import jax
 
-    dim, v_dim = pallas_gpu.dims(geometry.head_dim), pallas_gpu.dims(geometry.v_dim)
+    dim, v_dim = dims(geometry.head_dim), dims(geometry.v_dim)
     block_q, block_k = tile or (128, KEYS.get(max(dim, v_dim), 64))
     ahead = max(2, pallas_gpu.stages(block_q, block_k, dim, v_dim))
     precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009 - mypy knows it not
@@ -137,9 +137,9 @@ def backward(
         outputs = list(run(*operands, *walk, *common, interpret=interpret))
         if "q" in grad_names:
             grads["q"] = outputs.pop(0)
-        for s, x in zip(sums(plan, rows), outputs, strict=True):
+        for (_, gradient), x in zip(captured(plan, rows), outputs, strict=True):
             x = x[..., : g.q_len]
-            buffers[s.gradient] = x.sum(-1) if s.gradient.over == "head" else x
+            buffers[gradient] = x.sum(-1) if gradient.over == "head" else x
     for part in kernels.parts(g, grad_names):
         run = _loaded(plan, dkv, of_text(g), part, interpret is not None)["attention_dkv"]
         walk = _operands(pallas_gpu.walked(spans.columns((dkv.block_q, dkv.block_k))))

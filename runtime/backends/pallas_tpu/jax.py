@@ -15,12 +15,14 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, uses
 from frisket.grammar.memo import memo
-from frisket.lowering.derive import Gradient, alone, backward_of
+from frisket.lowering.derive import Gradient, alone, backward_of, captured
+from frisket.lowering.kernels.inputs import TableInputs
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.kernels.pallas_tpu import backward as emitted
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
-from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.pallas_tpu import kernel as tpu_kernel
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
+from frisket.lowering.kernels.pallas_tpu.inputs import check_tables
 from frisket.lowering.kernels.pallas_tpu.walk import TpuOptions
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names, Target
 from frisket.lowering.planner.planner import DeviceSpans
@@ -51,12 +53,12 @@ def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = 
     block_q, block_k = NARROW if narrow else TILES
     if not narrow and geometry.kv_len >= LONG and _numbers(geometry) * _wide(dtype) <= KEY_BYTES:
         block_k *= 2
-    q_len, kv_len = (-(-n // pallas_tpu.LANES) * pallas_tpu.LANES for n in (geometry.q_len, geometry.kv_len))
+    q_len, kv_len = (-(-n // tpu_kernel.LANES) * tpu_kernel.LANES for n in (geometry.q_len, geometry.kv_len))
     block_k = min(block_k, kv_len)
     if plan.pages:
-        fitting = pallas_tpu.keys_of_a_tile
+        fitting = tpu_kernel.keys_of_a_tile
         # other page sizes are refused later, by `refuses`, which says why
-        block_k = fitting(plan.page, block_k) or fitting(plan.page, pallas_tpu.LONGEST) or block_k
+        block_k = fitting(plan.page, block_k) or fitting(plan.page, tpu_kernel.LONGEST) or block_k
     return Target("pallas-tpu", min(block_q, q_len), block_k)
 
 
@@ -76,7 +78,7 @@ def text(
 
 def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> str:
     """A reason why the forward kernel cannot run a call, or an empty text. `shapes` are those of the plan's tables."""
-    if why := pallas_tpu.refused(plan, dtype):
+    if why := tpu_kernel.refused(plan, dtype):
         return why
     pages = prod(shapes.get(str(plan.pages), (0,)))
     if 4 * pages > SCALAR_BYTES:
@@ -85,7 +87,7 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> s
             f'{SCALAR_BYTES // 1024}; use larger pages, fewer sequences in a call, or backend="xla"'
         )
     try:
-        pallas_inputs.check_tables(plan, pallas_inputs.place(pallas_tpu.roots(plan)), shapes)
+        check_tables(plan, TableInputs(pallas_tpu.roots(plan)), shapes)
     except LoweringError as error:
         return str(error)
     return ""
@@ -125,14 +127,14 @@ def strided(platform: str) -> bool:
 def together(geometry: Geometry, dtype: str, block_q: int) -> int:
     """The number of query heads of a group that share fetched keys and values: as many as fit in vector memory."""
     # in and out, twice, sums, and two numbers a lane wide
-    row = (2 * _wide(dtype) + 4) * _numbers(geometry) + 8 * pallas_tpu.LANES
+    row = (2 * _wide(dtype) + 4) * _numbers(geometry) + 8 * tpu_kernel.LANES
     group = geometry.heads // geometry.kv_heads
     return max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * block_q * row <= HEADS_BYTES))
 
 
 def _numbers(geometry: Geometry) -> int:
     """The numbers of a key and its value, or of a query and its output, in whole vectors of lanes."""
-    return sum(-(-dim // pallas_tpu.LANES) * pallas_tpu.LANES for dim in (geometry.head_dim, geometry.v_dim))
+    return sum(-(-dim // tpu_kernel.LANES) * tpu_kernel.LANES for dim in (geometry.head_dim, geometry.v_dim))
 
 
 def _wide(dtype: str) -> int:
@@ -201,11 +203,11 @@ def backward(
     interpret, rolls, numbers = interpreter(inputs.platform), strided(inputs.platform), inputs.operands
     target = emitted.with_tiles(inputs.target)
     dq_target, dkv_target = target.dq or target, target.dkv or target
-    captured = emitted.captured(plan, grad_names)
+    read = captured(plan, grad_names)
     rows, columns = spans.rows((dq_target.block_q, dq_target.block_k)), -(-geometry.kv_len // dq_target.block_k)
     walk = walked(rows, columns)
     grads: dict[Any, Array] = {}
-    heads = 1 if captured else together(geometry, dtype, dq_target.block_q)
+    heads = 1 if read else together(geometry, dtype, dq_target.block_q)
     heads = heads if pallas_walk.folded(rows.slice_of, heads) == heads else 1
     shared = walk if heads == 1 else walked(rows, columns, parts=heads)
     heads = 1 if searches(shared) else heads
@@ -220,15 +222,15 @@ def backward(
         kernel, names = loaded
         fold = pallas_walk.folded(of_keys.slice_of, group)
         grads |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
-    for i, gradient in captured:
+    for i, gradient in read:
         if gradient.over == "scatter":
             # operands of the run, and no part of its key
             placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
             options = TpuOptions(rolls, search=searches(walk))
             run = _by_position(plan, dq_target, placeless, dtype, i, options)
             grads[i] = run(*arrays, walk, *numbers, interpret=interpret)
-    sums = [grads.pop(i) for i, _ in captured]
-    return grads | folded(inputs, [g for _, g in captured], sums, int64=False)
+    sums = [grads.pop(i) for i, _ in read]
+    return grads | folded(inputs, [g for _, g in read], sums, int64=False)
 
 
 def interpreter(platform: str) -> Any:
@@ -238,17 +240,17 @@ def interpreter(platform: str) -> Any:
 
 def refuses_gradients(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, names: frozenset[str]) -> str:
     """A reason why the backward kernels cannot run a call, or "". `shapes` are those of the plan's tables."""
-    if why := pallas_tpu.refused(plan, dtype):
+    if why := tpu_kernel.refused(plan, dtype):
         return why
-    derived, captured = backward_of(plan), emitted.captured(plan, names)
+    derived, read = backward_of(plan), captured(plan, names)
     slopes = [] if derived.slope is None else [derived.slope]
-    roots = [*pallas_tpu.roots(plan), *slopes, *(g.weight for _, g in captured)]
+    roots = (*pallas_tpu.roots(plan), *slopes, *(g.weight for _, g in read))
     try:
-        pallas_inputs.check_tables(plan, pallas_inputs.place(roots), shapes)
+        check_tables(plan, TableInputs(roots), shapes)
     except LoweringError as error:
         return str(error)
     distances = geometry.q_len + geometry.kv_len
-    for _, g in captured:
+    for _, g in read:
         if g.over == "diagonal" and distances > DISTANCES:
             source = next(t.source for t in plan.tables if t.name == g.source)
             return (

@@ -1,32 +1,6 @@
-$# The text of the backward kernels for Hopper, with holes that `pallas_gpu.backward.emit` fills.
-$# `products_interpreted`: Mosaic GPU's interpreter lacks forms of wgmma, and reads and writes only inside of an array.
-$# `pairs_turned`: values of pairs where keys lie down a tile.
+$# The backward kernels for Hopper, with holes that `pallas_gpu.backward` fills.
 
-$part head
-"""Attention backward on Hopper (Pallas, Mosaic GPU), written by frisket: $what."""
-# What it differentiates:
-#
-$text
-
-import functools
-
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
-BLOCK_Q, BLOCK_K = $block_q, $block_k
-HALF = $own // 2  # of the program's own tile: what one of the two warpgroups that compute has
-TILE = HALF, $across
-DIM, DIM_V = $dim, $dim_v  # whole swizzles of 64
-GROUP = $group  # query heads to a key head
-STAGES = $stages  # tiles that are read ahead
-SCALE = $scale
-$shared
-$narrow
-
-
+$part loops
 def walk(slice_, row, count, records, border, full, carry):
     """`carry` through the tiles of a row, which is the number of it in `count` and `records`: of each record those that
     are not full, then those that are. The warpgroup that reads goes the same way as those that compute."""
@@ -78,11 +52,6 @@ def added(totals, *pairs):
 
     return pl.run_state(products)(tuple(plgpu.ACC.init(total) for total in totals))
 
-
-def padded(x, block):
-    """The array with zeros behind its end: a length in eights, a width in 64s, as swizzles have them."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, -x.shape[3] % 64)))
-
 $part products_interpreted
 def dot(a, b, axis):
     found = lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=Float)
@@ -96,22 +65,6 @@ def with_products(use, *pairs):
 
 def added(totals, *pairs):
     return tuple(total + dot(a, b[...], 0) for total, (a, b) in zip(totals, pairs, strict=True))
-
-
-def padded(x, block):
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, -x.shape[3] % 64)))
-
-$part pairs_turned
-
-def paved(values):
-    """Values of pairs, keys first, whole tiles long both ways."""
-    q_len, kv_len = values.shape[2:]
-    return jnp.pad(values.swapaxes(2, 3), ((0, 0), (0, 0), (0, -kv_len % BLOCK_K), (0, -q_len % BLOCK_Q)))
-
-
-def of_pair(values, batch, head, start, tile):
-    here = (*owner(values, batch, head), pl.ds(start, TILE[0]), pl.ds(tile * BLOCK_Q, BLOCK_Q))
-    return load(values.at[here], None)
 
 $part queries
 def kernel($refs):
@@ -146,7 +99,7 @@ def kernel($refs):
             $names = with_products(cotangents, (query.at[wg], key.at[slot]), (dout.at[wg], value.at[slot]))
             (dq,) = added((dq,), (ds, key.at[slot]))  $if dq
             $for summed:
-                $total = $total + $part
+                $total = $total + ${total}_here
             plgpu.barrier_arrive(free.at[slot])
             return step + 1, $sums
 
@@ -254,57 +207,26 @@ def kernel($refs):
 
         finish(heads(of_head, Int(0)), free)
 
-$part call
+$part weights
+$once
+$modified
+$# low after the difference, which is small: in lse it would be rounded away
+p = jnp.exp2(exponent($exponent) - $low)
+if border:
+    $hidden
+    $# the axis across, whose last tile may be cut; of the own rows those outside are not stored
+    if length % $across:
+        p = jnp.where(across(tile * $across + steps_along(1) < length), p, 0.0)
+$kept
 
-def $name(
-    query, key, value, dout, lse, low, delta, slice_of, order, count, records, origin, sizes, slots, tables,
-    interpret=None,
-):
-    """$doc, of arrays [batch, length, heads, dim], and `lse` (inf of a row without keys), `low`, what rounding
-    took from it, both to base 2, and `delta` [batch, heads, q_len].
+$part arguments
+query, key, value, dout, lse, low, delta, slice_of, order, count, records, origin, sizes, slots, tables,
+interpret=None,
 
-    `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
-    rows, runs, 4] are those of `pallas_gpu.walked`; `origin` and `sizes` place the call in the whole problem.
-    """
-    batch, q_len, heads, dim = query.shape
-    _, kv_len, kv_heads, v_dim = value.shape
-    $before
-    behind = ((0, 0), (0, 0), (0, -q_len % BLOCK_Q))
-    lse, low, delta = jnp.pad(lse, behind, constant_values=jnp.inf), jnp.pad(low, behind), jnp.pad(delta, behind)
-    query, dout = padded(query, BLOCK_Q), padded(dout, BLOCK_Q)
-    key, value = padded(key, BLOCK_K), padded(value, BLOCK_K)
+$part doc
+of arrays [batch, length, heads, dim], and `lse` (inf of a row without keys), `low`, what rounding
+took from it, both to base 2, and `delta` [batch, heads, q_len].
 
-    def tiles(number, length, dim):
-        return plgpu.SMEM((number, length, dim), query.dtype, transforms=TILED)
-
-    def signals(number, arrivals):
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
-
-    found = plgpu.kernel(
-        functools.partial(kernel, length=$length),
-        out_type=(
-            jax.ShapeDtypeStruct(query.shape, query.dtype),  $if dq
-            $for summed:
-                jax.ShapeDtypeStruct(lse.shape, Float),
-            jax.ShapeDtypeStruct(value.shape, value.dtype),  $if dv
-            jax.ShapeDtypeStruct(key.shape, key.dtype),  $if dk
-        ),
-        grid=(batch, ${head}s, order.shape[1]),
-        grid_names=("batch", "$head", "tile"),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=[
-            tiles(2, HALF, DIM),
-            tiles(2, HALF, DIM_V),
-            tiles(STAGES, $across, DIM),
-            tiles(STAGES, $across, DIM_V),
-            $for vectors:
-                plgpu.SMEM($shape, Float),
-            signals(2, $own_loads),
-            signals(STAGES, $loads),
-            signals(STAGES, 2),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=$fast, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=interpret,
-    )($operands)
-    return $returned
+$part of_rows
+behind = ((0, 0), (0, 0), (0, -q_len % BLOCK_Q))
+lse, low, delta = jnp.pad(lse, behind, constant_values=jnp.inf), jnp.pad(low, behind), jnp.pad(delta, behind)

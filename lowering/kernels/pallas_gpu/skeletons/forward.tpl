@@ -1,156 +1,50 @@
-$# The text of Pallas kernels for Hopper, with holes: shared parts, and the forward of `pallas_gpu.forward.emit`.
-$# `interpreted` and `products_interpreted` are for Mosaic GPU's interpreter: it has no layouts, reads and writes only
-$# inside of an array, and multiplies only operands in shared memory.
+$# The forward kernel for Hopper, with holes that `pallas_gpu.forward` fills.
 
-$part shared
-LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
-LOWEST = -3.4028234663852886e38  # a running maximum starts finite: -inf - LOWEST is -inf, never NaN
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-LAYOUT = plgpu.Layout.WGMMA
-Int, Float = jnp.int32, jnp.float32
+$part products
+def scores_of(rows, keys, meanwhile):
+    """rows @ keys.T; `meanwhile` runs while the tensor cores do."""
 
+    def product(found):
+        plgpu.wgmma(found, rows, transposed(keys))
+        meanwhile()
+        return found[...]
 
-def slot_of(step):
-    return lax.rem(step, Int(STAGES))
+    return pl.run_scoped(product, plgpu.ACC(TILE, Float))
 
 
-def down(vector):
-    """A value per row, over a tile."""
-    return lax.broadcast_in_dim(vector, TILE, [0])
+def gathered(acc, weights, values, meanwhile):
+    """acc + weights @ values, where `weights` and `acc` are in registers."""
+
+    def product(found):
+        plgpu.wgmma(found, weights, values)
+        meanwhile()
+
+    return pl.run_state(product)(plgpu.ACC.init(acc))
+
+$part products_interpreted
+def product(a, b, axes):
+    found = lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=Float)
+    plgpu.commit_smem()  # orders these reads before writes of TMA
+    return found
 
 
-def across(vector):
-    """A value per column, over a tile."""
-    return lax.broadcast_in_dim(vector, TILE, [1])
+def scores_of(rows, keys, meanwhile):
+    meanwhile()
+    return product(rows[...], keys[...], ((1,), (1,)))
 
 
-def tiled(value):
-    return jnp.broadcast_to(value, TILE)
+def gathered(acc, weights, values, meanwhile):
+    meanwhile()
+    return acc + product(weights, values[...], ((1,), (0,)))
 
-
-def owner(values, batch, head):
-    """Where values [1 or batch, 1 or heads, ...] of a batch entry and head lie."""
-    return tuple(index if size > 1 else 0 for index, size in zip((batch, head), values.shape))
-
-
-def of_line(values, batch, head, line, axis):
-    """Of values [.., .., length] those along a line of positions."""
-    return load(values.at[(*owner(values, batch, head), line)], axis)
-
-
-def lined(values, block):
-    """[.., .., length], whole tiles long, of values [.., .., 1, length]."""
-    values = values.reshape(*values.shape[:2], values.shape[-1])
-    return jnp.pad(values, ((0, 0), (0, 0), (0, -values.shape[-1] % block)))
-
-$part on_device
-
-def steps_along(axis):
-    return plgpu.broadcasted_iota(Int, (TILE[axis],), 0, layout=LAYOUT.reduce(1 - axis))
-
-
-def load(values, axis):
-    """A vector along an axis of a tile, or a tile (axis None), from global memory."""
-    beside = () if hasattr(plgpu, "InterpretGPUParams") else ((),)  # JAX 0.10 wants an index beside the reference
-    layout = LAYOUT if axis is None else LAYOUT.reduce(1 - axis)
-    return plgpu.load(values, *beside, layout=layout, optimized=False)
-
-
-def transposed(tile):
-    if hasattr(plgpu, "InterpretGPUParams"):
-        return tile.transpose((1, 0))
-    return plgpu.transpose_ref(tile, (1, 0))  # JAX 0.10
-
-
-def exponent(score, unit, base):
-    return score * unit - base
-
-
-def zeros(*shape):
-    return plgpu.layout_cast(jnp.zeros(shape, Float), LAYOUT if len(shape) == 2 else LAYOUT.reduce(1))
-
-$part interpreted
-
-def steps_along(axis):
-    return lax.broadcasted_iota(Int, (TILE[axis],), 0)
-
-
-def load(values, axis):
-    return values[...]
-
-
-def exponent(score, unit, base):
-    product = score * unit  # rounded here, which XLA on a CPU would do in one kernel and not in another
-    return jnp.where(product < LOWEST, -jnp.inf, product) - base
-
-
-def zeros(*shape):
-    return jnp.zeros(shape, Float)
-
-$part pairs
-
-def paved(values):
-    """Values of pairs, whole tiles long both ways."""
-    q_len, kv_len = values.shape[2:]
-    return jnp.pad(values, ((0, 0), (0, 0), (0, -q_len % BLOCK_Q), (0, -kv_len % BLOCK_K)))
-
-
-def of_pair(values, batch, head, start, tile):
-    here = (*owner(values, batch, head), pl.ds(start, TILE[0]), pl.ds(tile * BLOCK_K, BLOCK_K))
-    return load(values.at[here], None)
-
-$part distances
-
-def distances(q_len, kv_len):
-    """$across - $down, in local positions, from the last rows of tiles to the last columns."""
-    q_ends, k_ends = pl.cdiv(q_len, BLOCK_Q) * BLOCK_Q, pl.cdiv(kv_len, BLOCK_K) * BLOCK_K
-    return jnp.arange(1 - ${down}_ends, 1 + ${across}_ends, dtype=Int)
-
-
-def windows(values):
-    """[.., .., HALF, n] of values per distance [.., .., 1, length], each row one distance behind the row above, so
-    that every tile is a rectangle of it, whose rows begin where 16 bytes do."""
-    n = values.shape[-1] - HALF
-    return jnp.concatenate([values[..., HALF - 1 - i : HALF - 1 - i + n] for i in range(HALF)], 2)
-
-
-def of_distance(values, batch, head, apart):
-    return load(values.at[(*owner(values, batch, head), slice(None), pl.ds(apart, TILE[1]))], None)
-
-$part forward
-"""Attention forward on Hopper (Pallas, Mosaic GPU), written by frisket."""
-# What it computes:
-#
-$text
-
-import functools
-
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
-BLOCK_Q, BLOCK_K = $block_q, $block_k
-HALF = BLOCK_Q // 2  # queries of one of the two warpgroups that compute
-TILE = HALF, BLOCK_K
-DIM, DIM_V = $dim, $dim_v  # whole swizzles of 64
-GROUP = $group  # query heads to a key head
-STAGES = $stages  # tiles of keys that are read ahead
-SCALE = $scale
-UNIT = $unit  # the softmax is to base 2
-$shared
-$products
-$prelude
-
-
+$part kernel
 def kernel(
     $refs,
     q_ref, k_ref, v_ref, out_ref, lse_ref, top_ref,$low_ref
-    query, keys, values, ends,$room q_ready, k_ready, v_ready, k_free, v_free, turn, *, kv_len
+    query, keys, values, ends,$room q_ready, k_ready, v_ready, k_free, v_free, turn, *, length
 ):
     batch, head, wg = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("wg")
-    distinct, place = slice_of[batch, head], lax.axis_index("row")
+    distinct, place = slice_of[batch, head], lax.axis_index("tile")
     row = order[distinct, place]
     runs, steps = (count[distinct, place, i] for i in range(2))
 
@@ -186,8 +80,8 @@ def kernel(
             $score
             if partial:
                 $seen
-                if kv_len % BLOCK_K:  # behind the last key
-                    behind = steps_along(1) >= kv_len - tile * BLOCK_K
+                if length % BLOCK_K:  # behind the last key
+                    behind = steps_along(1) >= length - tile * BLOCK_K
                     s = jnp.where(across(behind), -jnp.inf, s)
             peak = jnp.maximum(top, s.max(axis=1) * UNIT)
             shrink = jnp.exp2(top - peak)
@@ -296,92 +190,3 @@ def kernel(
             return carry
 
         lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, last, None)  # no signal is left over
-
-
-def attention_forward(
-    query, key, value, slice_of, order, count, records, origin, sizes, $arguments
-):
-    """(out, lse, largest score$named) of query, key and value [batch, length, heads, dim].
-
-    `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
-    rows, runs, 4] are those of `GpuWalk.in_order`; `origin` and `sizes` place the call in the whole problem.
-    """
-    batch, q_len, heads, _ = query.shape
-    kv_len, v_dim, dtype, rows = key.shape[1], value.shape[3], query.dtype, order.shape[1]
-    $before
-    query, key, value = padded(query, BLOCK_Q, DIM), padded(key, BLOCK_K, DIM), padded(value, BLOCK_K, DIM_V)
-    per_query = jax.ShapeDtypeStruct((batch, heads, rows * BLOCK_Q), Float)
-    out, *found = plgpu.kernel(
-        functools.partial(kernel, kv_len=kv_len),
-        out_type=[jax.ShapeDtypeStruct((batch, query.shape[1], heads, DIM_V), dtype), *[per_query] * $rows],
-        scratch_types=[
-            plgpu.SMEM((2, HALF, DIM), dtype, transforms=TILED),
-            plgpu.SMEM((STAGES, BLOCK_K, DIM), dtype, transforms=TILED),
-            plgpu.SMEM((STAGES, BLOCK_K, DIM_V), dtype, transforms=TILED),
-            plgpu.SMEM((2, $rows, HALF), Float),
-            plgpu.SMEM((2, HALF, DIM_V), dtype, transforms=TILED),  $if own_result
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=2),
-        ],
-        grid=(batch, heads, rows),
-        grid_names=("batch", "head", "row"),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=$fast, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-        interpret=interpret,
-    )($operands, query, key, value)
-    return out[:, :q_len, :, :v_dim], *(x[..., :q_len] for x in found)
-
-$part products
-
-def scores_of(rows, keys, meanwhile):
-    """rows @ keys.T; `meanwhile` runs while the tensor cores do."""
-
-    def product(found):
-        plgpu.wgmma(found, rows, transposed(keys))
-        meanwhile()
-        return found[...]
-
-    return pl.run_scoped(product, plgpu.ACC(TILE, Float))
-
-
-def gathered(acc, weights, values, meanwhile):
-    """acc + weights @ values, where `weights` and `acc` are in registers."""
-
-    def product(found):
-        plgpu.wgmma(found, weights, values)
-        meanwhile()
-
-    return pl.run_state(product)(plgpu.ACC.init(acc))
-
-
-def padded(x, block, dim):
-    """With zeros behind its dims, and its length in eights, as swizzles have them; behind it, zeros are read."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, dim - x.shape[3])))
-
-$part products_interpreted
-
-def product(a, b, axes):
-    found = lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=Float)
-    plgpu.commit_smem()  # orders these reads before writes of TMA
-    return found
-
-
-def scores_of(rows, keys, meanwhile):
-    meanwhile()
-    return product(rows[...], keys[...], ((1,), (1,)))
-
-
-def gathered(acc, weights, values, meanwhile):
-    meanwhile()
-    return acc + product(weights, values[...], ((1,), (0,)))
-
-
-def padded(x, block, dim):
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, dim - x.shape[3])))

@@ -1,12 +1,6 @@
-$# The text of the Pallas TPU kernels of the backward, with holes that `pallas_tpu.backward` fills.
+$# The work of the Pallas TPU kernels of the backward, with holes that `pallas_tpu.backward` fills.
 
-$part skeleton
-$definitions
-
-
-$locate
-
-
+$part products
 def rows_by_rows(x, y):
     """[n, d] times [m, d]: [n, m]."""
     return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float)
@@ -17,102 +11,66 @@ def rows_by_columns(x, y):
     x = x.astype(y.dtype)
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=EXACT, preferred_element_type=Float)
 
+$part tile
+$here
+s = rows_by_rows($one, $two) * SCALE  $if not products
+s = rows_by_rows($one, $two)  $if products
+$score
+if partial:  # the mask
+    $hide
+    if $length % $block:  # memory behind the last $token may hold anything
+        inside = lax.broadcasted_iota(Int, (1, $block), 1) < $length - ${axis}_tile * $block
+        m = jnp.where(inside, m, -jnp.inf)
+p = jnp.exp(m - $lse)
+if partial:  $if not careful
+    p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN
+$survivors
+$# p is done with before dp is computed; rows behind the last query may hold NaN, and 0 times NaN is NaN
+$if dv:
+    douts = dout_ref[0, 0]
+    if partial and q_len % BLOCK_Q:
+        inside = lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len - q_tile * BLOCK_Q
+        douts = jnp.where(inside, douts, jnp.zeros_like(douts))
+    dv[...] += rows_by_columns($weight, douts)
+$if inner:
+    dp = rows_by_rows($three, $four)
+    dm = p * ($dp - $delta)
+    if partial:  $if not careful
+        dm = jnp.where(p == 0, 0, dm)
 
-def kernel(
-    $refs
-    $outputs, $scratch, *, $static
-):
-    batch, $program, step = (pl.program_id(axis) for axis in range(3))
-    ($located), (visits, full, starts, ends) = at(batch, $program, step, $walk)
-    $head
-    $clear
+$part present
+present = $added
+if q_len % BLOCK_Q:  # nothing is behind the last query
+    inside = lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len - q_tile * BLOCK_Q
+    present = jnp.where(inside, present, 0)
 
-    @pl.when(starts)
-    def start():
-        $start
+$part distance
+summed = by_distance(present)
+line = k_tile * (BLOCK_K // 128) + (q_tiles - 1 - q_tile) * (BLOCK_Q // 128)
+for i in range((BLOCK_Q + BLOCK_K) // 128):
+    ${name}_ref[0, 0, pl.ds(line + i, 1)] += summed[:, 128 * i : 128 * (i + 1)]
 
-    def visit(partial):
-        $visit
-
-    @pl.when(visits & full)
-    def visit_full():
-        visit(partial=False)
-
-    @pl.when(visits & jnp.logical_not(full))
-    def visit_partial():
-        visit(partial=True)
-    $finish
-
-
+$part signature
 def $entry(
     query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), $arguments
 ):
-    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. The
-    rounding error of lse, `low`, is in dout and delta, which are multiplied by exp(-low):
 
-    $said
-    """
-    batch, q_len, heads, dim = query.shape
-    kv_len, kv_heads, v_dim = value.shape[1:]
-    $cast
-    query, key, value, dout = (x.swapaxes(1, 2) for x in (query, key, value, dout))
-    of_rows = jnp.stack([lse, delta], 2)
-    steps, $walk = walk
-    q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
-    $before
-    scalars = ($passed)
-    at = functools.partial(locate, $sizes)
+$part doc
+"""Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. The
+rounding error of lse, `low`, is in dout and delta, which are multiplied by exp(-low):
 
-    def place(b, h, step, *scalars):
-        """(batch, query head, tile of queries, tile of keys) of a step."""
-        ($located), _ = at(b, h, step, *scalars[:$tables])
-        return $placed
+$results
+"""
 
-    def at_query(b, h, *step):
-        _, $query, q_tile, _ = place(b, h, *step)
-        return b, $of_query, q_tile, 0
+$part along
+def along(of):
+    """The same tile of an array with the positions along."""
 
-    def at_key(b, h, *step):
-        _, _, _, k_tile = place(b, h, *step)
-        return b, $kv_head, k_tile, 0
+    def at(*step):
+        b, h, tile, _ = of(*step)
+        return b, h, 0, tile
 
-    def along(of):
-        """The same tile of an array with the positions along."""
-
-        def at(*step):
-            b, h, tile, _ = of(*step)
-            return b, h, 0, tile
-
-        return at
-
-    found = pl.pallas_call(
-        functools.partial(kernel, $given),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=$number,
-            grid=(batch, $programs, steps),
-            in_specs=[
-                pl.BlockSpec((1, $together, BLOCK_Q, dim), at_query),
-                pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
-                $of_values
-                pl.BlockSpec((1, $together, BLOCK_Q, v_dim), at_query),
-                pl.BlockSpec((1, $together, 2, BLOCK_Q), along(at_query)),
-                $specs
-            ],
-            out_specs=[
-                $out_specs
-            ],
-            scratch_shapes=[
-                $scratch_shapes
-            ],
-        ),
-        out_shape=[
-            $out_shapes
-        ],
-        $aliases
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        interpret=interpret,
-    )($operands)
-    return $result
+    return at
 
 $part finite
 def finite(x):

@@ -15,10 +15,6 @@ def wide(column, width):
     """[n, 128], 128 times one column, as [n, width]: a number in all lanes is not broadcast at every use."""
     return jnp.tile(column, (1, pl.cdiv(width, 128)))[:, :width]
 
-$part look
-def look(table, *index):
-    return table[tuple(jnp.clip(i, 0, n - 1) for i, n in zip(index, table.shape))]
-
 $part pick
 def pick(table, shape, *index):
     """table[index], clamped, by trying each entry: the table is flat and in scalar memory."""

@@ -46,6 +46,14 @@ def test_golden_cute_functions_of_masks_and_score_mods(name, golden):
     golden(f"{name}.py", emit(GOLDEN[name]).text)
 
 
+def test_cute_divisions_that_decide_a_position_stay():
+    """A quotient by a number is a product, but where its last bit may decide what is seen."""
+    near = ir.to_float(q - k) / 3.0 < 7.0
+    text = emit(make_plan(ProgramExprs(near, score / 3.0))).text
+    assert "/ 3.0 < 7.0" in text
+    assert f"score * {1 / 3.0!r}" in text
+
+
 def values(made, plan, env, slots, tables):
     """The values of a printed module's functions at the positions of `env`."""
     known = {**slots, **env}

@@ -3,14 +3,14 @@
 import ast
 
 import pytest
-from support.attention_cases import CASES, plan
+from support.attention_cases import CASES, plan, plan_of_text
 from support.kernel_names import unreserved
 from support.tiers import thinned
 
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import param, var
-from frisket.dsl.sugar import b, eq, function, h, k, q, score
+from frisket.dsl.sugar import b, eq, h, k, q
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.gluon.forward import emit
 from frisket.lowering.kernels.triton.forward import NO_ARRAYS, OptionalArrays
@@ -34,13 +34,7 @@ GOLDEN = {
         NO_ARRAYS,
     ),
     "everything.py": (
-        make_plan(
-            ProgramExprs(
-                causal & documents, 50 * function("tanh", score / 50) + ir.lookup("slope", (h,), FLOAT) * (k - q)
-            ),
-            "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)",
-            keep_mask=survives(),
-        ),
+        plan_of_text("causal & same_by_batch(doc)", "softcap(50) + slope[h] * (k - q)", keep_mask=survives()),
         Dims(80, 64, "float16"),
         OptionalArrays(sinks=True, row_max=True, lse_residual=True),
     ),

@@ -22,11 +22,12 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
+from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.pallas_gpu.expr import Expressions
-from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.pallas_gpu.kernel import TEXT
 from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Problem, ProgramFacts, Target, make_plan, survives
 from frisket.lowering.planner.planner import DeviceSpans
@@ -62,9 +63,11 @@ def half(name, **changes):
 
 
 def tiles_of(case, root, made, s, down="q"):
-    """`root` of the plan over all pairs of a head, worked out tile by tile by the text a kernel has."""
-    e = Expressions([root], down)
+    """`root` of the plan over all pairs of a head, worked out tile by tile by the text a kernel has; `s` are scores."""
+    of_scores = "score" in ir.uses(root)
+    e = Expressions([made.score, root] if of_scores else [root], down, score=made.score if of_scores else None)
     g = cases.geometry(case)
+    s = s / np.float32(g.scale) if e.products else s
     source = pallas_gpu.emit(made, Target("", *BLOCK), g, "bfloat16", interpreted=True)
     names = load_source(
         source.replace("TILE = HALF, BLOCK_K", f"TILE = {'HALF, BLOCK_K' if down == 'q' else '64, BLOCK_Q'}")
@@ -75,10 +78,10 @@ def tiles_of(case, root, made, s, down="q"):
     }
     if down == "k":
         names["HALF"] = 64
-        exec(filled(pallas_gpu.TEXT["distances"], down="k", across="q"), names)  # as the backward has them
+        exec(filled(TEXT["distances"], down="k", other="q"), names)  # as the backward has them
     found, value = e.written(root, "x")
     operands = ", ".join(e.operands(made))
-    before = [*pallas_inputs.before(made, e.inputs), *e.lined(), f"return {operands},"]
+    before = [*e.inputs.before(made), *e.lined(), f"return {operands},"]
     inside = [*e.definitions(made), f"def values(batch, head, start, line, tile, order, s, {operands}):"]
     inside += [f"    {line}" for line in (*e.once(made), *e.each(made, root), *found, f"return {value}")]
     head = "def operands(origin, sizes, slots, tables, batch, heads, q_len, kv_len):\n"
@@ -107,6 +110,7 @@ def tiles_of(case, root, made, s, down="q"):
     for (at, _), found in zip(tiles, of_tiles(wide), strict=True):
         out[at] = np.asarray(found)
     out = out[:, :, :own, :other]
+    out = out * e.factor if root is made.score else out
     return out if down == "q" else out.swapaxes(2, 3)
 
 
@@ -129,6 +133,16 @@ def check_text(case, down="q", atol=2e-6):
 @pytest.mark.parametrize("name", ["crop", "relative-bias"])
 def test_texts_are_their_expressions(name):
     check_text(half(name, dtype="float32", q_len=70, kv_len=70))
+
+
+@pytest.mark.parametrize("down", ["q", "k"])
+def test_pallas_gpu_slope_of_a_cap_is_that_of_scores(down):
+    case = CASES["softcap"].but(q_len=70, kv_len=70)
+    made, g = cases.plan(case), cases.geometry(case)
+    s = 9 * np.random.default_rng(0).standard_normal((g.batch, g.heads, g.q_len, g.kv_len)).astype(np.float32)
+    slope = backward_of(made).slope
+    got = tiles_of(case, slope, made, s, down).astype(np.float32)
+    np.testing.assert_allclose(got, evaluate(slope, {"score": s}, {}), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.exhaustive
@@ -176,6 +190,23 @@ def test_tanh_is_the_machines_where_that_is_near_enough(mask, capped, approximat
     with jax.default_matmul_precision("highest"):
         target = runtime.target(made, g, "bfloat16")
     assert "tanh_approximate" not in pallas_gpu.emit(made, target, g, "bfloat16")
+
+
+@pytest.mark.parametrize("what", ["forward", "q", "k"])
+def test_pallas_gpu_scales_scores_in_the_factors_of_a_cap(what):
+    """The scale joins the division of a soft cap, and its product that of the softmax, forward and backward alike."""
+    made, g = cases.plan(CASES["softcap"]), Geometry(1, 1, 1, 9, 9, 64, 64, 0.125)
+    target = Target("", 128, 64) if what != "k" else Target("", 64, 128)
+    if what == "forward":
+        text = pallas_gpu.emit(made, target, g, "bfloat16")
+        assert "UNIT = 20.0 * 1.4426950408889634" in text
+    else:
+        text = pallas_gpu_backward.emit(made, target, g, {what})
+        assert "exponent(modified, 20.0 * LOG2E" in text
+    assert "y0 = SCALE * 0.05" in text
+    assert "tanh(s * y0)" in text
+    assert "/ 20.0" not in text
+    assert "s * SCALE" not in text
 
 
 @pytest.mark.exhaustive
@@ -259,6 +290,7 @@ def test_products_of_a_gpu():
     forward, backward = dict(names), dict(names)
     exec(pallas_gpu.TEXT["products"], forward)
     exec(pallas_gpu_backward.TEXT["products"], backward)
+    exec(TEXT["on_device"], common := dict(names))
     draw, called = np.random.default_rng(0), []
     a, b, c, d, e = (draw.standard_normal(x) for x in ((4, 3), (5, 3), (4, 5), (5, 7), (4, 7)))
     meanwhile = lambda: called.append(len(begun))  # noqa: E731
@@ -270,10 +302,10 @@ def test_products_of_a_gpu():
     found = backward["added"]((e, 2 * e), (c, d), (c, 3 * d))
     np.testing.assert_allclose(found, [e + c @ d, 2 * e + 3 * c @ d])
     x = draw.standard_normal((2, 13, 3, 40))
-    for at, wide in ((forward["padded"](x, 64, 48), 48), (backward["padded"](x, 64), 64)):
-        assert at.shape == (2, 16, 3, wide)
-        np.testing.assert_allclose(at[:, :13, :, :40], x, rtol=1e-6)
-        assert np.abs(at).sum() == pytest.approx(np.abs(x).sum(), rel=1e-5)
+    at = common["padded"](x, 64)
+    assert at.shape == (2, 16, 3, 64)
+    np.testing.assert_allclose(at[:, :13, :, :40], x, rtol=1e-6)
+    assert np.abs(at).sum() == pytest.approx(np.abs(x).sum(), rel=1e-5)
 
 
 def test_a_ragged_causal_kernel(races):

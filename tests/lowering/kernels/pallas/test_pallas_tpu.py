@@ -21,9 +21,9 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
+from frisket.lowering.kernels.inputs import TableInputs
 from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
-from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
 from frisket.lowering.plan import RATE, SEED, Geometry, ProgramFacts, Target, make_plan, survives
 from frisket.lowering.planner.planner import DeviceSpans
@@ -308,6 +308,24 @@ def test_pallas_tpu_operators_lower_for_a_tpu(op):
         assert "tpu_custom_call" in exported.mlir_module()
 
 
+def test_pallas_tpu_scales_scores_of_16_bits_in_a_factor():
+    """A soft cap takes one factor for the scale and its division; float32 keeps the order that is written."""
+    case = CASES["softcap"]
+    made, g = cases.plan(case), cases.geometry(case)
+    half, single = (pallas_tpu.emit(made, TARGET, g, dtype) for dtype in ("bfloat16", "float32"))
+    assert "y0 = SCALE * 0.05" in half
+    assert "jnp.tanh(s * y0) * 20.0" in half
+    assert "s = s * SCALE" not in half
+    assert "s = s * SCALE" in single
+    assert "20.0 * jnp.tanh(s / 20.0)" in single
+
+
+def test_pallas_tpu_scales_scores_once_that_are_terms():
+    text = pallas_tpu.emit(cases.plan(CASES["alibi"]), TARGET, cases.geometry(CASES["alibi"]), "bfloat16")
+    assert text.count("* SCALE") == 1
+    assert "s = s * SCALE" in text
+
+
 # -- text and errors --------------------------------------------------------------------------------
 
 
@@ -360,11 +378,11 @@ def test_a_table_too_large_to_try():
 
 def test_how_lookups_reach_the_kernel():
     slope, doc = lookup("slope", (h,), FLOAT), lookup("doc", (k,))
-    found = pallas_inputs.place([
+    found = TableInputs((
         score + slope * (k - q) + slope * lookup("bias", (h, abs(q - k) // 2), FLOAT)
         + lookup("plane", (h, q, k + 3), FLOAT) + lookup("last", (lookup("doc", (q,)), k - q), FLOAT),
         lookup("live", (doc,), BOOL),
-    ])  # fmt: skip
+    ))  # fmt: skip
     assert {str(e).splitlines()[-1]: name for e, name in found.outside().items()} == {
         "slope[h]": "of_head0", "live[doc[k]]": "of_key0", "slope[h] * bias[h, abs(q - k) >> 1]": "of_distance0",
         "plane[h, q, k + 3]": "of_pair0", "doc[q]": "of_query0",

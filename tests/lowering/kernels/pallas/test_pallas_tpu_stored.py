@@ -14,6 +14,7 @@ from support.tiers import default_only
 
 from frisket.dsl.errors import LoweringError
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
+from frisket.lowering.kernels.pallas_tpu.kernel import fits
 from frisket.lowering.plan import Geometry, Pages, Target, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.pallas_tpu import jax as runtime
@@ -80,7 +81,7 @@ def test_pallas_tpu_stored_keys_lower_for_a_tpu(name):
 def test_tiles_that_fit_pages(page, tile):
     plan = make_plan(ProgramExprs(), pages=Pages("pages", page))
     assert runtime.target(plan, Geometry(1, 1, 1, 1, 2304, 64, 64, 1.0), "bfloat16").block_k == tile
-    assert pallas_tpu.fits(page, tile)
+    assert fits(page, tile)
 
 
 def test_pallas_tpu_refuses_storage_that_a_tpu_lacks():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.attention_cases import CASES, plan
+from support.attention_cases import CASES, plan, plan_of_text
 from support.kernel_names import unknown_names, unreserved
 from support.tiers import thinned
 
@@ -115,9 +115,7 @@ def test_golden_triton_forward_of_long_rows_in_parts(golden):
     golden("long_rows.py", emit(GLOBAL, TARGET, Dims(128, 128, "bfloat16", 4), optional, listed=True))
 
 
-EVERYTHING = make_plan(
-    ProgramExprs(causal & documents, softcap + alibi), "causal & same(doc)\nsoftcap(50) + alibi", keep_mask=survives()
-)
+EVERYTHING = plan_of_text("causal & same_by_batch(doc)", "softcap(50) + slope[h] * (k - q)", keep_mask=survives())
 ALL_ARRAYS = OptionalArrays(sinks=True, row_max=True, lse_residual=True)
 
 

@@ -1,6 +1,6 @@
 """Attention forward in Gluon, written by frisket for
 
-    causal & same(doc)
+    causal & same_by_batch(doc)
     softcap(50) + slope[h] * (k - q)
     seed = seed of dropout
     rate = rate of dropout

@@ -1,8 +1,7 @@
 """Gradients by query of attention on TPU (Pallas, Mosaic), written by frisket."""
 # What it computes:
 #
-#     mask: q >= k & q - k < w
-#     score: None
+#     q >= k & q - k < w
 
 import functools
 
@@ -175,8 +174,7 @@ def attention_dq(
 """Gradients by key of attention on TPU (Pallas, Mosaic), written by frisket."""
 # What it computes:
 #
-#     mask: q >= k & q - k < w
-#     score: None
+#     q >= k & q - k < w
 
 import functools
 

@@ -95,8 +95,7 @@ def kernel(
         s = lax.dot_general(
             q_ref[0, 0], together(q_ref.dtype, k0_ref, k1_ref, k2_ref, k3_ref, k4_ref, k5_ref, k6_ref, k7_ref), (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float
         )
-        s = s * SCALE
-        s = jnp.broadcast_to(20.0 * jnp.tanh(s * of_key1_ref[0, 0] / 20.0), s.shape)
+        s = jnp.broadcast_to(jnp.tanh(s * of_key1_ref[0, 0] * 0.05) * 20.0, s.shape)
         if partial:  # the mask
             seen = jnp.broadcast_to((k <= of_query0[...]) & (of_key0_ref[0, 0] != 0), s.shape)
             s = jnp.where(seen, s, -jnp.inf)
@@ -170,7 +169,7 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
     of_key0_0 = look(t1, b)
     of_key0 = (k < of_key0_0).astype(Int)
     of_key1_0 = shr(h, 1)
-    of_key1 = look(t3, look(t2, b, shr(k, 4)), k & 15, of_key1_0)
+    of_key1 = SCALE * look(t3, look(t2, b, shr(k, 4)), k & 15, of_key1_0)
     of_key2_0 = shr(h, 1)
     of_key2 = look(t4, look(t2, b, shr(k, 4)), k & 15, of_key2_0)
     pages = jnp.clip(t2, 0, key.shape[0] - 1)  # entries that nobody reads may be anything

@@ -1,7 +1,7 @@
 """Attention of few queries in Triton, written by frisket for
 
-    causal & same(doc)
-    softcap(50) + alibi
+    causal & same_by_batch(doc)
+    softcap(50) + slope[h] * (k - q)
     seed = seed of dropout
     rate = rate of dropout
 

@@ -9,7 +9,7 @@ is one of float32: 2**-24 of a value, where an input was rounded by 2**-12 (floa
   key does: `score * (scale * k_scale[k])` takes a multiplication for a key beside one for a pair;
 - a quotient by a number that is the same at every position is a product with its reciprocal, at most 1.5 * 2**-23 of
   the quotient away. A division by a number that varies with the position stays, and so does a division that decides an
-  Int or a Bool;
+  Int or a Bool. Where a target's scalars do not divide, only a quotient by a literal is a product;
 - `exp(x)` is `exp2(x * LOG2E)`, for which GPUs have an instruction;
 - `float(k - q)` is a difference of two Floats, counted from the first position of the program's own tile: whole
   numbers, exact up to distances of 2**24 tokens.
@@ -26,20 +26,21 @@ out of shared memory. The values equal those of one load for each position, bit 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 from frisket.dsl.ir import SCORE, Expr, build, lit, make, rebuild, substitute, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.derive import over
-from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 
-from .expr import decisive
+from . import expr
+from .expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, decisive, levels
 
 SCALE = var("scale", FLOAT)
 START = var("start")  # the position at which the program's own tile begins
 LOG2E = math.log2(math.e)
+FORMS = frozenset({"div", "exp", "float"})  # operators with a cheaper form that not every target has
 COMMON = 2.0**-60, 2.0**60  # between these, products and reciprocals of factors neither overflow nor lose digits
 
 
@@ -58,9 +59,12 @@ def machine(e: Expr, dims: Rounding, when: Mapping[str, int] = LEVELS, *, gather
     return by_distance(e, when) if gathers else e
 
 
-def in_products(root: Expr, when: Mapping[str, int]) -> Expr:
+def in_products(
+    root: Expr, when: Mapping[str, int] = LEVELS, forms: Collection[str] = FORMS, scale: Expr | None = SCALE
+) -> Expr:
     """An Expr in which `score` is the scaled product, rewritten so that `score` is the product itself and `scale` a
-    factor; `when` gives the levels of coordinates.
+    factor, if there is one; `when` gives the levels of coordinates, `forms` the operators of `FORMS` that are
+    rewritten: quotients by numbers that are no literals, exp, distances.
 
     >>> from frisket.dsl.sugar import function
     >>> in_products(50.0 * function("tanh", SCORE / 50.0), {"score": 3})
@@ -68,21 +72,51 @@ def in_products(root: Expr, when: Mapping[str, int]) -> Expr:
     >>> in_products(SCORE * var("k_scale", FLOAT), {"score": 3, "k_scale": 2})
     score * (scale * k_scale)
     """
-    scaled = substitute(root, {SCORE: SCORE * SCALE})
+    scaled = root if scale is None else substitute(root, {SCORE: SCORE * scale})
     deciding = decisive([scaled])
     done: dict[Expr, Expr] = {}
     for node in walk(scaled):
         rebuilt = rebuild(node, tuple(done[a] for a in node.args))
         # what decides an Int or a Bool keeps the rounding of the language: it may decide a tile
-        done[node] = rebuilt if node.type is not FLOAT or node in deciding else _merged(rebuilt, when)
+        done[node] = rebuilt if node.type is not FLOAT or node in deciding else _merged(rebuilt, when, forms)
     return done[scaled]
 
 
-def _merged(e: Expr, when: Mapping[str, int]) -> Expr:
+def factored(score: Expr, others: Iterable[Expr], forms: Collection[str]) -> tuple[dict[Expr, Expr], bool]:
+    """A score mod and other expressions of scores as a kernel computes them, by what they were, and whether of
+    products. They are not where the score mod has the scaled product itself as a term, `score + bias`: a kernel then
+    multiplies by the scale first, and once.
+
+    >>> from frisket.dsl.sugar import function
+    >>> factored(50.0 * function("tanh", SCORE / 50.0), (), FORMS)
+    ({50.0 * tanh(score / 50.0): tanh(score * (scale * 0.02)) * 50.0}, True)
+    >>> factored(SCORE / 50.0 + 50.0 * function("tanh", SCORE), (), FORMS)
+    ({score / 50.0 + 50.0 * tanh(score): score * 0.02 + tanh(score) * 50.0}, False)
+    """
+    read = {e: expr.machine(e) for e in (score, *others) if "score" in uses(e)}
+    merged = {e: in_products(x, forms=forms) for e, x in read.items()}
+    if SCORE * SCALE not in walk(merged.get(score, score)):
+        return merged, True
+    return {e: cheaper(x, forms) for e, x in read.items()}, False
+
+
+def cheaper(root: Expr, forms: Collection[str] = ()) -> Expr:
+    """An equal Expr with its constant factors merged, and with products for quotients; `root` itself where that leaves
+    the same operators, if in another order.
+
+    >>> cheaper(2.0 * SCORE / 50.0 + 1.0), cheaper(2.0 * SCORE)
+    (score * 0.04 + 1.0, 2.0 * score)
+    """
+    merged = in_products(root, forms=forms, scale=None)
+    one, other = (Counter(n.op for n in walk(e)) for e in (root, merged))
+    return root if one == other else merged
+
+
+def _merged(e: Expr, when: Mapping[str, int], forms: Collection[str]) -> Expr:
     """An Expr with its constant factors merged; those of its arguments already are."""
-    if e.op == "exp":  # the machine has an instruction for powers of 2 alone
+    if e.op == "exp" and "exp" in forms:  # the machine has an instruction for powers of 2 alone
         return build("exp2", _times(e.args[0], lit(LOG2E), when))
-    if e.op == "float":
+    if e.op == "float" and "float" in forms:
         return _distance(e, when)
     if e.op not in ("mul", "div"):
         return e
@@ -95,6 +129,8 @@ def _merged(e: Expr, when: Mapping[str, int]) -> Expr:
     if _level(y, when) != SCALAR or _level(x, when) == SCALAR:
         return e
     if e.op == "div":
+        if "div" not in forms and not _common(y):
+            return e
         # one reciprocal instead of a division per position
         y = lit(1.0 / y.name) if _common(y) else build("div", lit(1.0), y)
     return _times(x, y, when)
@@ -140,9 +176,9 @@ def _level(e: Expr, when: Mapping[str, int]) -> int:
     return levels(e, when=when)[e]
 
 
-def last_factor(e: Expr, dims: Rounding) -> tuple[Expr, float]:
+def last_factor(e: Expr) -> tuple[Expr, float]:
     """A score mod without its last factor, a positive literal, and that literal; 1 where there is none."""
-    if dims.half and e.op == "mul":
+    if e.op == "mul":
         for x, y in (e.args, e.args[::-1]):
             if _common(y) and y.name > 0:
                 return x, y.name
