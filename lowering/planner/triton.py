@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from frisket.dsl.ir import SIZES, Expr
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
-from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Language, Text
+from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
+from frisket.lowering.kernels.language import COMPARISON, Text, words
 from frisket.lowering.kernels.text import Names, Page, filled, parts
 from frisket.lowering.kernels.triton import expr as expr_triton
 
@@ -26,13 +27,20 @@ from .planner import SEARCHES, Planner
 
 FINE, GRAIN = 4096, 32
 KERNELS, FUNCTIONS = parts(__package__, "tables"), parts(__package__, "functions")
-FUNCTIONS["real_power"] = f"\n@triton.jit{expr_triton.power('real_power', 'tl.float64')}"
 HEADER = filled(KERNELS.pop("header"), fine=FINE, grain=GRAIN)
-TRITON = (
-    expr_triton.TRITON
-    | {"float": "{}.to(tl.float64)", "pow": "real_power({}, {})", "tanh": "real_tanh({})"}
-    | {"sqrt": "tl.sqrt({})", "rsqrt": "(1.0 / tl.sqrt({}))"}
-)
+CHANGED = {"float": "{}.to(tl.float64)", "tanh": "real_tanh({})", "sqrt": "tl.sqrt({})"}
+CHANGED |= {"rsqrt": "(1.0 / tl.sqrt({}))"}
+
+
+def _number(value: bool | int | float) -> str:
+    if not isinstance(value, float):
+        return repr(value)
+    text = repr(value) if math.isfinite(value) else f'float("{value}")'
+    return f"tl.full((), {text}, tl.float64)"  # a bare literal would be float32
+
+
+WIDE = expr_triton.language(int64=True)
+LANGUAGE = replace(WIDE, operators=WIDE.operators | CHANGED, number=_number, infinity="")
 TYPES = {INT: "tl.int64", FLOAT: "tl.float64", BOOL: "tl.int1"}
 HEAD = tuple("Bounds Count Left Work Place line_count rows q_len kv_len bq bk room records".split())
 
@@ -86,18 +94,13 @@ class _TritonBody(PlannerBody):
         self.types = table_types(plan)
         self.entries: dict[str, TablePointer] = {}
         self.ranges: dict[tuple[str, tuple[int, ...]], Ranged] = {}
-        super().__init__(plan, plan.roots, Names(_reserved_names()), Language("Triton", TRITON))
+        super().__init__(plan, plan.roots, Names(_reserved_names()), LANGUAGE)
 
     # -- expressions --------------------------------------------------------------------------------------
 
     def leaf(self, e: Expr, args: list[Text]) -> Text | None:
         if e.op in ("var", "param"):
             return Text(e.name if e.op == "var" else self.known[e.name])
-        if e.op == "lit" and e.type is FLOAT:
-            value = f'float("{e.name}")' if not math.isfinite(e.name) else repr(e.name)
-            return Text(f"tl.full((), {value}, tl.float64)")  # a bare literal would be float32
-        if e.op == "lit":
-            return Text(repr(e.name), PREFIX if repr(e.name)[0] == "-" else 10)
         if e.op == "extent":
             return Text(self.entry(e.name[0]).sizes[e.name[1]])
         if e.op in ("min", "max") and e.type is FLOAT:
@@ -109,7 +112,7 @@ class _TritonBody(PlannerBody):
         if e.op == "segment" or e.op in SEARCHES:
             t = self.entry(e.name)
             return Text(f"{e.op}({t.name}, {t.sizes[0]}, {t.strides[0]}, {args[0].text})")
-        return expr_triton.operator(e, args, True)
+        return expr_triton.operator(e, args)
 
     def entry(self, source: str) -> TablePointer:
         if source not in self.entries:
@@ -218,7 +221,7 @@ class _TritonBody(PlannerBody):
         lines, halves = any(len(r.axes) == 1 for r in ranges), any(len(r.axes) > 1 for r in ranges)
         shared = "\n\n".join([KERNELS["lines"]] * lines + [KERNELS["halves"]] * halves + [KERNELS["order"]])
         functions = _functions(shared + body)
-        constants = 'INFINITY = tl.constexpr(float("inf"))\n' if "INFINITY" in expr_triton.words(functions) else ""
+        constants = 'INFINITY = tl.constexpr(float("inf"))\n' if "INFINITY" in words(functions) else ""
         text = "\n\n\n".join(x.strip("\n") for x in (functions, shared, body) if x.strip())
         return re.sub(r"\n{4,}", "\n\n\n", f"{head}\n{HEADER.strip()}\n{constants}\n\n{text}\n")
 
@@ -243,7 +246,7 @@ def _functions(text: str) -> str:
         used |= more
         text += "".join(more.values())
     mine = [x for n, x in FUNCTIONS.items() if n in used]
-    theirs = expr_triton.prelude(text, "float32", True)
+    theirs = expr_triton.prelude(text, WIDE)
     return "\n\n\n".join(x.strip("\n") for x in (theirs, *mine, *within) if x.strip())
 
 
@@ -268,7 +271,7 @@ def _within(axes: int) -> str:
 def _reserved_names() -> set[str]:
     shared = "".join([HEADER, *FUNCTIONS.values(), *KERNELS.values(), _IDS])
     within = {f"within{n}" for n in range(2, 65)}
-    return {*expr_triton.all_names(), *expr_triton.words(shared), *HEAD, *SIZES, *within, "ROWS", "PIECES"}
+    return {*WIDE.reserved, *words(shared), *HEAD, *SIZES, *within, "ROWS", "PIECES"}
 
 
 # the names of `plan_spans`

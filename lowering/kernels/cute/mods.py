@@ -15,14 +15,14 @@ problem, and where the call lies in it. So `window(256)` and `window(512)` are o
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, transform, uses, walk
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.kernels.expr import Text, machine, named_lines, same_remainder
+from frisket.lowering.kernels.expr import machine, named_lines, same_remainder
+from frisket.lowering.kernels.language import Text, words
 from frisket.lowering.kernels.text import Names, Page
 from frisket.lowering.plan import LoopPlan
 
@@ -48,7 +48,7 @@ class Mods:
     def text(self) -> str:
         """The module's source."""
         code = expr.prelude(self.body)
-        names = [n for n in ("Boolean", "Float32", "Int32", "Uint32") if n in expr.words(code + self.body)]
+        names = [n for n in ("Boolean", "Float32", "Int32", "Uint32") if n in words(code + self.body)]
         lines = [f'"""{self.title}"""', "", *["import cutlass"] * ("cutlass." in code), "import cutlass.cute as cute"]
         lines += [f"from cutlass import {', '.join(names)}"] * bool(names)
         return "\n".join(lines) + f"\n{code}\n\n{self.body}"
@@ -114,9 +114,9 @@ class _Writer:
 
     def function(self, name: str, root: Expr, guard: bool) -> str:
         # a function has numbers from x0 on, whatever was written before: texts are compared
-        names = Names({"grad", *POSITIONS.values(), *self.tables, *self.scalars, *expr.PRELUDE, "cute", "cutlass"})
-        users = Counter(a for node in walk(root) for a in node.args)
-        lines, value = named_lines(root, self._leaf, expr.LANGUAGE, users, lambda: names.numbered("x"))
+        ours = {*self.tables, *self.scalars, *expr.LANGUAGE.functions}
+        names = Names({"grad", *POSITIONS.values(), *ours, "cute", "cutlass"})
+        lines, value = named_lines(root, self._leaf, expr.LANGUAGE, lambda: names.numbered("x"), squares=True)
         page = Page()
         with page.block(self._head(name)):
             page.line(*self._arguments(root), *lines)

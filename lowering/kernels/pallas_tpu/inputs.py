@@ -18,18 +18,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, param, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.derive import over
-from frisket.lowering.kernels.expr import ATOM, COMPARISON, PREFIX, Language, Text, machine, printed
-from frisket.lowering.kernels.jnp_expr import JNP, prelude
+from frisket.lowering.kernels import jnp_expr
+from frisket.lowering.kernels.expr import machine, prelude_of, printed
+from frisket.lowering.kernels.language import COMPARISON, Text
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import LoopPlan
 
+LANGUAGE = replace(jnp_expr.LANGUAGE, name="pallas-tpu")
 TEXT = parts(__package__, "inputs")
 SMALL = 1024  # entries a kernel may try one by one
 
@@ -191,28 +193,16 @@ def written(
     shown = {at_hand[e]: shown for e, shown in names.items()}
 
     def leaf(e: Expr, args: list[Text]) -> Text | None:
-        if e.op == "lit":
-            return literal(e.name)
         if e.op == "var":
             return Text("s" if e.name == "score" else str(e.name))
         if e.op == "param":
             return shown.get(e) or Text(str(e.name))
-        listed = ", ".join(a.text for a in args)
-        if e.op == "random":
-            return Text(f"random({listed})")
-        return look(e, listed) if e.op == "lookup" else None
+        return look(e, ", ".join(a.text for a in args)) if e.op == "lookup" else None
 
     count = itertools.count()
     root = substitute(root, at_hand)
-    page = printed([root], Language("pallas-tpu", JNP), leaf, lambda e, level: f"{temporary}{next(count)}")
+    page = printed([root], LANGUAGE, leaf, lambda e, level: f"{temporary}{next(count)}")
     return [f"{line.name} = {line.text}" for line in page.lines], page.values[root]
-
-
-def literal(value: bool | int | float) -> Text:
-    """The text of a literal: `5`, `-0.5`, `jnp.inf`."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return Text("jnp.nan") if math.isnan(value) else Text("jnp.inf") if value > 0 else Text("-jnp.inf", PREFIX)
-    return Text(repr(value), ATOM if value >= 0 else PREFIX)
 
 
 def in_kernel(root: Expr, inputs: TableInputs, temporary: str) -> tuple[list[str], str]:
@@ -258,7 +248,7 @@ def memory(type: Type) -> str:
 def definitions(inputs: TableInputs, turns: bool = False) -> list[str]:
     """The constants and functions that the kernel and the code before it need, above the kernel; with `turns` the
     kernel has use for `turned` itself."""
-    constants, functions = prelude(*inputs.roots)
+    constants, functions = prelude_of(inputs.roots, LANGUAGE)
     optional: dict[str, object] = {
         "look": inputs.outside(),
         "turn": inputs.scratch_values or turns,
