@@ -89,13 +89,15 @@ class Language:
     def prelude(self, source: str) -> tuple[list[str], list[str]]:
         """The (lines of constants, functions) that a text calls, and those that these call, in the order of
         `functions`."""
-        needed: set[str] = set()
-        names = called(source)
-        while new := {n for n in self.functions if n in names} - needed:
+        needed, new = set[str](), words(_without_attributes(source)) & self.functions.keys()
+        while new:
             needed |= new
-            names |= called("".join(self.functions[n] for n in new))
-        constants = [line for name, line in self.constants.items() if name in names]
-        return constants, [self.functions[n] for n in self.functions if n in needed]
+            # calls alone, since the words of a docstring may be names too
+            calls = re.findall(r"(\w+)\(", "".join(_without_attributes(self.functions[n]) for n in new))
+            new = set(calls) & self.functions.keys() - needed
+        functions = [text for name, text in self.functions.items() if name in needed]
+        used = words("".join([*functions, source]))
+        return [line for name, line in self.constants.items() if name in used], functions
 
 
 def words(source: str) -> set[str]:
@@ -103,6 +105,6 @@ def words(source: str) -> set[str]:
     return set(re.findall(r"[A-Za-z_]\w*", source))
 
 
-def called(source: str) -> set[str]:
-    """The identifiers of a text but attributes: `jnp.tanh` is not a `tanh` of ours."""
-    return words(re.sub(r"\.\w+", "", source))
+def _without_attributes(source: str) -> str:
+    # `jnp.tanh` is not a `tanh` of ours
+    return re.sub(r"\.\w+", "", source)
