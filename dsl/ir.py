@@ -44,7 +44,7 @@ LEAVES = frozenset({"lit", "var", "param", "bound", "extent"})
 
 
 class Operator(NamedTuple):
-    """What the language knows of an operator: the types it takes (of `_RESULTS`), how many, and its sign, if any."""
+    """What the language knows of an operator: the types it takes, of `_RESULTS`, how many at least, and its sign."""
 
     takes: str
     arity: int
@@ -53,13 +53,13 @@ class Operator(NamedTuple):
 
 # the one table of operators: tables of signs, of types and of names are made of it
 _OPERATORS = """
-number 1: neg abs sign
+number 1: neg:- abs sign
 number 2: add:+ sub:- mul:* min max pow:**
 order 2: lt:< le:<= gt:> ge:>=
 alike 2: eq:== ne:!=
-bool 1: not
+bool 1: not:~
 bool 2: and:& or:| xor:^
-int 1: bitnot
+int 1: bitnot:~
 int 2: floordiv:// mod:% bitand:& bitor:| bitxor:^ shl:<< shr:>> wrap
 float 1: exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf
 float 2: div:/
@@ -77,6 +77,7 @@ def _rows(text: str) -> Iterator[tuple[str, Operator]]:
 
 
 OPERATORS: dict[str, Operator] = dict(_rows(_OPERATORS))
+INFIX = {op: o.sign for op, o in OPERATORS.items() if o.sign and o.arity == 2}
 COMPARISONS = frozenset(op for op, o in OPERATORS.items() if o.takes in ("order", "alike"))
 FLOAT_FUNCTIONS = frozenset(op for op, o in OPERATORS.items() if (o.takes, o.arity) == ("float", 1))
 REDUCTIONS = frozenset({"any", "all", "sum", "min", "max"})

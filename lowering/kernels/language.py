@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from frisket.dsl.ir import OPERATORS
+from frisket.dsl.ir import INFIX
 
 ATOM = 10
 _BINDING = ("< <= > >= == !=", "|", "^", "&", "<< >>", "+ -", "* / // %")  # signs, the weakest first
@@ -24,8 +24,8 @@ ASSOCIATIVE = {"|", "&", "^"}
 COMPARISON = 1
 # operators that every language writes between their operands, as ours does; of the others it has other meanings
 _VARYING = frozenset("floordiv mod shl shr pow".split())
-SHARED = {"neg": "-{}", "bitnot": "~{}"}
-SHARED |= {op: f"{{}} {o.sign} {{}}" for op, o in OPERATORS.items() if o.sign and op not in _VARYING}
+SHARED = {op: f"{{}} {sign} {{}}" for op, sign in INFIX.items() if op not in _VARYING}
+SHARED |= {"neg": "-{}", "bitnot": "~{}"}
 # operators that no text of ours has: `legalise` writes them where their guards are known to hold
 SHIFTS = {"lshift": "{} << {}", "rshift": "{} >> {}"}  # by 0 or more, and less than an Int has bits
 FLOORED = {"floor_quotient": "{} // {}", "floor_remainder": "{} % {}"}  # rounded down, by another number than 0

@@ -17,7 +17,7 @@ with a row for these takes them where the guards of `floordiv`, `mod`, `shl` and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import OPERATORS, evaluate
@@ -30,14 +30,14 @@ from frisket.lowering.simplify.affine import natural
 from .language import SHIFTS, Language
 
 Definition = Callable[[Expr, Language], Expr]
-NEAREST = 2.0**30  # Floats that an Int of 32 bits holds; those beyond 2**24 are whole and even in float32
 
 
-def legalise(root: Expr, language: Language) -> Expr:
-    """An equal Expr in operators that the language has a row for, and in those that nothing is known of."""
+def legalise(root: Expr, language: Language, known: Iterable[Expr] = ()) -> Expr:
+    """An equal Expr in operators that the language has a row for, and in those that nothing is known of. Nodes that are
+    `known` by names stay."""
     if "wrapping_add" in language.operators:  # plain integers may not wrap there
         root = wrapping(root)
-    done: dict[Expr, Expr] = {}
+    done = {e: e for e in known}
     _legalise(root, language, done, lambda e: e)
     return done[root]
 
@@ -210,7 +210,9 @@ def _log1p(e: Expr, language: Language) -> Expr:
 def _pow(e: Expr, language: Language) -> Expr:
     """The power of two Floats as C's `pow` has it."""
     x, y = e.args
-    near = minimum(maximum(y, -NEAREST), NEAREST)
+    # an Int holds it, and Floats beyond it are even: float32 from 2**25 on, float64 from 2**54 on
+    even = 2.0 ** (language.bits - 2)
+    near = minimum(maximum(y, -even), even)
     integer = build("int", near)
     whole = eq(build("float", integer), near)
     odd = whole & eq(integer & 1, 1)

@@ -19,6 +19,15 @@ def step(i, size, stride):
 
 
 @triton.jit
+def floordiv(x, y):
+    """Rounds to minus infinity; 0 where y is 0."""
+    divisor = tl.where(y == 0, 1, y)
+    quotient = x // divisor
+    down = (quotient * divisor != x) & ((x < 0) != (divisor < 0))
+    return tl.where(y == 0, 0, tl.where(down, quotient - 1, quotient))
+
+
+@triton.jit
 def least(x, y):
     return tl.where((x <= y) | (x != x), x, y)
 
