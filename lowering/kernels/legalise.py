@@ -112,7 +112,7 @@ def _shifted(e: Expr, before: Expr, language: Language) -> Expr | None:
         by = language.bits - 1  # only the sign is left
     if language.operators.get(op) != SHIFTS[op]:  # a function may want a vector, and not a number
         return None
-    return _marked(op, x, lit(by)) if 0 <= by < language.bits else lit(0)
+    return _marked(op, x, lit(by)) if 0 <= by < language.bits else 0 * x  # a plain 0 has no shape
 
 
 _GUARDED = {"floordiv": _divided, "mod": _divided, "shl": _shifted, "shr": _shifted}
@@ -141,7 +141,8 @@ def _mod(e: Expr, language: Language) -> Expr:
     if "floor_quotient" in language.operators:
         return where(zero, 0, x - _marked("floor_quotient", x, divisor) * divisor)
     rest = _marked("remainder", x, divisor)
-    off = ne(rest, 0) & _opposed(rest, divisor, y)
+    positive = y.op == "lit" and y.name > 0
+    off = rest < 0 if positive else ne(rest, 0) & _opposed(rest, divisor, y)
     return where(zero, 0, where(off, rest + divisor, rest))
 
 
