@@ -44,7 +44,7 @@ LEAVES = frozenset({"lit", "var", "param", "bound", "extent"})
 
 
 class Operator(NamedTuple):
-    """What the language knows of an operator: the types it takes, of `_RESULTS`, how many at least, and its sign."""
+    """An entry of the table of operators: the types it takes, of `_RESULTS`, how many at least, and its sign."""
 
     takes: str
     arity: int
@@ -239,6 +239,8 @@ def _alike(takes: frozenset[Type], gives: Type | None = None) -> Callable[[str, 
     return lambda op, types: (gives or types[0]) if types[0] in takes and len(set(types)) == 1 else None
 
 
+_CASTS = {("int", BOOL): INT, ("int", FLOAT): INT, ("float", INT): FLOAT, ("floor", FLOAT): INT}
+_CASTS |= {("isfinite", FLOAT): BOOL}
 # what an operator gives, by the types it takes
 _RESULTS: dict[str, Callable[[str, tuple[Type, ...]], Type | None]] = {
     "number": _alike(frozenset({INT, FLOAT})),
@@ -251,8 +253,6 @@ _RESULTS: dict[str, Callable[[str, tuple[Type, ...]], Type | None]] = {
     "choice": lambda op, types: types[1] if types[0] is BOOL and types[1] is types[2] else None,
     "cast": lambda op, types: _CASTS.get((op, types[0])),
 }
-_CASTS = {("int", BOOL): INT, ("int", FLOAT): INT, ("float", INT): FLOAT, ("floor", FLOAT): INT}
-_CASTS |= {("isfinite", FLOAT): BOOL}
 
 
 def build(op: str, *args: Expr) -> Expr:
