@@ -156,7 +156,7 @@ def test_definitions_of_floats_are_near_the_reference(op):
         np.testing.assert_allclose(found, want, *BOUNDS[op])
 
 
-def test_every_definition_of_a_float_has_a_bound():
+def test_definitions_of_floats_all_have_a_bound():
     of_floats = {op for op in DECOMPOSITIONS if result_type(op, (FLOAT,) * OPERATORS[op].arity) is not None}
     assert of_floats == BOUNDS.keys()
 
@@ -165,7 +165,7 @@ def test_every_definition_of_a_float_has_a_bound():
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_every_language_can_write_every_operator(op):
+def test_languages_can_write_all_operators(op):
     leaves = {INT: param("i"), FLOAT: param("x", FLOAT), BOOL: param("p", BOOL)}
     for types in itertools.product(leaves, repeat=OPERATORS[op].arity):
         if result_type(op, types) is None or (op, types) == ("pow", (INT, INT)):

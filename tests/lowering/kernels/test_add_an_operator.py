@@ -10,7 +10,7 @@ import pytest
 
 from frisket.runtime.machine.cpp_build import reason
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SECTION = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Add an operator\n")[1].split("\n## ")[0]
 FILE, TEXT = re.search(r"`(\w+)\.py`\n\n```python\n(.*?)```", SECTION, re.S).groups()
 
