@@ -32,7 +32,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from .errors import BudgetError
@@ -41,8 +41,45 @@ from .types import BOOL, FLOAT, INT, Type
 COORDINATES = ("b", "h", "q", "k")
 SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 LEAVES = frozenset({"lit", "var", "param", "bound", "extent"})
-COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
-FLOAT_FUNCTIONS = frozenset("exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf".split())
+
+
+class Operator(NamedTuple):
+    """An entry of the table of operators: the types it takes, of `_RESULTS`, how many at least, and its sign."""
+
+    takes: str
+    arity: int
+    sign: str = ""
+
+
+# the one table of operators: tables of signs, of types and of names are made of it
+_OPERATORS = """
+number 1: neg:- abs sign
+number 2: add:+ sub:- mul:* min max pow:**
+order 2: lt:< le:<= gt:> ge:>=
+alike 2: eq:== ne:!=
+bool 1: not:~
+bool 2: and:& or:| xor:^
+int 1: bitnot:~
+int 2: floordiv:// mod:% bitand:& bitor:| bitxor:^ shl:<< shr:>> wrap
+float 1: exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf
+float 2: div:/
+choice 3: where
+cast 1: int float floor isfinite
+counters 1: random
+"""
+
+
+def _rows(text: str) -> Iterator[tuple[str, Operator]]:
+    for line in text.strip().splitlines():
+        head, _, ops = line.partition(": ")
+        takes, arity = head.split()
+        yield from ((op, Operator(takes, int(arity), sign)) for op, _, sign in (x.partition(":") for x in ops.split()))
+
+
+OPERATORS: dict[str, Operator] = dict(_rows(_OPERATORS))
+INFIX = {op: o.sign for op, o in OPERATORS.items() if o.sign and o.arity == 2}
+COMPARISONS = frozenset(op for op, o in OPERATORS.items() if o.takes in ("order", "alike"))
+FLOAT_FUNCTIONS = frozenset(op for op, o in OPERATORS.items() if (o.takes, o.arity) == ("float", 1))
 REDUCTIONS = frozenset({"any", "all", "sum", "min", "max"})
 
 Key = tuple[Any, ...]
@@ -191,32 +228,31 @@ SCORE = var("score", FLOAT)
 
 def result_type(op: str, types: tuple[Type, ...]) -> Type | None:
     """The type an operator gives for these argument types, or None where the operator does not take them."""
-    same = len(set(types)) == 1
-    first = types[0] if types else INT
-    numeric = first is not BOOL
-    if op in ("and", "or", "xor", "not"):
-        return BOOL if same and first is BOOL else None
-    if op in ("lt", "le", "gt", "ge"):
-        return BOOL if same and numeric else None  # Bools have no order
-    if op in ("eq", "ne"):
-        return BOOL if same else None
-    if op in ("add", "sub", "mul", "min", "max", "neg", "abs", "sign", "pow"):
-        return first if same and numeric else None
-    if op in ("floordiv", "mod", "bitand", "bitor", "bitxor", "bitnot", "shl", "shr", "wrap"):
-        return INT if same and first is INT else None
-    if op == "div" or op in FLOAT_FUNCTIONS:
-        return FLOAT if same and first is FLOAT else None
-    if op == "where":
-        return types[1] if types[0] is BOOL and types[1] is types[2] else None
-    if op == "int":
-        return INT if first is not INT else None
-    if op == "float":
-        return FLOAT if first is INT else None
-    if op == "floor":
-        return INT if first is FLOAT else None
-    if op == "isfinite":
-        return BOOL if first is FLOAT else None
-    raise ValueError(f"unknown operator {op!r}")
+    o = OPERATORS.get(op)
+    if o is None or not types:
+        raise ValueError(f"unknown operator {op!r}")
+    return _RESULTS[o.takes](op, types) if len(types) >= o.arity else None
+
+
+def _alike(takes: frozenset[Type], gives: Type | None = None) -> Callable[[str, tuple[Type, ...]], Type | None]:
+    """The result of operators whose operands have one type of several: that type, unless they give another."""
+    return lambda op, types: (gives or types[0]) if types[0] in takes and len(set(types)) == 1 else None
+
+
+_CASTS = {("int", BOOL): INT, ("int", FLOAT): INT, ("float", INT): FLOAT, ("floor", FLOAT): INT}
+_CASTS |= {("isfinite", FLOAT): BOOL}
+# what an operator gives, by the types it takes
+_RESULTS: dict[str, Callable[[str, tuple[Type, ...]], Type | None]] = {
+    "number": _alike(frozenset({INT, FLOAT})),
+    "order": _alike(frozenset({INT, FLOAT}), BOOL),  # Bools have no order
+    "alike": _alike(frozenset(Type), BOOL),
+    "bool": _alike(frozenset({BOOL})),
+    "int": _alike(frozenset({INT})),
+    "float": _alike(frozenset({FLOAT})),
+    "counters": _alike(frozenset({INT}), FLOAT),
+    "choice": lambda op, types: types[1] if types[0] is BOOL and types[1] is types[2] else None,
+    "cast": lambda op, types: _CASTS.get((op, types[0])),
+}
 
 
 def build(op: str, *args: Expr) -> Expr:

@@ -61,11 +61,8 @@ class Guess:
 
 Part = tuple[Node, Value]
 ERROR = Value(None)
-_SIGNS = """
-+:add -:sub *:mul /:div //:floordiv %:mod <<:shl >>:shr <:lt <=:le >:gt >=:ge ==:eq !=:ne **:pow
-|:or or:or &:and and:and ^:xor xor:xor
-"""
-SIGNS = dict(pair.split(":") for pair in _SIGNS.split())
+# a sign of Bools and of Ints means the operator of Bools: `logic` finds that of Ints by the types
+SIGNS = {sign: op for op, sign in ir.INFIX.items() if op not in ir.ON_INT.values()} | {op: op for op in ir.ON_INT}
 ON_INTS = frozenset({"//", "%", "<<", ">>"})
 
 
@@ -447,14 +444,17 @@ def _on_ints(name: str, make: Callable[..., Expr]) -> Meaning:
     return apply
 
 
+def _on_numbers(op: str, arity: int) -> Function:
+    if arity == 2:
+        return Function(f"{op}(x, y, ...)", 2, 64, _extreme(op))
+    return Function(f"{op}(x)", 1, 1, lambda c, f, p: c.unary(f, f"`{op}`", p[0], lambda x: build(op, x)))
+
+
 FUNCTIONS: dict[str, Function] = {
     name: Function(f"{name}(x)", 1, 1, _float_function(name))
     for name in sorted(FLOAT_FUNCTIONS | MADE_OF.keys() | {"isfinite"})
 } | {
-    "abs": Function("abs(x)", 1, 1, lambda c, f, p: c.unary(f, "`abs`", p[0], abs)),
-    "sign": Function("sign(x)", 1, 1, lambda c, f, p: c.unary(f, "`sign`", p[0], lambda x: build("sign", x))),
-    "min": Function("min(x, y, ...)", 2, 64, _extreme("min")),
-    "max": Function("max(x, y, ...)", 2, 64, _extreme("max")),
+    **{op: _on_numbers(op, o.arity) for op, o in ir.OPERATORS.items() if o.takes == "number" and not o.sign},
     "clamp": Function("clamp(x, low, high)", 3, 3, _clamp),
     "floor": Function("floor(x)", 1, 1, _rounded("floor", lambda x: build("floor", x))),
     "ceil": Function("ceil(x)", 1, 1, _rounded("ceil", _ceil)),

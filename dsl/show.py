@@ -16,30 +16,20 @@ from typing import TypeAlias
 
 from . import library
 from .errors import BudgetError, Span
-from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, expanded, walk
+from .ir import COMPARISONS, FLOAT_FUNCTIONS, INFIX, OPERATORS, Expr, expanded, walk
 from .types import BOOL, FLOAT, INT, Type
 
 MAX_NODES = 20_000
 THEN, OR, XOR, AND, NOT, COMPARE, SHIFT, SUM, PRODUCT, UNARY, POWER, ATOM = range(-1, 11)
-_INFIX = {
-    OR: "or:| bitor:|",
-    XOR: "xor:^ bitxor:^",
-    AND: "and:& bitand:&",
-    COMPARE: "lt:< le:<= gt:> ge:>= eq:== ne:!=",
-    SHIFT: "shl:<< shr:>>",
-    SUM: "add:+ sub:-",
-    PRODUCT: "mul:* div:/ floordiv:// mod:%",
-    POWER: "pow:**",
-}
-INFIX = {
-    op: (sign, level) for level, text in _INFIX.items() for op, _, sign in (x.partition(":") for x in text.split())
-}
+_SIGNS = {OR: "|", XOR: "^", AND: "&", SHIFT: "<< >>", SUM: "+ -", PRODUCT: "* / // %", POWER: "**"}
+_SIGNS[COMPARE] = "< <= > >= == !="
+LEVELS = {sign: level for level, signs in _SIGNS.items() for sign in signs.split()}
+BITS = frozenset("bitand bitor bitxor bitnot".split())
 # Operators whose type is that of their operands.
-SAME = frozenset("add sub mul min max neg abs sign where pow reduce bitand bitor bitxor bitnot".split())
+SAME = frozenset(op for op, o in OPERATORS.items() if o.takes == "number") | BITS | {"where", "reduce"}
 JOINING = frozenset("add sub mul min max where".split()) | COMPARISONS
 TELLING = frozenset("and or xor not div floor isfinite".split())  # take Bools, or prefer Floats
-LOGIC = frozenset("and or xor not".split())
-BITS = frozenset("bitand bitor bitxor bitnot".split())
+LOGIC = frozenset(op for op, o in OPERATORS.items() if o.takes == "bool")
 Piece: TypeAlias = "str | tuple[Expr, int]"
 Pieces: TypeAlias = "tuple[int, list[Piece]]"  # how tightly a text binds, and its parts
 
@@ -156,7 +146,7 @@ class _Printer:
         return ATOM, [name, "(", *inside[1:], ")"] if args else [name]
 
     def infix(self, e: Expr) -> Pieces:
-        sign, level = INFIX[e.op]
+        sign, level = INFIX[e.op], LEVELS[INFIX[e.op]]
         args = e.args
         if e.op == "div":
             args = (self.plain(args[0]), self.plain(args[1]))

@@ -13,7 +13,7 @@ import numpy as np
 
 from frisket.dsl import ir
 from frisket.dsl.from_python.elements import ON_BOOL, number
-from frisket.dsl.ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, to_float
+from frisket.dsl.ir import COMPARISONS, OPERATORS, Expr, build, lit, to_float
 from frisket.dsl.operators import expm1
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
@@ -199,9 +199,9 @@ def _function(op: str) -> Meaning:
 
 
 SCALARS: dict[str, Meaning] = {
-    **{op: _arithmetic(op) for op in ("add", "sub", "mul", "max", "min")},
+    **{op: _arithmetic(op) for op, o in OPERATORS.items() if (o.takes, o.arity) == ("number", 2)},
     **{op: _comparison(op) for op in sorted(COMPARISONS)},
-    **{op: _function(op) for op in sorted(FLOAT_FUNCTIONS - {"sigmoid"}) + ["neg", "abs", "sign"]},
+    **{op: _function(op) for op, o in OPERATORS.items() if o.takes in ("number", "float") and o.arity == 1},
     "logistic": _function("sigmoid"),
     "is_finite": _function("isfinite"),
     **{f.__name__[1:]: f for f in (_div, _rem, _pow, _integer_pow, _round, _shift_right_logical, _clamp)},

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.dsl.from_torch.scalars import REDUCTIONS
+from frisket.dsl.from_torch.scalars import BINARY, REDUCTIONS
 from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, build, lit
 from frisket.dsl.operators import expm1
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
@@ -27,14 +27,9 @@ from .user_line import fail
 ELEMENT: dict[str, Type] = {"b": BOOL, "i": INT, "u": INT, "f": FLOAT}
 Naming = Callable[[str, Any], str]  # the name a table gets, from the one it wishes for and its array
 
-# numpy's names of the operators that take two, and the language's
-_UFUNCS = """
-add:add subtract:sub multiply:mul divide:div true_divide:div floor_divide:floordiv remainder:mod mod:mod
-power:pow float_power:pow left_shift:shl right_shift:shr minimum:min maximum:max fmin:min fmax:max
-less:lt less_equal:le greater:gt greater_equal:ge equal:eq not_equal:ne
-bitwise_and:and bitwise_or:or bitwise_xor:xor
-"""
-UFUNCS = dict(pair.split(":") for pair in _UFUNCS.split())
+# numpy's names of the operators that take two, and the language's, where torch has other names
+_UFUNCS = "divide:div power:pow float_power:pow left_shift:shl right_shift:shr equal:eq"
+UFUNCS = BINARY | dict(pair.split(":") for pair in _UFUNCS.split())
 UNARY: dict[str, Callable[[Expr], Expr]] = {
     "logical_not": lambda x: build("not", truth(x)),
     "absolute": lambda x: build("abs", number(x)),

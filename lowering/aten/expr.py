@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import unroll
-from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, Named, uses, walk
+from frisket.dsl.ir import FLOAT_FUNCTIONS, OPERATORS, Expr, Named, uses, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
+from frisket.lowering.kernels.language import Language
+from frisket.lowering.kernels.legalise import legalise
 
 Tensor = Any  # torch is imported by the caller, inside the functions that need it
 Value = Any  # a tensor, or a Python number
@@ -30,24 +32,6 @@ def _torch() -> Any:
 
 
 # -- operators ------------------------------------------------------------------------------------
-
-
-def _divided(fn: str, **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    def run(x: Tensor, y: Tensor) -> Tensor:
-        torch, zero = _torch(), y == 0
-        # torch raises where an integer is divided by 0
-        return torch.where(zero, 0, getattr(torch, fn)(x, torch.where(zero, 1, y), **options))
-
-    return run
-
-
-def _shift(fn: str) -> Callable[[Tensor, Tensor], Tensor]:
-    def run(x: Tensor, y: Tensor) -> Tensor:
-        torch = _torch()
-        ok = (y >= 0) & (y < 64)
-        return torch.where(ok, getattr(torch, fn)(x, torch.where(ok, y, 0)), 0)  # other shifts are undefined in C
-
-    return run
 
 
 def _sign(x: Tensor) -> Tensor:
@@ -85,34 +69,35 @@ def _fold(name: str) -> Callable[..., Tensor]:
     return lambda *args: reduce(getattr(_torch(), name), args)
 
 
-def _call(name: str) -> Callable[..., Tensor]:
-    return lambda *args: getattr(_torch(), name)(*args)
-
-
-# operators that are one call of torch under their own name, and those under another; `minimum` and `maximum` propagate
-# NaN, as numpy's do
-SAME_NAME = (
-    "neg abs add sub mul pow div lt le gt ge eq ne where exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt"
-    " erf isfinite"
-).split()
-BITWISE, LOGICAL = ("bitand", "bitor", "bitxor", "bitnot"), ("xor", "not")
-OPERATORS: dict[str, Callable[..., Tensor]] = {
-    **{n: _call(n) for n in SAME_NAME},
-    **{n: _call(f"{n}imum") for n in ("min", "max")},
-    **{n: _call(f"bitwise_{n.removeprefix('bit')}") for n in BITWISE},
-    **{n: _call(f"logical_{n}") for n in LOGICAL},
+# torch's names where they are not the language's; `minimum` and `maximum` propagate NaN, as numpy's do
+NAMES = {"min": "minimum", "max": "maximum", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift"}
+NAMES |= {n: f"bitwise_{n.removeprefix('bit')}" for n in ("bitand", "bitor", "bitxor", "bitnot")}
+NAMES |= {n: f"logical_{n}" for n in ("xor", "not")}
+# operators that are more than one call
+CALLS: dict[str, Callable[..., Tensor]] = {
     **{n: _fold(f"logical_{n}") for n in ("and", "or")},
     "sign": _sign,
-    "floordiv": _divided("div", rounding_mode="floor"),
-    "mod": _divided("remainder"),
-    "wrap": lambda x, bits: reduce(lambda x, op: OPERATORS[op](x, 64 - bits.clamp(0, 64)), ("shl", "shr"), x),
-    "shl": _shift("bitwise_left_shift"),
-    "shr": _shift("bitwise_right_shift"),
+    "floor_quotient": lambda x, y: _torch().div(x, y, rounding_mode="floor"),
+    "floor_remainder": lambda x, y: _torch().remainder(x, y),
     "int": _to_int,
     "floor": lambda x: _to_int(x.floor()),
     "float": lambda x: x,
     "random": _random,
 }
+
+
+@memo(group="once")
+def operators() -> dict[str, Callable[..., Tensor]]:
+    """The operators that torch has: under their own name, under another, or as more than one call."""
+    torch = _torch()
+    named = {op: NAMES.get(op, op) for op in [*OPERATORS, *NAMES] if op not in CALLS}
+    return {op: getattr(torch, name) for op, name in named.items() if hasattr(torch, name)} | CALLS
+
+
+@memo(group="once")
+def language() -> Language:
+    """The language of these operators, for `legalise`."""
+    return Language("torch", dict.fromkeys(operators(), ""), bits=64)
 
 
 def _method(name: str) -> Callable[..., Tensor]:
@@ -148,7 +133,8 @@ class TileProgram:
     def __init__(self, root: Expr, dtype: Any, known: Mapping[Expr, str] | None = None) -> None:
         self.dtype = dtype
         self.known = dict(known or {})
-        order = [*walk(unroll(root), below=lambda e: () if e in self.known else e.args)]
+        root = legalise(unroll(root), language(), self.known)
+        order = [*walk(root, below=lambda e: () if e in self.known else e.args)]
         at = {n: i for i, n in enumerate(order)}
         last = {a: i for i, n in enumerate(order) for a in self._inputs(n)}
         self.code = []
@@ -196,7 +182,7 @@ class TileProgram:
             return env[node.name]
         if node.op == "lookup":
             return self._lookup(torch, node, args, tables[node.name])
-        if node.op not in OPERATORS:
+        if node.op not in operators():
             raise LoweringError(f"the aten backend has no `{node.op}`; the planner rewrites it before lowering")
         # A tensor beside a number stays so: no broadcasting, no promotion of float32 by a 0-d float64.
         if isinstance(args[-1], _Product):
@@ -213,11 +199,11 @@ class TileProgram:
         if node.op == "float":
             return args[0].to(self.dtype)
         if node.op == "random":
-            return OPERATORS["random"](*args).to(self.dtype).mul_(2.0**-24)
+            return operators()["random"](*args).to(self.dtype).mul_(2.0**-24)
         # a result in place has the shape of its first operand
         if step.overwrites and all(not isinstance(a, torch.Tensor) or _fits(a.shape, args[0].shape) for a in args[1:]):
             return IN_PLACE[node.op](*args)
-        return OPERATORS[node.op](*args)
+        return operators()[node.op](*args)
 
     def _lookup(self, torch: Any, node: Expr, indices: list[Value], table: Tensor) -> Tensor:
         at = [self._place(torch, i, table).clamp(0, n - 1) for i, n in zip(indices, table.shape, strict=True)]

@@ -1,66 +1,31 @@
 """Prints Exprs as source text through one operator table per language.
 
-A row of a table is a template: `"add": "{} + {}"`, `"neg": "-{}"`, `"tanh": "tanh({})"`; the operator in it gives
-the precedence, so parentheses appear only where they are needed. Interned nodes make common sub-expressions free
+An Expr is first brought to the operators of the table, by `legalise`. Rows are as in `language`: the operator in one
+gives the precedence, so parentheses appear only where they are needed. Interned nodes make common sub-expressions free
 to find: what is used twice, what is long, and what can be computed earlier than its user gets a name.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from frisket.dsl.errors import EvaluationError, LoweringError
-from frisket.dsl.evaluate import OPERATORS, evaluate
+from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, build, lit, transform, uses, walk
-from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.simplify.affine import Linear, linear, write
+
+from .language import ASSOCIATIVE, ATOM, COMPARISON, PRECEDENCE, PREFIX, Language, Text
+from .legalise import folded, legalise
 
 # When a value is known: once (SCALAR), per query row, per key column, or per position. A union is a bit-or.
 SCALAR, ROW, COLUMN, POSITION = 0, 1, 2, 3
 LEVELS = {"q": ROW, "k": COLUMN, "score": POSITION}
 MOVING = frozenset(LEVELS)
 
-ATOM = 10
-_BINDING = ("< <= > >= == !=", "|", "^", "&", "<< >>", "+ -", "* / // %")  # signs, the weakest first
-PRECEDENCE = {sign: binds for binds, signs in enumerate(_BINDING, 1) for sign in signs.split()}
-PREFIX = 8
-ASSOCIATIVE = {"|", "&", "^"}
-COMPARISON = 1
 LONG = 72  # characters of an expression that earn it a name
-# operators that every language writes between their operands
-_SIGNS = "add:+ sub:- mul:* div:/ bitand:& bitor:| bitxor:^ lt:< le:<= gt:> ge:>= eq:== ne:!= and:& or:| xor:^"
-SIGNS = dict(pair.split(":") for pair in _SIGNS.split())
-SHARED = {"neg": "-{}", "bitnot": "~{}"} | {op: f"{{}} {sign} {{}}" for op, sign in SIGNS.items()}
-
-
-def calls(operands: str, functions: str) -> dict[str, str]:
-    """The rows of operators that are calls of functions.
-
-    >>> calls("{}, {}", "min:minimum max:maximum")
-    {'min': 'minimum({}, {})', 'max': 'maximum({}, {})'}
-    """
-    return {op: f"{function}({operands})" for op, function in (pair.split(":") for pair in functions.split())}
-
-
-@dataclass(frozen=True)
-class Language:
-    """A language that kernels are printed in: its name for error texts, and the text of each operator."""
-
-    name: str
-    operators: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A piece of source text, with the precedence of its outermost operator."""
-
-    text: str
-    binds: int = ATOM
-
-    def inside(self, least: int) -> str:
-        return self.text if self.binds >= least else f"({self.text})"
 
 
 @dataclass(frozen=True)
@@ -80,11 +45,16 @@ class Printed:
     lines: list[Line] = field(default_factory=list)
     values: dict[Expr, str] = field(default_factory=dict)
     texts: dict[Expr, str] = field(default_factory=dict)  # of every node
+    legal: dict[Expr, Expr] = field(default_factory=dict)  # the roots in operators of the language
 
     def needed(self, roots: Iterable[Expr], level: int) -> list[Line]:
         """The lines of one level that these roots use, directly or through others."""
-        below = set(walk(*roots))
-        return [line for line in self.lines if line.level == level and line.node in below]
+        return [line for line in self.needed_ever(roots) if line.level == level]
+
+    def needed_ever(self, roots: Iterable[Expr]) -> list[Line]:
+        """The lines of all levels that these roots use."""
+        below = set(walk(*(self.legal[r] for r in roots)))
+        return [line for line in self.lines if line.node in below]
 
 
 def levels(*roots: Expr, when: Mapping[str, int] = LEVELS) -> dict[Expr, int]:
@@ -112,17 +82,19 @@ def printed(
     """Print `roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
     node of a level; the roots in `inner` are used per position, those in `early` too and computed as early as possible.
     Raises LoweringError for an operator without a row."""
-    roots = tuple(dict.fromkeys(roots))
+    legal = {r: legalise(r, language) for r in roots}
+    inner, early = ({legal[r] for r in some} for some in (inner, early))
+    roots = tuple(dict.fromkeys(legal.values()))
     known = levels(*roots, when=when)
     users: dict[Expr, list[Expr]] = {node: [] for node in known}
     for node in known:
         for a in node.args:
             users[a].append(node)
-    page = Printed()
+    page = Printed(legal=legal)
     texts: dict[Expr, Text] = {}
     for node in known:
         args = [texts[a] for a in node.args]
-        text = leaf(node, args) or operator(node, args, language)
+        text = written(node, args, language, leaf)
         # a value that its user needs later is computed as soon as it is known
         sooner = any(known[u] != known[node] for u in users[node])
         sooner |= node in inner and known[node] in (SCALAR, ROW)
@@ -130,12 +102,12 @@ def printed(
         often = len(users[node]) > 1 or (bool(users[node]) and (node in roots or len(text.text) > LONG))
         # on a separate line a mask may restrict the load
         load = node.op in ("lookup", "gathered") and known[node] == POSITION
-        if node.args and (sooner or often or load):
+        if node.args and (sooner or often or load) and node.op not in language.nameless:
             page.lines.append(Line(node, name(node, known[node]), text.text, known[node]))
             text = Text(page.lines[-1].name)
         texts[node] = text
     page.texts = {node: text.text for node, text in texts.items()}
-    page.values = {r: page.texts[r] for r in roots}
+    page.values = {r: page.texts[legal[r]] for r in legal}
     return page
 
 
@@ -146,6 +118,13 @@ def decisive(roots: Iterable[Expr]) -> set[Expr]:
     return {n for n in walk(*crossed) if n.type is FLOAT}
 
 
+def written(node: Expr, args: list[Text], language: Language, leaf: Leaf) -> Text:
+    """The text of a node: of `leaf` where this has one, that of a literal, or the row of the operator."""
+    if (text := leaf(node, args)) is not None:
+        return text
+    return language.literal(node.name) if node.op == "lit" else operator(node, args, language)
+
+
 def unknown(node: Expr, backend: str) -> LoweringError:
     return LoweringError(
         f"`{node.op}` has no {backend} form; rewrite the expression without it, "
@@ -154,20 +133,28 @@ def unknown(node: Expr, backend: str) -> LoweringError:
 
 
 def named_lines(
-    root: Expr, leaf: Leaf, language: Language, users: Mapping[Expr, int], name: Callable[[], str]
+    root: Expr, leaf: Leaf, language: Language, name: Callable[[], str], squares: bool = False
 ) -> tuple[list[str], Text]:
-    """The lines that name nodes with several `users` or of a long text, and the text of the value; the rest as of
-    `printed`."""
+    """The lines that name nodes with several users or of a long text, and the text of the value; the rest as of
+    `printed`. With `squares`, both factors of `x * x` count."""
     lines: list[str] = []
     texts: dict[Expr, Text] = {}
+    root = legalise(root, language)
+    users = Counter(a for node in walk(root) for a in (node.args if squares else dict.fromkeys(node.args)))
     for node in walk(root):
         args = [texts[a] for a in node.args]
-        text = leaf(node, args) or operator(node, args, language)
+        text = written(node, args, language, leaf)
         if node.args and (users[node] > 1 or (users[node] and len(text.text) > LONG)):
             lines.append(f"{(known := name())} = {text.text}")
             text = Text(known)
         texts[node] = text
     return lines, texts[root]
+
+
+def prelude_of(roots: Iterable[Expr], language: Language) -> tuple[list[str], list[str]]:
+    """The (lines of constants, functions) that the text of these Exprs needs."""
+    used = {n.op for n in walk(*(legalise(r, language) for r in roots))}
+    return language.prelude(" ".join(language.operators.get(op, "") for op in sorted(used)))
 
 
 def operator(node: Expr, args: list[Text], language: Language) -> Text:
@@ -185,6 +172,8 @@ def operator(node: Expr, args: list[Text], language: Language) -> Text:
         return Text(f" {symbol} ".join([args[0].inside(left), *(a.inside(right) for a in args[1:])]), binds)
     if row[0] in "-~":
         return Text(row.format(args[0].inside(PREFIX)), PREFIX)
+    if "*" in row and "{" not in row:  # a call with any number of operands
+        return Text(row.replace("*", ", ".join(a.text for a in args)))
     if row.startswith("{}"):  # a method
         return Text(row.format(args[0].inside(ATOM), *(a.text for a in args[1:])))
     return Text(row.format(*(a.text for a in args)))
@@ -200,8 +189,8 @@ def machine(root: Expr) -> Expr:
 
 
 def _cheaper(e: Expr) -> Expr:
-    if e.args and all(a.op == "lit" for a in e.args) and e.op in OPERATORS:
-        return _folded(e)
+    if (literal := folded(e)) is not e:
+        return literal
     if e.op in ("floordiv", "mod") and e.args[1].op == "lit":
         n = e.args[1].name
         if n > 0 and n & (n - 1) == 0:
@@ -251,11 +240,3 @@ def _power(x: Expr, n: int) -> Expr:
     half = _power(x, n // 2)
     square = build("mul", half, half)
     return build("mul", square, x) if n % 2 else square
-
-
-def _folded(e: Expr) -> Expr:
-    try:
-        value = evaluate(e, {}).item()
-    except EvaluationError:  # the value leaves 64 bits: the operator stays as it is
-        return e
-    return lit(bool(value) if e.type is BOOL else value)

@@ -15,9 +15,8 @@ A kernel's tiles have queries down and keys along (`down="q"`), or are transpose
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, param, substitute, transform, uses, var, walk
@@ -25,9 +24,11 @@ from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.derive import over
 from frisket.lowering.plan import LoopPlan
 
-from .expr import ATOM, COMPARISON, PREFIX, Language, Text, machine, printed
-from .jnp_expr import JNP
+from . import jnp_expr
+from .expr import machine, printed
+from .language import COMPARISON, Text
 
+LANGUAGE = replace(jnp_expr.LANGUAGE, name="pallas-tpu")
 Down = Literal["q", "k"]
 NAMES = {"score": "s", "scale": "SCALE"}  # variables that a kernel has by another name
 
@@ -205,29 +206,17 @@ def written(
     shown = {at_hand[e]: shown for e, shown in names.items()}
 
     def leaf(e: Expr, args: list[Text]) -> Text | None:
-        listed = ", ".join(a.text for a in args)
-        if e.op == "random":
-            return Text(f"random({listed})")
-        return look(e, listed) if e.op == "lookup" else shown.get(e) or plain(e)
+        return look(e, ", ".join(a.text for a in args)) if e.op == "lookup" else shown.get(e) or plain(e)
 
     count = itertools.count()
     root = substitute(root, at_hand)
-    page = printed([root], Language("pallas-tpu", JNP), leaf, lambda e, level: f"{temporary}{next(count)}")
+    page = printed([root], LANGUAGE, leaf, lambda e, level: f"{temporary}{next(count)}")
     return [f"{line.name} = {line.text}" for line in page.lines], page.values[root]
 
 
 def plain(e: Expr) -> Text | None:
-    """The text of a literal, a variable or a parameter."""
-    if e.op == "lit":
-        return literal(e.name)
+    """The text of a variable or a parameter."""
     return Text(NAMES.get(e.name, str(e.name))) if e.op in ("var", "param") else None
-
-
-def literal(value: bool | int | float) -> Text:
-    """The text of a literal: `5`, `-0.5`, `jnp.inf`."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return Text("jnp.nan") if math.isnan(value) else Text("jnp.inf") if value > 0 else Text("-jnp.inf", PREFIX)
-    return Text(repr(value), ATOM if value >= 0 else PREFIX)
 
 
 def stored(text: str, type: Type) -> Text:

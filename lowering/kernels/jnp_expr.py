@@ -3,13 +3,14 @@
 >>> operators()["floordiv"](-7, 2)
 Array(-4, dtype=int32)
 
-Rows are as in `kernels.expr`. Names that are not of JAX are functions of `PRELUDE`, which a generated module
+Rows are as in `kernels.language`. Names that are not of JAX are functions of `LANGUAGE`, which a generated module
 carries above its kernel; `Int` and `Float` are its dtypes. Meanings are those of `dsl.evaluate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -19,34 +20,28 @@ from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 
-from .expr import SHARED, calls, machine
+from .expr import machine
+from .language import SHARED, SHIFTS, Language, calls
+from .legalise import legalise
 from .text import parts
 
-_OF_TWO = """
-min:jnp.minimum max:jnp.maximum pow:jnp.power floordiv:floordiv mod:mod shl:shl shr:shr wrap:wrapped
-"""
+_OF_TWO = "min:jnp.minimum max:jnp.maximum pow:jnp.power floordiv:floordiv mod:mod"
 _OF_ONE = """
-exp:jnp.exp exp2:jnp.exp2 log:jnp.log log2:jnp.log2 log1p:jnp.log1p tanh:jnp.tanh sigmoid:lax.logistic
+abs:jnp.abs exp:jnp.exp exp2:jnp.exp2 log:jnp.log log2:jnp.log2 log1p:jnp.log1p tanh:jnp.tanh sigmoid:lax.logistic
 sin:jnp.sin cos:jnp.cos tan:jnp.tan sqrt:jnp.sqrt rsqrt:lax.rsqrt erf:lax.erf isfinite:jnp.isfinite
 """
-JNP: dict[str, str] = SHARED | calls("{}", "abs:jnp.abs sign:sign") | calls("{}, {}", _OF_TWO)
-JNP |= {"not": "jnp.logical_not({})", "where": "jnp.where({}, {}, {})"}
+JNP: dict[str, str] = SHARED | SHIFTS | calls("{}", _OF_ONE) | calls("{}, {}", _OF_TWO)
+JNP |= {"not": "jnp.logical_not({})", "where": "jnp.where({}, {}, {})", "random": "random(*)"}
 JNP |= {"int": "to_int({})", "float": "{}.astype(Float)", "floor": "to_int(jnp.floor({}))"}
-JNP |= calls("{}", _OF_ONE) | {"random": "random(*)"}
-
-PRELUDE = parts(__package__, "jnp")
-
-
-def prelude(*roots: Expr) -> tuple[list[str], list[str]]:
-    """The (constants, definitions) that the text of these expressions needs."""
-    used = {n.op for r in roots for n in walk(r)}
-    needed = [name for name in PRELUDE if any(f"{name}(" in JNP.get(op, "") for op in used)]
-    constants = []
-    if {"shl", "shr", "wrapped"} & set(needed):
-        constants.append("WIDTH = 32")
-    if "to_int" in needed:
-        constants.append("LARGEST = 2147483520.0  # the greatest float32 below 2**31")
-    return constants, [PRELUDE[name] for name in needed]
+LANGUAGE = Language(
+    "JAX",
+    JNP,
+    infinity="jnp.inf",
+    nan="jnp.nan",
+    functions=parts(__package__, "jnp"),
+    constants={"LARGEST": "LARGEST = 2147483520.0  # the greatest float32 below 2**31"},
+)
+WIDE = replace(LANGUAGE, bits=64, constants={"LARGEST": "LARGEST = 4611686018427387904.0"})
 
 
 @memo(group="once")
@@ -55,10 +50,10 @@ def operators(int64: bool = False, float64: bool = False) -> dict[str, Callable[
     import jax.numpy as jnp
     from jax import lax
 
-    width, largest = (64, 2.0**62) if int64 else (32, 2147483520.0)
+    largest = 2.0**62 if int64 else 2147483520.0
     Int, Float = jnp.int64 if int64 else jnp.int32, jnp.float64 if float64 else jnp.float32
-    names: dict[str, Any] = {"jnp": jnp, "lax": lax, "Int": Int, "Float": Float, "WIDTH": width, "LARGEST": largest}
-    for definition in PRELUDE.values():
+    names: dict[str, Any] = {"jnp": jnp, "lax": lax, "Int": Int, "Float": Float, "LARGEST": largest}
+    for definition in LANGUAGE.functions.values():
         exec(definition, names)
 
     functions: dict[str, Callable[..., Any]] = {}
@@ -85,7 +80,7 @@ def evaluate(
     table = operators(int64, float64)
     Int, Float = (jnp.int64 if int64 else jnp.int32), (jnp.float64 if float64 else jnp.float32)
     dtypes = {INT: Int, FLOAT: Float}
-    root = machine(root)
+    root = legalise(machine(root), WIDE if int64 else LANGUAGE)
     values: dict[Expr, Any] = {}
     for node in walk(root):
         args = [values[a] for a in node.args]

@@ -11,33 +11,28 @@ def make(doc):
 <BLANKLINE>
 
 Meanings are those of `dsl.evaluate`: Float is float64, a division by zero is 0, lookups clamp (where the index may
-leave the table). Rows are as in `kernels.expr`; what is not torch is a function of `PRELUDE`.
+leave the table). Rows are as in `kernels.language`; what is not torch is a function of `LANGUAGE`.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import Expr, lit, transform, uses, walk
-from frisket.dsl.types import BOOL
+from frisket.dsl.ir import Expr, transform, uses
 
-from .expr import PRECEDENCE, PREFIX, SHARED, Language, Text, calls, named_lines
+from .expr import named_lines
+from .language import FLOORED, SHARED, SHIFTS, Language, Text, calls
+from .legalise import folded
 from .text import Names, Page, parts
 
 NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
 
 _METHODS = "abs exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf isfinite"
-_OF_TWO = "min:minimum max:maximum pow:torch.pow floordiv:floordiv mod:mod shl:shl shr:shr wrap:wrapped"
-TORCH: dict[str, str] = SHARED | {n: f"{{}}.{n}()" for n in _METHODS.split()} | calls("{}, {}", _OF_TWO)
-TORCH |= {"sign": "sign({})", "not": "~{}", "where": "torch.where({}, {}, {})", "random": "random"}
+_OF_TWO = "min:minimum max:maximum pow:torch.pow wrap:wrapped"
+TORCH: dict[str, str] = SHARED | SHIFTS | FLOORED | {n: f"{{}}.{n}()" for n in _METHODS.split()}
+TORCH |= calls("{}, {}", _OF_TWO) | {"not": "~{}", "where": "torch.where({}, {}, {})", "random": "random(*)"}
 TORCH |= {"int": "to_int({})", "float": "{}.to(torch.float64)", "floor": "to_int(torch.floor({}))"}
-LANGUAGE = Language("torch", TORCH)
-
-PRELUDE = parts(__package__, "torch")
+LANGUAGE = Language("torch", TORCH, infinity="math.inf", nan="math.nan", bits=64, functions=parts(__package__, "torch"))
 
 
 def mask_mod(
@@ -74,7 +69,7 @@ def _function(
     name: str, root: Expr, tables: Mapping[str, Sequence[int]], reach: Mapping[str, int], int64: bool, title: str
 ) -> str:
     scored = name == "score_mod"
-    names = Names({"torch", "math", "make", name, *NAMES.values(), *PRELUDE, "times", "mix"})
+    names = Names({"torch", "math", "make", name, *NAMES.values(), *LANGUAGE.reserved})
     known = {name: names.new(name) for name in tables}
 
     def leaf(node: Expr, args: list[Text]) -> Text | None:
@@ -83,9 +78,8 @@ def _function(
             return Text(f"{known[node.name]}[{', '.join(at)}]")
         return _form(node, args)
 
-    root = transform(root, _folded)
-    users = Counter(a for node in walk(root) for a in dict.fromkeys(node.args))
-    lines, value = named_lines(root, leaf, LANGUAGE, users, lambda: names.numbered("x"))
+    root = transform(root, folded)  # methods need a tensor
+    lines, value = named_lines(root, leaf, LANGUAGE, lambda: names.numbered("x"))
     body = Page()
     with body.block(f"def make({', '.join(known.values())}):"):
         with body.block(f"def {name}({'score, ' * scored}b, h, q_idx, kv_idx):"):
@@ -99,45 +93,18 @@ def _function(
             body.line(f"return {alike.format(value.text) if root.op == 'lit' else value.text}")
         body.line(f"return {name}")
     text = str(body)
-    # no dot before the name: torch.minimum is not the prelude's
-    used = [PRELUDE[name] for name in PRELUDE if re.search(rf"(?<![.\w]){name}\(", text)]
-    return "\n".join([d.strip("\n") + "\n\n" for d in used] + [text]) if used else text
-
-
-def _folded(e: Expr) -> Expr:
-    """The Expr with constant parts folded to literals, because methods need a tensor."""
-    if not e.args or e.op == "lookup" or any(a.op != "lit" for a in e.args):
-        return e
-    value = evaluate(e, {}).item()
-    return lit(bool(value) if e.type is BOOL else value)
+    functions = LANGUAGE.prelude(text)[1]
+    return "\n".join([*(f.strip("\n") + "\n\n" for f in functions), text])
 
 
 def _form(node: Expr, args: list[Text]) -> Text | None:
     """The text of operators that depend on more than the operator; None: the table's row."""
-    if node.op == "lit":
-        return _literal(node.name)
     if node.op == "var":
         return Text(NAMES[node.name])
     if node.op == "random":
         wide = [a.text if n.op == "lit" else f"{a.inside(10)}.to(torch.int64)" for n, a in zip(node.args, args)]
         return Text(f"random({', '.join(wide)})")
-    # a divisor that may be 0 goes through the prelude, which gives 0 for it
-    if node.op in ("floordiv", "mod") and node.args[1].op == "lit" and node.args[1].name:
-        symbol = "//" if node.op == "floordiv" else "%"
-        binds = PRECEDENCE[symbol]
-        return Text(f"{args[0].inside(binds)} {symbol} {args[1].inside(binds + 1)}", binds)
-    if node.op in ("shl", "shr") and node.args[1].op == "lit" and 0 <= node.args[1].name < 64:
-        symbol = "<<" if node.op == "shl" else ">>"
-        binds = PRECEDENCE[symbol]
-        return Text(f"{args[0].inside(binds)} {symbol} {args[1].text}", binds)
     return None
-
-
-def _literal(value: bool | int | float) -> Text:
-    if isinstance(value, float) and not math.isfinite(value):
-        return Text("math.nan" if math.isnan(value) else "math.inf" if value > 0 else "-math.inf", PREFIX)
-    text = repr(value)
-    return Text(text, PREFIX if text[0] == "-" else 10)
 
 
 def _index(node: Expr, text: Text, size: int, reach: Mapping[str, int]) -> str:

@@ -7,18 +7,17 @@ the slices begin; shapes depend on the lengths alone, and no value is looked at 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from frisket.dsl.ir import SIZES, Expr, walk
 from frisket.dsl.show import show
-from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels import jnp_expr as expr_jnp
 from frisket.lowering.kernels import torch_mask_mod as expr_torch
-from frisket.lowering.kernels.expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Language, Text, machine, printed
+from frisket.lowering.kernels.expr import COLUMN, ROW, SCALAR, machine, prelude_of, printed
+from frisket.lowering.kernels.language import FLOORED, Language, Text
 from frisket.lowering.kernels.text import Names, Page, filled, parts
 
 from .planner import RANGES, SEARCHES, Planner
@@ -28,44 +27,27 @@ SHARED, INTERVALS, PIECES = parts(__package__, "arrays").values()
 PLAN_SPANS = parts(__package__, "plan_spans")
 WHEN = {"q0": ROW, "q1": ROW, "k0": COLUMN, "k1": COLUMN, "tk": COLUMN, "single": COLUMN}
 WISHES = {"range_min": "least", "range_max": "most"}
-_BY_LITERAL = {"floordiv": "//", "mod": "%", "shl": "<<", "shr": ">>"}
 ENDS_OF_AXES = {"lookup": 1, **dict.fromkeys(RANGES, 2)}  # arguments for each axis: a range has two ends
 _JOINS = {"range_min": ("minimum", "maximum"), "range_max": ("maximum", "minimum")}
 
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """The vocabulary of one backend: its language, the functions their text calls, and a header
-    with the functions of `skeletons/headers.tpl`, in which `$int` and `$float` are dtypes."""
+    """The vocabulary of one backend: its languages, and a header with the functions of `skeletons/headers.tpl`, in
+    which `$int` and `$float` are dtypes."""
 
-    language: Language
-    prelude: Callable[[tuple[Expr, ...]], str]
+    languages: tuple[Language, Language]  # without and with 64-bit integers
     header: str
-    dtypes: tuple[tuple[str, str], tuple[str, str]]  # (Int, Float), without and with 64-bit integers
-    infinity: str
-
-
-def _jnp_prelude(roots: tuple[Expr, ...]) -> str:
-    constants, definitions = expr_jnp.prelude(*roots)
-    return "\n".join([*constants, *definitions])
-
-
-def _torch_prelude(roots: tuple[Expr, ...]) -> str:
-    used = {n.op for n in walk(*roots)}
-    rows = " ".join(expr_torch.TORCH.get(op, "") for op in used)
-    in_header = ("minimum", "maximum")  # the header has them
-    return "\n".join(text for name, text in expr_torch.PRELUDE.items() if f"{name}(" in rows and name not in in_header)
+    dtypes: tuple[tuple[str, str], tuple[str, str]]  # (Int, Float) of these
 
 
 JNP_WIDTHS = ("jnp.int32", "jnp.float32"), ("jnp.int64", "jnp.float64")
-JNP = Words(Language("JAX", expr_jnp.JNP), _jnp_prelude, HEADERS["jnp"], JNP_WIDTHS, "jnp.inf")
-TORCH = Words(expr_torch.LANGUAGE, _torch_prelude, HEADERS["torch"], (("", ""), ("", "")), "math.inf")
-
-
-def _plain(op: str, by: Expr) -> bool:
-    """Whether a literal needs no guard: no division by zero, no shift out of range."""
-    # shifts of 31 and more leave the 32 bits that a planner may have
-    return by.op == "lit" and (0 <= by.name < 31 if op in ("shl", "shr") else by.name != 0)
+_JNP = [replace(x, operators=expr_jnp.JNP | FLOORED, nan="float('nan')") for x in (expr_jnp.LANGUAGE, expr_jnp.WIDE)]
+JNP = Words((_JNP[0], _JNP[1]), HEADERS["jnp"], JNP_WIDTHS)
+_IN_HEADER = ("minimum", "maximum")
+_FUNCTIONS = {name: text for name, text in expr_torch.LANGUAGE.functions.items() if name not in _IN_HEADER}
+_TORCH = replace(expr_torch.LANGUAGE, functions=_FUNCTIONS, nan="float('nan')")
+TORCH = Words((_TORCH, _TORCH), HEADERS["torch"], (("", ""), ("", "")))
 
 
 @memo(group="sources")
@@ -73,7 +55,7 @@ def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     """The source text of a planner. `wide`: positions and Floats have 64 bits."""
     # the header's names are taken: a table of the user's may have one
     skeleton = "".join([*READING.values(), SHARED, INTERVALS, PIECES, words.header, _IDS])
-    body = _ArrayBody(plan, words, Names(re.findall(r"[A-Za-z_]\w*", skeleton)))
+    body = _ArrayBody(plan, language := words.languages[wide], Names(re.findall(r"[A-Za-z_]\w*", skeleton)))
     inside = body.text()
     page = Page()
     page.line('"""Which tiles of keys each tile of queries reads: spans of', "", f"    {show(plan.mask)}", "")
@@ -82,7 +64,8 @@ def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     header = "\n" + filled(words.header, int=whole, float=real)
     used = SHARED + (INTERVALS if plan.seen else PIECES)
     reading = "\n".join(text for name, text in READING.items() if re.search(rf"\b{name}\(", inside))
-    blocks = [header, words.prelude(body.roots), used, reading, inside]
+    constants, functions = prelude_of(body.roots, language)
+    blocks = [header, "\n".join([*constants, *functions]), used, reading, inside]
     return str(page) + re.sub(r"\n{4,}", "\n\n\n", "\n\n".join(p.rstrip("\n") for p in blocks if p.strip()) + "\n")
 
 
@@ -174,41 +157,21 @@ def sides(e: Expr) -> tuple[int, list[int], list[int]]:
 class _ArrayBody(PlannerBody):
     """The text of the function `plan_spans`."""
 
-    def __init__(self, plan: Planner, words: Words, names: Names) -> None:
-        self.words = words
-        super().__init__(plan, plan.roots, names, words.language)
+    def __init__(self, plan: Planner, language: Language, names: Names) -> None:
+        super().__init__(plan, plan.roots, names, language)
 
     # -- leaves ---------------------------------------------------------------------------------------
 
     def leaves(self) -> dict[str, Leaf]:
-        return super().leaves() | {
-            "lit": self._literal,
-            "where": self._choice,
-            **dict.fromkeys(_BY_LITERAL, self._by_literal),
-            **dict.fromkeys(_JOINS, self._range),
-        }
+        return super().leaves() | {"where": self._choice, **dict.fromkeys(_JOINS, self._range)}
 
     def size(self, source: str, axis: int) -> str:
         return f"{self.known[source]}.shape[{axis}]"
-
-    def _by_literal(self, e: Expr, args: list[Text]) -> Text | None:
-        if not _plain(e.op, e.args[1]):
-            return None
-        # the function of the header guards against 0, which a literal shows not to be
-        symbol = _BY_LITERAL[e.op]
-        binds = PRECEDENCE[symbol]
-        return Text(f"{args[0].inside(binds)} {symbol} {args[1].text}", binds)
 
     def _choice(self, e: Expr, args: list[Text]) -> Text | None:
         condition, yes, no = (a.text for a in args)
         # of sizes alone: torch.where takes no Bool of Python
         return Text(f"({yes} if {condition} else {no})") if of_sizes(e.args[0]) else None
-
-    def _literal(self, e: Expr, args: list[Text]) -> Text:
-        if e.type is FLOAT and not math.isfinite(e.name):
-            return Text("float('nan')" if math.isnan(e.name) else f"{'-' * (e.name < 0)}{self.words.infinity}", PREFIX)
-        text = repr(e.name)
-        return Text(text, PREFIX if text[0] == "-" else 10)
 
     def _range(self, e: Expr, args: list[Text]) -> Text:
         half, ranging, fixed = sides(e)

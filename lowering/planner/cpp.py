@@ -7,9 +7,9 @@ a search can find.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -17,11 +17,11 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import FALSE, SIZES, Expr, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
-from frisket.dsl.work import wrapping
 from frisket.grammar.memo import memo
 from frisket.lowering.analysis.solve import operands
-from frisket.lowering.kernels.cpp.expr import BINDS, CPP
-from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Language, Line, Text, machine
+from frisket.lowering.kernels.cpp.expr import BINDS, CPP, number
+from frisket.lowering.kernels.expr import ROW, SCALAR, Line, machine
+from frisket.lowering.kernels.language import ASSOCIATIVE, PREFIX, SHIFTS, Language, Text
 from frisket.lowering.kernels.text import Names, filled
 
 from .arrays import PLAN_SPANS, WISHES, Leaf, PlannerBody, sides
@@ -31,7 +31,9 @@ TYPED = {"lookup", "range_min", "range_max"}  # operators that give entries of a
 AXES = 64  # of a table, as in cpp.hpp
 HEAD = tuple("slices q_len kv_len bq bk room most from_b from_h from_q from_k bounds count".split())
 TYPES = {INT: "Int", FLOAT: "Real", BOOL: "bool"}
-ROWS = {**CPP, "and": "{} && {}", "or": "{} || {}", "xor": "{} != {}", "isfinite": "bounded({})"}
+ROWS = {op: row for op, row in CPP.items() if op not in SHIFTS}  # its functions know the width of a word
+ROWS |= {"and": "{} && {}", "or": "{} || {}", "xor": "{} != {}", "isfinite": "bounded({})", "random": "uniform(*)"}
+LANGUAGE = Language("C++", ROWS, partial(number, long="L"), "INF", "NOT_A_NUMBER", bits=64)
 LOOSE = {**BINDS, "&&": 0, "||": -1}
 # what is known of a range of a table's entries
 KNOWN = {"range_min": "Least<{}>", "range_max": "Greatest<{}>", **{op: f"Classes<{i}>" for i, op in enumerate(CLASSES)}}
@@ -83,18 +85,15 @@ class _CppBody(PlannerBody):
     def __init__(self, plan: Planner) -> None:
         self.places, self.types = words(plan), table_types(plan)
         names = Names(re.findall(r"[A-Za-z_]\w*", prelude() + _IDS))
-        super().__init__(plan, map(wrapping, questions(plan)), names, Language("C++", {}))
+        super().__init__(plan, questions(plan), names, LANGUAGE)
 
     # -- expressions --------------------------------------------------------------------------------------
 
     def leaves(self) -> dict[str, Leaf]:
-        return super().leaves() | {
-            "lit": lambda e, args: _literal(e),
-            **dict.fromkeys(KNOWN, self._range),
-        }
+        return super().leaves() | dict.fromkeys(KNOWN, self._range)
 
-    def leaf(self, e: Expr, args: list[Text]) -> Text:
-        return super().leaf(e, args) or _operator(e, args)
+    def leaf(self, e: Expr, args: list[Text]) -> Text | None:
+        return super().leaf(e, args) or (None if e.op == "lit" else _operator(e, args))
 
     def size(self, source: str, axis: int) -> str:
         return f"{self.known[source]}.sizes[{axis}]"
@@ -138,7 +137,7 @@ class _CppBody(PlannerBody):
         )
 
     def _end(self, e: Expr) -> str:
-        return self.lines.values[machine(wrapping(e))]
+        return self.lines.values[machine(e)]
 
     def _arguments(self) -> list[str]:
         """The lines that read the words of a call, and build what is made of tables first."""
@@ -180,8 +179,7 @@ class _CppBody(PlannerBody):
 
     def _lines_for(self, roots: Sequence[Expr]) -> list[Line]:
         """The lines of a piece that these roots need."""
-        below = set(walk(*roots))
-        return [x for x in self.lines.lines if x.level not in (SCALAR, ROW) and x.node in below]
+        return [x for x in self.lines.needed_ever(roots) if x.level not in (SCALAR, ROW)]
 
 
 def _constants(lines: Iterable[Line]) -> list[str]:
@@ -196,26 +194,14 @@ private public register sizeof static typedef union using virtual volatile names
 not xor"""
 
 
-def _literal(e: Expr) -> Text:
-    if e.type is BOOL:
-        return Text("true" if e.name else "false")
-    if e.type is FLOAT and not math.isfinite(e.name):
-        return Text("NOT_A_NUMBER") if math.isnan(e.name) else Text("INF" if e.name > 0 else "-INF", PREFIX)
-    if e.type is INT and e.name == -(2**63):  # C reads it as a minus before a number that fits no type
-        return Text("INT64_MIN")
-    text = f"{e.name}L" if e.type is INT and abs(e.name) >= 2**31 else repr(e.name)
-    return Text(text, PREFIX if text[0] == "-" else ATOM)
-
-
 def _operator(e: Expr, args: list[Text]) -> Text:
-    if e.op == "random":  # of any number of counters
-        return Text(f"uniform({', '.join(a.text for a in args)})")
     row = ROWS.get(e.op)
     if row is None:
         raise LoweringError(f"`{e.op}` has no C++ form in a planner")
     infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
     if infix is None and row[0] not in "-~!":
-        return Text(row.format(*(a.text for a in args)))
+        listed = [a.text for a in args]
+        return Text(row.replace("*", ", ".join(listed)).format(*listed))
     if infix is None:
         return Text(row[0] + args[0].inside(PREFIX + 1), PREFIX)
     symbol = infix[1]

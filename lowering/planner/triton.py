@@ -11,13 +11,14 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from frisket.dsl.ir import SIZES, Expr
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
-from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Language, Text
+from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
+from frisket.lowering.kernels.language import COMPARISON, Text
 from frisket.lowering.kernels.text import Names, Page, filled, parts, words
 from frisket.lowering.kernels.triton import expr as expr_triton
 
@@ -27,13 +28,20 @@ from .planner import Planner
 
 FINE, GRAIN = 4096, 32
 KERNELS, FUNCTIONS = parts(__package__, "tables"), parts(__package__, "functions")
-FUNCTIONS["real_power"] = f"\n@triton.jit{expr_triton.power('real_power', 'tl.float64')}"
 HEADER = filled(KERNELS.pop("header"), fine=FINE, grain=GRAIN)
-TRITON = (
-    expr_triton.TRITON
-    | {"float": "{}.to(tl.float64)", "pow": "real_power({}, {})", "tanh": "real_tanh({})"}
-    | {"sqrt": "tl.sqrt({})", "rsqrt": "(1.0 / tl.sqrt({}))"}
-)
+CHANGED = {"float": "{}.to(tl.float64)", "tanh": "real_tanh({})", "sqrt": "tl.sqrt({})"}
+CHANGED |= {"rsqrt": "(1.0 / tl.sqrt({}))"}
+
+
+def _number(value: bool | int | float) -> str:
+    if not isinstance(value, float):
+        return repr(value)
+    text = repr(value) if math.isfinite(value) else f'float("{value}")'
+    return f"tl.full((), {text}, tl.float64)"  # a bare literal would be float32
+
+
+WIDE = expr_triton.language(int64=True)
+LANGUAGE = replace(WIDE, operators={**WIDE.operators, **CHANGED}, number=_number, infinity="")
 TYPES = {INT: "tl.int64", FLOAT: "tl.float64", BOOL: "tl.int1"}
 _EXTREMES = {"min": "least", "max": "most"}  # of Floats: functions of the prelude
 HEAD = tuple("Bounds Count Left Work Place line_count rows q_len kv_len bq bk room records".split())
@@ -88,25 +96,19 @@ class _TritonBody(PlannerBody):
         self.types = table_types(plan)
         self.entries: dict[str, TablePointer] = {}
         self.ranges: dict[tuple[str, tuple[int, ...]], Ranged] = {}
-        super().__init__(plan, plan.roots, Names(_reserved_names()), Language("Triton", TRITON))
+        super().__init__(plan, plan.roots, Names(_reserved_names()), LANGUAGE)
 
     # -- expressions --------------------------------------------------------------------------------------
 
     def leaves(self) -> dict[str, Leaf]:
-        own: dict[str, Leaf] = {"lit": self._literal, "lookup": self._look}
+        own: dict[str, Leaf] = {"lookup": self._look}
         return super().leaves() | own | dict.fromkeys(WISHES, self._range) | dict.fromkeys(_EXTREMES, self._extreme)
 
     def leaf(self, e: Expr, args: list[Text]) -> Text | None:
-        return super().leaf(e, args) or expr_triton.operator(e, args, True)
+        return super().leaf(e, args) or expr_triton.operator(e, args)
 
     def size(self, source: str, axis: int) -> str:
         return self.entry(source).sizes[axis]
-
-    def _literal(self, e: Expr, args: list[Text]) -> Text:
-        if e.type is FLOAT:
-            value = f'float("{e.name}")' if not math.isfinite(e.name) else repr(e.name)
-            return Text(f"tl.full((), {value}, tl.float64)")  # a bare literal would be float32
-        return Text(repr(e.name), PREFIX if repr(e.name)[0] == "-" else 10)
 
     def _extreme(self, e: Expr, args: list[Text]) -> Text | None:
         return Text(f"{_EXTREMES[e.op]}({args[0].text}, {args[1].text})") if e.type is FLOAT else None
@@ -247,7 +249,7 @@ def _functions(text: str) -> str:
         used |= more
         text += "".join(more.values())
     mine = [x for n, x in FUNCTIONS.items() if n in used]
-    theirs = expr_triton.prelude(text, "float32", True)
+    theirs = expr_triton.prelude(text, WIDE)
     return "\n\n\n".join(x.strip("\n") for x in (theirs, *mine, *within) if x.strip())
 
 
@@ -272,7 +274,7 @@ def _within(axes: int) -> str:
 def _reserved_names() -> set[str]:
     shared = "".join([HEADER, *FUNCTIONS.values(), *KERNELS.values(), _IDS])
     within = {f"within{n}" for n in range(2, 65)}
-    return {*expr_triton.all_names(), *words(shared), *HEAD, *SIZES, *within, "ROWS", "PIECES"}
+    return {*WIDE.reserved, *words(shared), *HEAD, *SIZES, *within, "ROWS", "PIECES"}
 
 
 # the names of `plan_spans`

@@ -10,13 +10,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ParameterError, ShapeError
-from frisket.dsl.ir import FALSE, TRUE, Expr, conj, walk
+from frisket.dsl.ir import FALSE, OPERATORS, TRUE, Expr, conj, walk
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import contexts
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.rows import Interval
 from frisket.lowering.kernels.expr import machine
-from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.plan import RATE, SEED, Geometry, KernelInputs, ProgramFacts, make_plan
 from frisket.lowering.planner.planner import planner
 from frisket.lowering.simplify import prepare
@@ -94,7 +93,7 @@ def _intervals(mask: Expr, traced: Mapping[str, Any], limits: Mapping[str, float
     return intervals
 
 
-KNOWN = frozenset({*JNP, "lit", "var", "param", "lookup"})
+KNOWN = frozenset({*OPERATORS, "lit", "var", "param", "lookup"})
 
 
 def _check_lengths(program: CallProgram, values: Mapping[str, Any], g: Geometry) -> None:

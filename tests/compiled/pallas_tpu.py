@@ -29,11 +29,10 @@ import jax
 from jax.experimental import topologies
 from support.pallas_cases import LENGTH, LONG, causal_walk, long_plan, operator_cases, shapes_of
 
-from frisket.dsl.ir import lookup
+from frisket.dsl.ir import OPERATORS, lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_tpu import backward as pallas_tpu_backward
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.kernels.pallas_tpu.walk import TpuOptions
@@ -226,7 +225,7 @@ def kernels() -> Iterator[tuple[Kernel, tuple[str, ...]]]:
     yield forward("causal", block=SMALL, group=8), one
     for which in ("dq", "dkv"):
         yield backward(which, "causal", block=SMALL, group=8), one
-    for op in JNP:
+    for op in OPERATORS:
         for i, case in enumerate(operator_cases(op)):
             yield forward(f"operator {op} {i or ''}".strip(), 64, "float32", (128, 128), case, 256), one
 

@@ -32,7 +32,7 @@ def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 def unreserved(text, plan, users=()):
     """The names of a Triton or Gluon kernel's functions that `OWN` lacks: a table called so would be overwritten."""
     tables = arguments(plan).values()
-    known = {*OWN, *SIZES, *expr.all_names(), *users, *(n for a in tables for n in a.all)}
+    known = {*OWN, *SIZES, *expr.LANGUAGE.reserved, *users, *(n for a in tables for n in a.all)}
     functions = [x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)]
     found = {n.id for f in functions for n in ast.walk(f) if isinstance(n, ast.Name)}
     numbered = rf"(fixed|row|column|x|sum)\d+|({'|'.join(a.name for a in tables) or '-'})_\w+"

@@ -11,7 +11,6 @@ from frisket.dsl import ir
 from frisket.dsl.ir import build, lit, lookup, to_float
 from frisket.dsl.sugar import eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_tpu.walk import TpuSearch, TpuWalk, walk
 from frisket.lowering.plan import Geometry, LoopPlan, ProgramFacts, Spans, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
@@ -91,7 +90,7 @@ def _forms(op: str) -> list[tuple[object, ...]]:
     found = []
     for types in [(INT,), (FLOAT,), (INT, INT), (FLOAT, FLOAT)]:
         try:
-            if ir.result_type(op, types) is not None and JNP[op].count("{}") == len(types):
+            if ir.result_type(op, types) is not None and ir.OPERATORS[op].arity == len(types):
                 found.append(types)
         except ValueError:
             continue

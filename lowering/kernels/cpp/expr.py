@@ -10,29 +10,55 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, build, lit, make, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.dsl.work import wrapping
 from frisket.lowering.kernels import expr as exprs
+from frisket.lowering.kernels.language import ASSOCIATIVE, PREFIX, SHARED, SHIFTS, Language, Text, calls
+from frisket.lowering.kernels.legalise import legalise
 
 _OF_ONE = """
 abs:magnitude sign:sign int:to_int float:to_real exp:exp exp2:exp2 log:log log2:log2 log1p:log1p tanh:tanh
-sigmoid:sigmoid sin:sin cos:cos tan:tan sqrt:sqrt rsqrt:rsqrt erf:erf isfinite:finite random:uniform
-seeded:seeded wrapping_neg:wrapping_neg
+sigmoid:sigmoid sin:sin cos:cos tan:tan sqrt:sqrt rsqrt:rsqrt erf:erf isfinite:finite
+seeded:seeded uniform:uniform wrapping_neg:wrapping_neg
 """
 _OF_TWO = """
 min:minimum max:maximum pow:power floordiv:floordiv mod:modulo shl:shift_left shr:shift_right wrap:wrapped
 stirred:stirred wrapping_add:wrapping_add wrapping_sub:wrapping_sub wrapping_mul:wrapping_mul
 wrapping_shl:shift_left wrapping_pow:power
 """
-# `seeded` and `stirred` are the form that `prepared` gives to random
-CPP: dict[str, str] = exprs.SHARED | exprs.calls("{}", _OF_ONE) | exprs.calls("{}, {}", _OF_TWO)
+CPP: dict[str, str] = SHARED | SHIFTS | calls("{}", _OF_ONE) | calls("{}, {}", _OF_TWO)
 CPP |= {"not": "!{}", "where": "select({}, {}, {})", "floor": "to_int(floor({}))"}
-LANGUAGE = exprs.Language("C++", CPP)
+
+
+def number(value: bool | int | float, long: str = "LL") -> str:
+    """The text of a finite number; `long` is behind integers of more than 32 bits."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    # C reads the literal as a minus before a number that fits no type
+    return "INT64_MIN" if value == -(2**63) and isinstance(value, int) else _sized(value, long)
+
+
+def _sized(value: int | float, long: str) -> str:
+    return f"{value}{long}" if isinstance(value, int) and abs(value) >= 2**31 else repr(value)
+
+
+def _single(value: bool | int | float) -> str:
+    return f"{np.float32(value)!s}f" if isinstance(value, float) else number(value)
+
+
+DOUBLE = Language("C++", CPP, number, "INF", "NOT_A_NUMBER", bits=64)
+SINGLE = replace(DOUBLE, number=_single, single=True)
+
+
+def language(double: bool, int64: bool) -> Language:
+    """C++ with Floats and Ints of 64 bits, or of 32."""
+    return replace(DOUBLE if double else SINGLE, bits=64 if int64 else 32)
+
 
 _SIGNS = ("|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* /")  # from loose to tight
 BINDS = {sign: n for n, signs in enumerate(_SIGNS, 1) for sign in signs.split()}
@@ -45,11 +71,12 @@ CPP_TYPES = {INT: ("Int", "Ints"), FLOAT: ("Real", "Vec"), BOOL: ("bool", "Bits"
 SPREAD = {INT: "ints({})", FLOAT: "reals({})", BOOL: "bits({})"}
 
 
-def prepared(root: Expr, double: bool, paged: Collection[str] = ()) -> Expr:
-    """Prepare Exprs for vectors of keys: lookups along the keys become vector loads from one first index, random draws
-    a chain of stages, each computed as early as its counter is known, and in float32 a division by a number a product,
-    a tenth of its price. `paged` names tables that are read by page and place within: no vector has keys of two."""
-    return transform(wrapping(root), lambda e: _prepared(e if double else _product(e), paged))
+def prepared(root: Expr, language: Language, paged: Collection[str] = ()) -> Expr:
+    """Prepare Exprs for vectors of keys: lookups along the keys become vector loads from one first index, and in
+    float32 a division by a number a product, a tenth of its price. `paged` names tables that are read by page and place
+    within: no vector has keys of two."""
+    root = transform(root, lambda e: _prepared(_product(e) if language.single else e, paged))
+    return legalise(root, language)
 
 
 def parted(root: Expr) -> Expr:
@@ -92,11 +119,6 @@ def _product(e: Expr) -> Expr:
 
 
 def _prepared(e: Expr, paged: Collection[str]) -> Expr:
-    if e.op == "random":
-        state = make("seeded", e.args[:1])
-        for counter in e.args[1:]:
-            state = make("stirred", (state, counter))
-        return make("random", (state,), None, FLOAT)
     if e.op != "lookup":
         return e
     inside = e.name in paged
@@ -152,7 +174,7 @@ class Forms:
     def __init__(
         self, roots: list[Expr], names: Mapping[str, str], double: bool, int64: bool, lifted: Mapping[Expr, str]
     ) -> None:
-        self.names, self.double, self.int64, self.lifted = names, double, int64, lifted
+        self.names, self.lifted, self.unlike = names, lifted, int64 != double
         self.level = exprs.levels(*roots, when=WHEN)
         self.wide: dict[Expr, bool] = {}
         for node in walk(*roots):
@@ -164,20 +186,18 @@ class Forms:
         one, many = ("Word", "Words") if node.op in WORD else CPP_TYPES[node.type]
         return many if self.wide[node] else one
 
-    def leaf(self, node: Expr, args: list[exprs.Text]) -> exprs.Text:
-        """The text of a node, given the texts of its arguments."""
+    def leaf(self, node: Expr, args: list[Text]) -> Text | None:
+        """The text of a node, given the texts of its arguments; None: that of a literal."""
         if node in self.lifted:
-            return exprs.Text(f"fixed.{self.lifted[node]}")
-        if node.op == "lit":
-            return self._literal(node.name)
+            return Text(f"fixed.{self.lifted[node]}")
         if node.op == "var":
-            return exprs.Text(VARIABLES.get(node.name, f"fixed.{node.name}"))
+            return Text(VARIABLES.get(node.name, f"fixed.{node.name}"))
         if node.op == "distance":
-            return exprs.Text(f"load<Vec>(column.distances + {node.name} * SPAN - row.q)")
+            return Text(f"load<Vec>(column.distances + {node.name} * SPAN - row.q)")
         if node.op in ("param", "lookup", "ahead", "behind") and node.name not in self.names:
             raise LoweringError(f"`{node.name}` is neither a slot nor a table of the plan; make it one first")
         if node.op == "param":
-            return exprs.Text(f"fixed.{self.names[node.name]}")
+            return Text(f"fixed.{self.names[node.name]}")
         if node.op in ("lookup", "ahead", "behind"):
             kind = "gather" if node.op == "lookup" and self.wide[node] else "at" if node.op == "lookup" else node.op
             if kind == "gather":
@@ -185,66 +205,37 @@ class Forms:
             elif kind != "at":
                 axis, *args = args
                 kind += f"<{axis.text}>"
-            return exprs.Text(f"{kind}({', '.join([f'fixed.{self.names[node.name]}', *(a.text for a in args)])})")
-        return self._shift(node, args) or self._operator(node, args)
+            return Text(f"{kind}({', '.join([f'fixed.{self.names[node.name]}', *(a.text for a in args)])})")
+        return None if node.op == "lit" else self._operator(node, args)
 
-    def _shift(self, node: Expr, args: list[exprs.Text]) -> exprs.Text | None:
-        if node.op not in ("shl", "shr") or node.args[1].op != "lit":
-            return None
-        n, bits = node.args[1].name, 64 if self.int64 else 32
-        if node.op == "shr" and bits <= n < 64:
-            n = bits - 1  # only the sign is left
-        if not 0 <= n < bits:
-            return exprs.Text("ints(0)" if self.wide[node] else "(Int)0")
-        symbol = "<<" if node.op == "shl" else ">>"
-        return exprs.Text(f"{args[0].inside(BINDS[symbol])} {symbol} {n}", BINDS[symbol])
-
-    def _operator(self, node: Expr, args: list[exprs.Text]) -> exprs.Text:
+    def _operator(self, node: Expr, args: list[Text]) -> Text:
         row = CPP.get(node.op)
         if row is None:
-            raise exprs.unknown(node, LANGUAGE.name)
+            raise exprs.unknown(node, DOUBLE.name)
         infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
         if infix is None and row[0] not in "-~!":
             args = self._spread(node, args)  # functions are overloaded for numbers or for vectors, not for both at once
-            return exprs.Text(row.format(*(a.text for a in args)))
+            return Text(row.format(*(a.text for a in args)))
         if infix is None:
             symbol = "~" if node.op == "not" and self.wide[node] else row[0]
-            return exprs.Text(symbol + args[0].inside(exprs.PREFIX + 1), exprs.PREFIX)
+            return Text(symbol + args[0].inside(PREFIX + 1), PREFIX)
         if node.args[0].type is BOOL:
             args = self._spread(node, args)
         symbol = infix[1]
         binds = BINDS[symbol]
         within = BINDS["<<"] if symbol in "&|^" else binds
-        parts = [args[0].inside(within), *(a.inside(within + (symbol not in exprs.ASSOCIATIVE)) for a in args[1:])]
-        text = exprs.Text(f" {symbol} ".join(parts), binds)
+        parts = [args[0].inside(within), *(a.inside(within + (symbol not in ASSOCIATIVE)) for a in args[1:])]
+        text = Text(f" {symbol} ".join(parts), binds)
         # lanes of a comparison of Ints are as wide as these, Bits as wide as a Real
-        if symbol in COMPARES and self.wide[node] and node.args[0].type is INT and self.int64 != self.double:
-            return exprs.Text(f"flags({text.text})")
+        if symbol in COMPARES and self.wide[node] and node.args[0].type is INT and self.unlike:
+            return Text(f"flags({text.text})")
         return text
 
-    def _spread(self, node: Expr, args: list[exprs.Text]) -> list[exprs.Text]:
+    def _spread(self, node: Expr, args: list[Text]) -> list[Text]:
         """Texts of single numbers beside vectors, copied to every lane."""
         if not self.wide[node]:
             return args
         return [
-            a if self.wide[n] else exprs.Text((SPREAD[n.type] if n.op not in WORD else "words({})").format(a.text))
+            a if self.wide[n] else Text((SPREAD[n.type] if n.op not in WORD else "words({})").format(a.text))
             for n, a in zip(node.args, args, strict=True)
         ]
-
-    def _literal(self, value: bool | int | float) -> exprs.Text:
-        if isinstance(value, bool):
-            return exprs.Text("true" if value else "false")
-        if isinstance(value, int):
-            text = f"{value}LL" if abs(value) >= 2**31 else str(value)
-            # C reads the literal as a minus before a number that fits no type
-            text = "INT64_MIN" if value == -(2**63) else text
-            return exprs.Text(text, exprs.PREFIX if value < 0 else exprs.ATOM)
-        if not self.double:
-            with np.errstate(over="ignore", under="ignore"):
-                value = float(np.float32(value))
-        if math.isnan(value):
-            return exprs.Text("NOT_A_NUMBER")
-        if math.isinf(value):
-            return exprs.Text("INF") if value > 0 else exprs.Text("-INF", exprs.PREFIX)
-        text = repr(value) if self.double else f"{np.float32(value)!s}f"
-        return exprs.Text(text, exprs.PREFIX if text[0] == "-" else exprs.ATOM)

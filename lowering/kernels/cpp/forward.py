@@ -82,9 +82,10 @@ class CppKernel:
         self.plan, self.target, self.arrays, self.named = plan, target, arrays, named
         self.kv_dtype, self.double = kv_dtype or dtype, dtype == "float64"
         self.roots = self.source_roots()  # a method, since a backward has more functions
+        language = expr_cpp.language(self.double, plan.int64)
         paged = [t.name for t in plan.tables if plan.pages is not None and t.source in SCALES]
         self.ready = {
-            n: expr_cpp.prepared(expr.machine(expr_cpp.parted(e)), self.double, paged)
+            n: expr_cpp.prepared(expr.machine(expr_cpp.parted(e)), language, paged)
             for n, e in self.roots.items()
             if e is not None
         }
@@ -101,7 +102,7 @@ class CppKernel:
         self.locals = Names({*KEYWORDS, *NUMBERS, "distances", *self.names.values(), *self.lifted.values()})
         scale = self.ready.get("scale_of_value")  # kept for the rows, which would each look it up again
         inner, early = list(self.ready.values()), [] if scale is None else [scale]
-        self.printed = expr.printed(inner, expr_cpp.LANGUAGE, self.forms.leaf, self._name, inner, expr_cpp.WHEN, early)
+        self.printed = expr.printed(inner, language, self.forms.leaf, self._name, inner, expr_cpp.WHEN, early)
         # of the prepared roots: a name that was simplified away needs no argument
         self.used = frozenset[str]().union(*map(uses, self.ready.values()))
 
@@ -365,7 +366,7 @@ def spread(node: Expr, text: str) -> str:
 
 def _tells_apart(e: Expr) -> bool:
     """Whether an Expr differs between neighbouring queries: no quotient or table entry may be the same for both."""
-    if e.op == "lookup" or (e.op in ("floordiv", "shr") and not uses(e.args[1])):
+    if e.op == "lookup" or (e.op in ("floordiv", "shr", "rshift") and not uses(e.args[1])):
         return False
     return e is var("q") or any(map(_tells_apart, e.args))
 

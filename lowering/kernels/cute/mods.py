@@ -15,7 +15,6 @@ problem, and where the call lies in it. So `window(256)` and `window(512)` are o
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from frisket.dsl.errors import LoweringError
@@ -23,7 +22,8 @@ from frisket.dsl.ir import COORDINATES, SIZES, Expr, transform, uses, walk
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.features import CUTE, missing
-from frisket.lowering.kernels.expr import Text, machine, named_lines, same_remainder
+from frisket.lowering.kernels.expr import machine, named_lines, same_remainder
+from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import Names, Page, words
 from frisket.lowering.kernels.units import cheaper
 from frisket.lowering.plan import LoopPlan
@@ -101,9 +101,9 @@ class _Writer:
 
     def function(self, name: str, root: Expr, guard: bool) -> str:
         # a function has numbers from x0 on, whatever was written before: texts are compared
-        names = Names({"grad", *POSITIONS.values(), *self.tables, *self.scalars, *expr.PRELUDE, "cute", "cutlass"})
-        users = Counter(a for node in walk(root) for a in node.args)
-        lines, value = named_lines(root, self._leaf, expr.LANGUAGE, users, lambda: names.numbered("x"))
+        ours = {*self.tables, *self.scalars, *expr.LANGUAGE.functions}
+        names = Names({"grad", *POSITIONS.values(), *ours, "cute", "cutlass"})
+        lines, value = named_lines(root, self._leaf, expr.LANGUAGE, lambda: names.numbered("x"), squares=True)
         page = Page()
         with page.block(self._head(name)):
             page.line(*self._arguments(root), *lines)

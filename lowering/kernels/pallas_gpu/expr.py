@@ -5,7 +5,7 @@ What belongs to the positions down a tile, or to those along it, is a vector in 
 nothing but numbers by itself, so the text says it everywhere. Kernels for Hopper have no gather: lookups come in as in
 `kernels/inputs.py`, one value per head, query, key or pair, read from global memory where they are needed.
 
-Operators that Mosaic GPU does not have (floor, pow, sqrt, erf, `not`, ...) are functions of `PRELUDE`. Its own tanh is
+Operators that Mosaic GPU does not have (floor, pow, sqrt, erf, `not`, ...) are written by `legalise`. Its own tanh is
 good to eleven bits when exp2 is the machine's: it is taken where the target says so, but not where its value decides an
 Int or a Bool.
 """
@@ -13,57 +13,39 @@ Int or a Bool.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from frisket.dsl.ir import Expr, make, substitute, walk
 from frisket.lowering.kernels import jnp_expr as expr_jnp
-from frisket.lowering.kernels.expr import (
-    COLUMN,
-    LEVELS,
-    POSITION,
-    ROW,
-    Language,
-    Text,
-    calls,
-    decisive,
-    levels,
-    printed,
-)
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, decisive, levels, printed
 from frisket.lowering.kernels.inputs import Down, TableInputs, floats, mosaic, numbers, plain, stored
-from frisket.lowering.kernels.text import parts, words
+from frisket.lowering.kernels.language import Text, calls
+from frisket.lowering.kernels.text import parts
 from frisket.lowering.kernels.units import factored, last_factor
 from frisket.lowering.plan import LoopPlan
 
-_OF_ONE = "not:opposite sqrt:root isfinite:finite log1p:log1p tanh:tanh erf:erf sign:sign"
-MOSAIC_GPU: dict[str, str] = expr_jnp.JNP | calls("{}", _OF_ONE)
-MOSAIC_GPU |= {"where": "choose({}, {}, {})", "pow": "power({}, {})"}
-MOSAIC_GPU |= {"floor": "whole(to_int, {})", "tan": "jnp.sin({0}) / jnp.cos({0})"}
-_SPREAD = calls("{}", "down:down across:across tiled:tiled tanh_approximate:tanh_approximate")
-LANGUAGE = Language("pallas-gpu", MOSAIC_GPU | _SPREAD)
-
-PRELUDE = {
-    **{name: expr_jnp.PRELUDE[name] for name in ("look", "random")},  # before the kernel
-    **parts(__package__, "functions"),
-}
+_LACKING = frozenset("not sqrt isfinite log1p erf pow floor tan floordiv mod random".split())
+MOSAIC_GPU: dict[str, str] = {op: row for op, row in expr_jnp.JNP.items() if op not in _LACKING}
+MOSAIC_GPU |= calls("{}", "tanh:tanh seeded:seeded uniform:uniform")
+MOSAIC_GPU |= calls("{}, {}", "stirred:stirred quotient:quotient remainder:remainder")
+MOSAIC_GPU |= calls("{}", "down:down across:across tiled:tiled tanh_approximate:tanh_approximate")
+MOSAIC_GPU |= {"where": "choose({}, {}, {})"}
+_OWN = parts(__package__, "functions")
+LANGUAGE = replace(
+    expr_jnp.LANGUAGE,
+    name="pallas-gpu",
+    operators=MOSAIC_GPU,
+    # JAX's functions are for what is computed before the kernel
+    functions={name: text for name, text in expr_jnp.LANGUAGE.functions.items() if name not in _OWN} | _OWN,
+    nameless=frozenset({"seeded", "stirred"}),
+)
 
 
 def prelude(source: str) -> list[str]:
     """The lines that define the functions `source` calls."""
-    needed: set[str] = set()
-    used = _words(source)
-    while called := {n for n in PRELUDE if n in used} - needed:
-        needed |= called
-        used = _words("".join(PRELUDE[n] for n in called))
-    constants = ["WIDTH = 32"] if needed & {"shl", "shr", "wrapped"} else []
-    if needed & {"to_int", "whole"}:
-        constants.append("LARGEST = 2147483520.0  # the greatest float32 below 2**31")
-    definitions = [line for n, text in PRELUDE.items() if n in needed for line in f"\n\n{text.strip()}".splitlines()]
-    return [*constants, *definitions]
-
-
-def _words(source: str) -> set[str]:
-    return words(re.sub(r"\.\w+", "", source))  # without attributes: jnp.tanh is not our tanh
+    constants, functions = LANGUAGE.prelude(source)
+    return [*constants, *(line for text in functions for line in f"\n\n{text.strip()}".splitlines())]
 
 
 class Expressions:
@@ -183,9 +165,4 @@ class Expressions:
 
 
 def _leaf(e: Expr, args: list[Text]) -> Text | None:
-    if e.op == "random":
-        state = f"seeded({args[0].text})"
-        for counter in args[1:]:
-            state = f"stirred({state}, {counter.text})"
-        return Text(f"uniform({state})")
     return plain(e)

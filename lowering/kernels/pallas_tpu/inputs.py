@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COORDINATES, Expr, uses
 from frisket.dsl.types import FLOAT
-from frisket.lowering.kernels.expr import Text
-from frisket.lowering.kernels.inputs import TableInputs, mosaic, numbers, stored, written
-from frisket.lowering.kernels.jnp_expr import PRELUDE, prelude
+from frisket.lowering.kernels.expr import prelude_of
+from frisket.lowering.kernels.inputs import LANGUAGE, TableInputs, mosaic, numbers, stored, written
+from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import LoopPlan
 
@@ -82,8 +82,8 @@ class TpuInputs(TableInputs):
     def definitions(self, turns: bool = False) -> list[str]:
         """The constants and functions that the kernel and the code before it need, above the kernel; with `turns` the
         kernel has use for `turned` itself."""
-        constants, functions = prelude(*self.roots)
-        functions += [PRELUDE["look"]] if self.outside() else []
+        constants, functions = prelude_of(self.roots, LANGUAGE)
+        functions += [LANGUAGE.functions["look"]] if self.outside() else []
         optional: dict[str, object] = {
             "turn": self.row_values or turns,
             "pick": self.picked,

@@ -1,10 +1,5 @@
 $# Functions for the operators that jax.numpy lacks, and the lookup of a table.
 
-$part sign
-def sign(x):
-    one, zero = jnp.ones_like(x), jnp.zeros_like(x)
-    return jnp.where(x > 0, one, jnp.where(x < 0, -one, jnp.where(x == 0, zero, x)))
-
 $part floordiv
 def floordiv(x, y):
     safe = jnp.where(y == 0, 1, y).astype(Int)
@@ -14,22 +9,6 @@ def floordiv(x, y):
 $part mod
 def mod(x, y):
     return jnp.where(y == 0, 0, jnp.remainder(x, jnp.where(y == 0, 1, y).astype(Int)))
-
-$part shl
-def shl(x, y):
-    inside = (y >= 0) & (y < WIDTH)
-    return jnp.where(inside, x << jnp.where(inside, y, 0), 0)
-
-$part shr
-def shr(x, y):
-    return jnp.where((y >= 0) & (y < 64), x >> jnp.clip(y, 0, WIDTH - 1), 0)
-
-$part wrapped
-def wrapped(x, bits):
-    unused = WIDTH - jnp.clip(bits, 0, WIDTH)
-    inside = unused < WIDTH
-    unused = jnp.where(inside, unused, 0)
-    return jnp.where(inside, (x << unused) >> unused, 0)
 
 $part to_int
 def to_int(x):

@@ -1,9 +1,5 @@
 $# Functions for the operators that torch lacks, or has with another meaning.
 
-$part sign
-def sign(x):
-    return torch.where(x != x, x, x.sign())
-
 $part minimum
 def minimum(x, y):
     return torch.where((x <= y) | (x != x), x, y)
@@ -11,26 +7,6 @@ def minimum(x, y):
 $part maximum
 def maximum(x, y):
     return torch.where((x >= y) | (x != x), x, y)
-
-$part floordiv
-def floordiv(x, y):
-    zero = y == 0
-    return torch.where(zero, 0, torch.div(x, torch.where(zero, 1, y), rounding_mode="floor"))
-
-$part mod
-def mod(x, y):
-    zero = y == 0
-    return torch.where(zero, 0, torch.remainder(x, torch.where(zero, 1, y)))
-
-$part shl
-def shl(x, y):
-    inside = (y >= 0) & (y < 64)
-    return torch.where(inside, x << torch.where(inside, y, 0), 0)
-
-$part shr
-def shr(x, y):
-    inside = (y >= 0) & (y < 64)
-    return torch.where(inside, x >> torch.where(inside, y, 0), 0)
 
 $part wrapped
 def wrapped(x, bits):

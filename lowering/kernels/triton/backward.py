@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.lowering.kernels.expr import Text
+from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import fields, filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 

@@ -20,7 +20,8 @@ from typing import Any
 from frisket.dsl.ir import Expr, lookup, make, transform, var
 from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN, Text
+from frisket.lowering.kernels.expr import COLUMN
+from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import fields, filled, skeleton
 from frisket.lowering.kernels.units import machine
 from frisket.lowering.plan import LoopPlan, Target

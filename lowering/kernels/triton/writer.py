@@ -24,7 +24,9 @@ from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.features import TRITON
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text, levels
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
+from frisket.lowering.kernels.language import COMPARISON, PRECEDENCE, Text
+from frisket.lowering.kernels.legalise import legalise
 from frisket.lowering.kernels.text import Names, Page, filled, skeleton, words
 from frisket.lowering.kernels.units import ALONG, GATHERED, Q_LINE, START
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Target
@@ -77,7 +79,7 @@ class Argument:
 
 def arguments(plan: LoopPlan) -> dict[str, Argument]:
     """The names in the kernel by `Slot.name` and `TableUse.name`: the user's own where they are free."""
-    names = Names({*OWN, *SIZES, *expr_triton.all_names()})
+    names = Names({*OWN, *SIZES, *expr_triton.LANGUAGE.reserved})
     by_name = {s.name: Argument(names.new(NAMED.get(str(s.source), s.name))) for s in plan.slots}
     for t in plan.every_table:
         wish = NAMED.get(t.source, t.source)
@@ -108,7 +110,7 @@ def near(shape: Sequence[int], strides: Sequence[int], axis: int, rows: int) -> 
 
 def reserved_names(plan: LoopPlan) -> Names:
     """The names that the kernel of this plan uses for other things."""
-    return Names({*OWN, *SIZES, *expr_triton.all_names()}.union(*(a.all for a in arguments(plan).values())))
+    return Names({*OWN, *SIZES, *expr_triton.LANGUAGE.reserved}.union(*(a.all for a in arguments(plan).values())))
 
 
 def parts(dim: int) -> tuple[int, ...]:
@@ -270,7 +272,7 @@ def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[TritonKerne
     kernels."""
     # the head comes last: it holds only what the kernels below turn out to use
     texts = "\n\n".join(k.text for k in kernels)
-    prelude = expr_triton.prelude(texts, dims.dtype, plan.int64)
+    prelude = expr_triton.prelude(texts, expr_triton.language(dims.half, plan.int64))
     needed = words(prelude + texts)
     constants: dict[str, object] = {
         "GROUP": dims.group,
@@ -352,18 +354,18 @@ class TritonWriter:
         when = {**when, **ALONG}
         self.arguments = arguments(plan)
         self.names = reserved_names(plan)
-        roots = tuple(roots)
+        roots, language = tuple(roots), expr_triton.language(dims.half, plan.int64)
         self.used = frozenset[str]().union(*map(uses, roots))
-        self.decisive = expr.decisive(roots)
+        self.decisive = expr.decisive(legalise(e, language) for e in roots)
         self.approximate = dims.half and target.tanh == "approximate"
-        self.printed = expr.printed(roots, expr_triton.LANGUAGE, self._leaf, self._name, inner, when)
+        self.printed = expr.printed(roots, language, self._leaf, self._name, inner, when)
         self.hoisted: set[str] = set()  # lines that stand before the loops
 
     # -- expressions ------------------------------------------------------------------------------
 
     def _leaf(self, node: Expr, args: list[Text]) -> Text | None:
         if node is START:
-            return Text(f"{'k' if self.traits.swapped else 'q'}_origin + start", expr.PRECEDENCE["+"])
+            return Text(f"{'k' if self.traits.swapped else 'q'}_origin + start", PRECEDENCE["+"])
         if node.op == "var":
             return Text(EDGES.get(node.name, node.name))
         if node.op == "param":
@@ -376,7 +378,7 @@ class TritonWriter:
             return Text(f"tl.div_rn({args[0].text}, {args[1].text})")
         if node.op == "tanh" and self.approximate and node not in self.decisive:
             return Text(f"tanh_approximate({args[0].text})")
-        return expr_triton.operator(node, args, self.plan.int64)
+        return expr_triton.operator(node, args)
 
     def _argument(self, node: Expr) -> Argument:
         if node.name not in self.arguments:
@@ -401,7 +403,7 @@ class TritonWriter:
     def _lookup(self, node: Expr, args: list[Text]) -> Text:
         load = f"tl.load({self.address(self._argument(node), args)}{LOAD_MASK})"
         if node.type is BOOL:
-            return Text(f"{load} != 0", expr.COMPARISON)
+            return Text(f"{load} != 0", COMPARISON)
         if node.type is FLOAT:
             return Text(f"{load}.to(tl.float32)")
         return Text(f"{load}.to(tl.int64)" if self.plan.int64 else load)

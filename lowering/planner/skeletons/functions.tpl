@@ -3,6 +3,15 @@ $# A row of tiles is held as pieces, [rows, PIECES] int32 in order: four times t
 $# `end`, four times the number of tiles, stands where there is none. Integers have 64 bits and Floats are doubles, as in
 $# the planner's other texts, so all of them find the same records.
 
+$part floordiv
+@triton.jit
+def floordiv(x, y):
+    """Rounds to minus infinity; 0 where y is 0."""
+    divisor = tl.where(y == 0, 1, y)
+    quotient = x // divisor
+    down = (quotient * divisor != x) & ((x < 0) != (divisor < 0))
+    return tl.where(y == 0, 0, tl.where(down, quotient - 1, quotient))
+
 $part least
 @triton.jit
 def least(x, y):
@@ -12,9 +21,6 @@ $part most
 @triton.jit
 def most(x, y):
     return tl.where((x >= y) | (x != x), x, y)
-
-$part real_power
-$power
 
 $part real_tanh
 @triton.jit

@@ -158,7 +158,7 @@ LITERALS = {
 
 @pytest.mark.parametrize("written", LITERALS)
 def test_cpp_planner_literals_keep_their_value(written):
-    assert text._literal(lit(LITERALS[written])).text == written
+    assert text.LANGUAGE.literal(LITERALS[written]).text == written
 
 
 def test_operators_of_operators_are_bracketed_where_they_must_be():
@@ -234,7 +234,7 @@ def written(e):
     if e.op == "param":
         return e.name
     if e.op == "lit":
-        return text._literal(e).text
+        return text.LANGUAGE.literal(e.name).text
     return text._operator(e, [text.Text(written(a)) for a in e.args]).text
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from frisket.lowering.kernels.expr import Language
+from frisket.dsl.ir import OPERATORS
+from frisket.lowering.kernels.language import Language
 from frisket.lowering.planner.arrays import Words
 
 HEADER = """
@@ -73,14 +74,8 @@ def known(rows, place):
 def search(table, values, side):
     return np.searchsorted(table, values, side)
 """
-NAMES = (
-    "neg abs sign add sub mul min max pow div floordiv mod bitand bitor bitxor bitnot shl shr lt le gt ge eq ne xor "
-    "not wrap where int float floor exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf isfinite"
-).split()
-THREE, ONE = (
-    {"where"},
-    set("neg abs sign bitnot not int float floor isfinite".split()) | set(NAMES[NAMES.index("exp") :]),
-)
-TABLE = {n: f'op("{n}", {", ".join(["{}"] * (3 if n in THREE else 1 if n in ONE else 2))})' for n in NAMES}
+NOT_CALLED = frozenset({"and", "or", "random"})  # of any number of operands, and what no layout reads
+TABLE = {n: f'op("{n}", {", ".join(["{}"] * o.arity)})' for n, o in OPERATORS.items() if n not in NOT_CALLED}
 TABLE |= {"and": "{} & {}", "or": "{} | {}"}
-NUMPY = Words(Language("numpy", TABLE), lambda roots: "", HEADER, (("", ""), ("", "")), "math.inf")
+LANGUAGE = Language("numpy", TABLE, infinity="math.inf", nan="math.nan", bits=64)
+NUMPY = Words((LANGUAGE, LANGUAGE), HEADER, (("", ""), ("", "")))

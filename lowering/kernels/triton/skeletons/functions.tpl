@@ -1,4 +1,10 @@
 $# The functions that Triton kernels call: a module has those that it uses. Nothing here needs libdevice.
+def mix(x):
+    # A. Appleby, MurmurHash3 finaliser.
+    x = tl.mul(x ^ (x >> 16), 0x85EBCA6B, sanitize_overflow=False)
+    x = tl.mul(x ^ (x >> 13), 0xC2B2AE35, sanitize_overflow=False)
+    return x ^ (x >> 16)
+
 def step(i, size, stride):
     return tl.minimum(tl.maximum(i, 0), size - 1).to(tl.int64) * stride
 
@@ -67,50 +73,9 @@ def among(columns, least, many):
         bit = tl.inline_asm_elementwise("and.b32 $$0, $$1, $$2;", "=r,r,r", [word, 1 << (columns & 31)], tl.int32, True, 1)
         return bit != 0
 
-def sign(x):
-    return tl.where(x > 0, 1, tl.where(x < 0, -1, x))
-
-$power
-
-def floordiv(x, y):
-    """Rounds to minus infinity; 0 where y is 0."""
-    divisor = tl.where(y == 0, 1, y)
-    quotient = x // divisor
-    down = (quotient * divisor != x) & ((x < 0) != (divisor < 0))
-    return tl.where(y == 0, 0, tl.where(down, quotient - 1, quotient))
-
-def modulo(x, y):
-    """Has the sign of y; 0 where y is 0."""
-    divisor = tl.where(y == 0, 1, y)
-    rest = x % divisor
-    return tl.where(y == 0, 0, tl.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest))
-
-def shift_left(x, y):
-    inside = (y >= 0) & (y < BITS)
-    return tl.where(inside, x << tl.where(inside, y, 0), 0)
-
-def shift_right(x, y):
-    inside = (y >= 0) & (y < 64)
-    return tl.where(inside, x >> tl.minimum(tl.where(inside, y, 0), BITS - 1), 0)
-
-def wrapped(x, bits):
-    unused = BITS - tl.minimum(tl.maximum(bits, 0), BITS)
-    inside = unused < BITS
-    unused = tl.where(inside, unused, 0)
-    return tl.where(inside, (x << unused) >> unused, 0)
-
 def to_int(x):
     """Towards zero; NaN is 0, and what does not fit becomes the largest that does."""
     return tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0).to(INT)
-
-def finite(x):
-    return tl.abs(x) < INFINITY
-
-def log1p(x):
-    # W. Kahan: the rounding error of 1 + x cancels in the quotient.
-    y = 1.0 + x
-    near = tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0))
-    return tl.where(tl.abs(x) < 0.5, tl.where(y == 1.0, x, near), tl.log(y))
 
 def tanh(x):
     # S. Moshier, Cephes tanhf: a polynomial near 0, where 1 - 2 / (1 + exp(2x)) would cancel.
@@ -126,9 +91,6 @@ def tanh_approximate(x):
     else:
         return tl.inline_asm_elementwise("tanh.approx.f32 $$0, $$1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
-def tan(x):
-    return tl.sin(x) / tl.cos(x)
-
 def seeded(x):
     return mix(tl.add(tl.cast(x, tl.uint32), 0x9E3779B9, sanitize_overflow=False))
 
@@ -138,9 +100,3 @@ def stirred(x, counter):
 def uniform(x):
     """24 bits as a number in [0, 1); the same on every backend."""
     return (x >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-
-def mix(x):
-    # A. Appleby, MurmurHash3 finaliser.
-    x = tl.mul(x ^ (x >> 16), 0x85EBCA6B, sanitize_overflow=False)
-    x = tl.mul(x ^ (x >> 13), 0xC2B2AE35, sanitize_overflow=False)
-    return x ^ (x >> 16)

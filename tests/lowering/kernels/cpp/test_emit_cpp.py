@@ -15,6 +15,7 @@ from frisket.lowering.kernels.cpp import backward as cpp_backward
 from frisket.lowering.kernels.cpp import call
 from frisket.lowering.kernels.cpp import expr as expr_cpp
 from frisket.lowering.kernels.cpp import forward as cpp
+from frisket.lowering.kernels.legalise import DECOMPOSITIONS
 from frisket.lowering.plan import K_SCALE, PAGES, Pages, ProgramFacts, Target, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 
@@ -122,7 +123,7 @@ def capped_by(n):
 
 
 def test_native_operator_table_is_complete():
-    assert set(OPERATORS) <= set(expr_cpp.CPP)
+    assert set(OPERATORS) <= {*expr_cpp.CPP, *DECOMPOSITIONS}
 
 
 def test_names_of_users_do_not_meet_those_of_the_language():

@@ -18,12 +18,11 @@ from support.pallas_cases import operator_cases
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import lookup
+from frisket.dsl.ir import OPERATORS, lookup
 from frisket.dsl.sugar import function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
-from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.pallas_gpu.expr import Expressions
@@ -210,7 +209,7 @@ def test_pallas_gpu_scales_scores_in_the_factors_of_a_cap(what):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("op", sorted(JNP))
+@pytest.mark.parametrize("op", sorted(OPERATORS))
 def test_operators_have_their_meaning(op):
     check_operator(op)
 
@@ -393,7 +392,7 @@ def test_pallas_gpu_cases_lower_for_a_gpu(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", sorted(JNP))
+@pytest.mark.parametrize("op", sorted(OPERATORS))
 def test_pallas_gpu_operators_lower_for_a_gpu(op):
     for case in operator_cases(op):
         lowered(case.but(**{**SMALL, "dtype": "bfloat16", "dim": 64, "v_dim": 64}))

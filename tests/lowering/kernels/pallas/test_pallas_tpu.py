@@ -17,12 +17,11 @@ from support.tiers import default_only
 import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import lookup
+from frisket.dsl.ir import OPERATORS, lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
 from frisket.lowering.kernels.inputs import TableInputs
-from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
 from frisket.lowering.plan import RATE, SEED, Geometry, ProgramFacts, Target, make_plan, survives
@@ -299,7 +298,7 @@ def test_lowers_under_shard_map():
     assert exported.mlir_module().count("tpu_custom_call") == 1
 
 
-@pytest.mark.parametrize("op", default_only(JNP, "floordiv", "erf", "where", "random"))
+@pytest.mark.parametrize("op", default_only(OPERATORS, "floordiv", "erf", "where", "random"))
 def test_pallas_tpu_operators_lower_for_a_tpu(op):
     found = list(operator_cases(op))
     assert found

@@ -9,7 +9,7 @@ from frisket.dsl.evaluate import OPERATORS, evaluate
 from frisket.dsl.ir import build, lit, param
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import Text
+from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import Page
 from frisket.lowering.kernels.triton import expr as expr_triton
 
@@ -77,10 +77,11 @@ def module(roots, int64: bool) -> str:
     numbers = iter(range(999))
 
     def own(node, args):
-        return Text(node.name) if node.op == "param" else expr_triton.operator(node, args, int64)
+        return Text(node.name) if node.op == "param" else expr_triton.operator(node, args)
 
+    language = expr_triton.language(int64=int64)
     roots = [expr.machine(e) for e in roots]
-    made = expr.printed(roots, expr_triton.LANGUAGE, own, lambda node, level: f"v{next(numbers)}")
+    made = expr.printed(roots, language, own, lambda node, level: f"v{next(numbers)}")
     inputs = free(*roots)
     after = {INT: ".to(tl.int64)" if int64 else "", FLOAT: "", BOOL: " != 0"}
     page = Page()
@@ -94,7 +95,7 @@ def module(roots, int64: bool) -> str:
         kernel.line(*(f"{line.name} = {line.text}" for line in made.lines))
         for out, root in zip(outs, roots):
             kernel.line(f"tl.store({out} + i, tl.broadcast_to({made.values[root]}, [N]))")
-    return f"{page}{expr_triton.prelude(str(kernel), 'float32', int64)}\n\n{kernel}"
+    return f"{page}{expr_triton.prelude(str(kernel), language)}\n\n{kernel}"
 
 
 def check(name: str, int64: bool) -> None:

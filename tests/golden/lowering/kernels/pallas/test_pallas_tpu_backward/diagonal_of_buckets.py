@@ -18,13 +18,6 @@ GROUP = 3  # query heads to a key head
 SCALE = 0.1767766952966369
 EXACT = lax.Precision.DEFAULT
 Int, Float = jnp.int32, jnp.float32
-WIDTH = 32
-
-
-def shr(x, y):
-    return jnp.where((y >= 0) & (y < 64), x >> jnp.clip(y, 0, WIDTH - 1), 0)
-
-
 def look(table, *index):
     return table[tuple(jnp.clip(i, 0, n - 1) for i, n in zip(index, table.shape))]
 
@@ -200,7 +193,7 @@ def attention_dq(
     apart = distances(q_len, kv_len)
     k_of = jnp.asarray(origin[3], Int).reshape(-1, 1, 1, 1) + jnp.maximum(apart, 0)
     q_of = jnp.asarray(origin[2], Int).reshape(-1, 1, 1, 1) - jnp.minimum(apart, 0)
-    of_distance0 = windows(look(t0, shr(q_of - k_of, 4), h))
+    of_distance0 = windows(look(t0, q_of - k_of >> 4, h))
     lines = (q_tiles * BLOCK_Q + k_tiles * BLOCK_K) // 128  # of sums by distance
     scalars = (slice_of, words.reshape(-1), ints, q_origin, k_origin)
     at = functools.partial(locate, programs=heads, room=words.shape[1], tile_bits=(k_tiles - 1).bit_length())
@@ -280,13 +273,6 @@ GROUP = 3  # query heads to a key head
 SCALE = 0.1767766952966369
 EXACT = lax.Precision.DEFAULT
 Int, Float = jnp.int32, jnp.float32
-WIDTH = 32
-
-
-def shr(x, y):
-    return jnp.where((y >= 0) & (y < 64), x >> jnp.clip(y, 0, WIDTH - 1), 0)
-
-
 def look(table, *index):
     return table[tuple(jnp.clip(i, 0, n - 1) for i, n in zip(index, table.shape))]
 
@@ -429,7 +415,7 @@ def attention_dkv(
     apart = distances(q_len, kv_len)
     q_of = jnp.asarray(origin[2], Int).reshape(-1, 1, 1, 1) + jnp.maximum(apart, 0)
     k_of = jnp.asarray(origin[3], Int).reshape(-1, 1, 1, 1) - jnp.minimum(apart, 0)
-    of_distance0 = windows(look(t0, shr(q_of - k_of, 4), h))
+    of_distance0 = windows(look(t0, q_of - k_of >> 4, h))
     scalars = (slice_of, words.reshape(-1), ints, q_origin, k_origin)
     at = functools.partial(locate, programs=kv_heads, room=words.shape[1], tile_bits=(q_tiles - 1).bit_length())
 

@@ -24,11 +24,6 @@ PARTS = 8  # pages in a tile of keys
 def together(dtype, *refs):
     """The pages of a tile, converted each by itself."""
     return jnp.concatenate([ref[0, 0].astype(dtype) for ref in refs])
-WIDTH = 32
-
-
-def shr(x, y):
-    return jnp.where((y >= 0) & (y < 64), x >> jnp.clip(y, 0, WIDTH - 1), 0)
 
 
 def look(table, *index):
@@ -168,10 +163,10 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
     of_query0 = q + of_query0_0
     of_key0_0 = look(t1, b)
     of_key0 = (k < of_key0_0).astype(Int)
-    of_key1_0 = shr(h, 1)
-    of_key1 = SCALE * look(t3, look(t2, b, shr(k, 4)), k & 15, of_key1_0)
-    of_key2_0 = shr(h, 1)
-    of_key2 = look(t4, look(t2, b, shr(k, 4)), k & 15, of_key2_0)
+    of_key1_0 = h >> 1
+    of_key1 = SCALE * look(t3, look(t2, b, k >> 4), k & 15, of_key1_0)
+    of_key2_0 = h >> 1
+    of_key2 = look(t4, look(t2, b, k >> 4), k & 15, of_key2_0)
     pages = jnp.clip(t2, 0, key.shape[0] - 1)  # entries that nobody reads may be anything
     scalars = (slice_of, words.reshape(-1), ints, q_origin, k_origin, pages.reshape(-1))
     at = functools.partial(locate, programs=heads, room=words.shape[1], tile_bits=(k_tiles - 1).bit_length())

@@ -14,7 +14,6 @@ import triton.language as tl
 GROUP = tl.constexpr(4)
 DIM = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
-INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -25,19 +24,6 @@ def step(i, size, stride):
 @triton.jit
 def clamp(i, size):
     return tl.minimum(tl.maximum(i, 0), size - 1)
-
-
-@triton.jit
-def power(x, y):
-    x, y = tl.broadcast(x, tl.cast(y, tl.float32))
-    whole = tl.floor(y) == y
-    odd = whole & (2.0 * tl.floor(0.5 * y) != y)
-    negative = (x < 0) | ((x == 0) & (1.0 / x < 0))
-    size = tl.exp2(y * tl.log2(tl.abs(x)))
-    size = tl.where((tl.abs(x) == 1.0) & (y == y), 1.0, size)
-    signed = tl.where(negative & odd, -size, size)
-    signed = tl.where((x < 0) & (x > -INFINITY) & ~whole, float("nan"), signed)
-    return tl.where((y == 0.0) | (x == 1.0), 1.0, signed)
 
 
 @triton.jit(
