@@ -335,8 +335,9 @@ def walk(*roots: Expr, below: Callable[[Expr], Sequence[Expr]] | None = None) ->
                 yield node
 
 
-def fold(root: Expr, step: Callable[[Expr, list[T]], T]) -> dict[Expr, T]:
-    """The value of every node below the root: `step` computes it from the node and the values of its arguments.
+def fold(root: Expr | Iterable[Expr], step: Callable[[Expr, list[T]], T]) -> dict[Expr, T]:
+    """The value of every node below the root, or the roots: `step` computes it from the node and the values of its
+    arguments.
 
     >>> from frisket.dsl.sugar import k, q
     >>> depth = fold(q - k >= 3, lambda node, args: 1 + max(args, default=0))
@@ -344,9 +345,24 @@ def fold(root: Expr, step: Callable[[Expr, list[T]], T]) -> dict[Expr, T]:
     3
     """
     values: dict[Expr, T] = {}
-    for node in walk(root):
+    for node in walk(root) if isinstance(root, Expr) else walk(*root):
         values[node] = step(node, [values[a] for a in node.args])
     return values
+
+
+def fill(root: Expr, field: str, step: Callable[[Expr, list[Any]], Any]) -> Any:
+    """The value of a node as of `fold`, which every node keeps in its `field`: what grows by one node is not walked
+    again."""
+    stack = [] if getattr(root, field) is not None else [root]
+    while stack:  # a list, as expressions may be deeper than the stack of Python
+        node = stack[-1]
+        if missing := [a for a in node.args if getattr(a, field) is None]:
+            stack.extend(missing)
+            continue
+        stack.pop()
+        if getattr(node, field) is None:
+            setattr(node, field, step(node, [getattr(a, field) for a in node.args]))
+    return getattr(root, field)
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
@@ -364,10 +380,7 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 def transform(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """Apply `change` to every node, bottom up, each distinct node once."""
-    done: dict[Expr, Expr] = {}
-    for node in walk(root):
-        done[node] = change(rebuild(node, tuple(done[a] for a in node.args)))
-    return done[root]
+    return fold(root, lambda node, args: change(rebuild(node, tuple(args))))[root]
 
 
 def substitute(root: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
@@ -456,20 +469,12 @@ def named(root: Expr) -> tuple[Leaf, ...]:
     """The named leaves of an expression, in the order of `walk`: variables, parameters, extents and tables.
 
     Every node keeps the list of its leaves, so an expression that grows by one node is not walked again."""
-    stack = [root]  # a list, as expressions may be deeper than the stack of Python
-    while stack:
-        node = stack[-1]
-        if node.leaves is None and (missing := [a for a in node.args if a.leaves is None]):
-            stack.extend(missing)
-            continue
-        stack.pop()
-        if node.leaves is None:
-            node.leaves = _named(node)
-    return root.leaves or ()
+    leaves: tuple[Leaf, ...] = fill(root, "leaves", _named)
+    return leaves
 
 
-def _named(node: Expr) -> tuple[Leaf, ...]:
-    below = [a.leaves for a in node.args if a.leaves]
+def _named(node: Expr, args: list[tuple[Leaf, ...]]) -> tuple[Leaf, ...]:
+    below = [leaves for leaves in args if leaves]
     mine = node.op in ("var", "param", "extent", "lookup", "segment")
     if len(below) == 1 and not mine:  # nearly every node has the leaves of one argument: it shares their tuple
         return below[0]

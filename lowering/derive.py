@@ -33,9 +33,9 @@ from typing import Any, Literal, TypeAlias
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COMPARISONS, COORDINATES, SCORE, SIZES, TRUE, Expr, build, conj, disj, lit, uses, var, walk
 from frisket.dsl.sugar import eq, function, ne, where
+from frisket.dsl.transfer import finite
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.simplify.hoist import finite
 
 from .plan import Geometry, LoopPlan
 from .simplify import Simplifier

@@ -29,8 +29,8 @@ from frisket.dsl.from_jax import callables as from_jax
 from frisket.dsl.from_torch.callables import TracedAutogradFunction, active
 from frisket.dsl.ir import COORDINATES, Expr, to_float
 from frisket.dsl.operators import BUILT_IN, RESERVED
-from frisket.dsl.reach import Widths
 from frisket.dsl.types import BOOL, FLOAT, Type
+from frisket.dsl.widths import Widths
 from frisket.grammar import load
 
 from .closure import is_foreign, names_read

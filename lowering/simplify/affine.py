@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from frisket.dsl.ir import COMPARISONS, COORDINATES, FALSE, SIZES, TRUE, Expr, build, lit, walk
-from frisket.dsl.reach import Interval, interval_of
+from frisket.dsl.ir import COMPARISONS, COORDINATES, FALSE, SIZES, TRUE, Expr, build, fill, lit, walk
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 
@@ -66,21 +66,8 @@ def sort_key(e: Expr) -> tuple[Any, ...]:
     Bool: bounds on positions, then other comparisons, those of tables, what is no comparison, and what is made of
     several; inside each kind those of both q and k first, then by depth and operator.
     """
-    key: tuple[Any, ...] = _filled(e, "rank", _look).key
+    key: tuple[Any, ...] = fill(e, "rank", _look).key
     return key
-
-
-def _filled(e: Expr, field: str, of: Callable[[Expr, list[Any]], Any]) -> Any:
-    """The field of a node, filled by `of` from those of its arguments: an Expr may be deeper than Python's stack."""
-    stack = [] if getattr(e, field) else [e]
-    while stack:
-        node = stack[-1]
-        missing = [a for a in node.args if getattr(a, field) is None]
-        stack.extend(missing)
-        if not missing:
-            stack.pop()
-            setattr(node, field, of(node, [getattr(a, field) for a in node.args]))
-    return getattr(e, field)
 
 
 def _look(e: Expr, args: list[_Known]) -> _Known:
@@ -306,12 +293,6 @@ def is_affine(e: Expr) -> bool:
 
 def is_int_comparison(e: Expr) -> bool:
     return e.op in ("lt", "le", "gt", "ge", "eq", "ne") and e.args[0].type is INT
-
-
-def interval(e: Expr) -> Interval:
-    """Inclusive ends of the values `e` can take at any position of any problem."""
-    known: Interval = _filled(e, "interval", interval_of)
-    return known
 
 
 def natural(e: Expr) -> bool:

@@ -41,10 +41,11 @@ from typing import Literal
 
 from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, make, substitute, uses, var, walk
 from frisket.dsl.sugar import where
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 
-from .affine import FLIP, Linear, interval, is_int_comparison, linear, relation, write
+from .affine import FLIP, Linear, is_int_comparison, linear, relation, write
 
 _Q, _K = var("q"), var("k")
 

@@ -7,9 +7,10 @@ from itertools import islice
 
 from frisket.dsl.ir import FALSE, ONE, TRUE, ZERO, Expr, build, conj, disj, lit, walk
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
 
-from .affine import Linear, interval, relation, write, write_relation
+from .affine import Linear, relation, write, write_relation
 from .pattern import m, n, p, rule, x, y
 from .rules_division import recombined
 from .rules_order import comparison_in_order

@@ -6,9 +6,10 @@ import math
 
 from frisket.dsl.ir import ZERO, Expr, build, lit
 from frisket.dsl.sugar import eq, ne
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import INT
 
-from .affine import Linear, interval, is_affine, linear, write
+from .affine import Linear, is_affine, linear, write
 from .pattern import m, n, rule, x, y, z
 
 _WIDEST = 2**62  # literals made here stay below

@@ -12,10 +12,10 @@ import math
 import re
 
 from frisket.dsl.ir import Expr
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT, Type
 from frisket.lowering.kernels.expr import PRECEDENCE, PREFIX, SHARED, Language, Text, calls
 from frisket.lowering.kernels.text import parts
-from frisket.lowering.simplify.affine import interval
 
 _OF_ONE = """
 abs:abs sign:sign int:to_int sigmoid:sigmoid isfinite:finite random:random

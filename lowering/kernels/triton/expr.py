@@ -14,10 +14,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from frisket.dsl.ir import Expr, walk
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.expr import PREFIX, SHARED, Language, Text, calls
 from frisket.lowering.kernels.text import filled, skeleton
-from frisket.lowering.simplify.affine import interval
 
 _OF_ONE = """
 abs:tl.abs sign:sign int:to_int exp:tl.exp exp2:tl.exp2 log:tl.log log2:tl.log2 log1p:log1p tanh:tanh
