@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BudgetError, EvaluationError
-from .ir import Expr, build, conj, disj, make, named, substitute, var, walk
+from .ir import Expr, build, connect, make, named, substitute, var, walk
 from .ir import lit as literal
 from .types import BOOL, FLOAT, INT, Type
 from .work import modular, outside, steps
@@ -165,7 +165,7 @@ def decided(e: Expr, scalars: Mapping[str, Any]) -> Expr:
             if all(x.op != "bound" for x in walk(n)):  # the variable of a reduction has no value outside of it
                 known[n] = literal(bool(evaluate(n, scalars, {})))
         elif n.op in ("and", "or") and any(a in known for a in n.args):
-            known[n] = (conj if n.op == "and" else disj)(*(known.get(a, a) for a in n.args))
+            known[n] = connect(n.op, (known.get(a, a) for a in n.args))
     return substitute(e, known) if known else e
 
 

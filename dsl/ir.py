@@ -179,6 +179,15 @@ def extent(table: str, axis: int) -> Expr:
     return make("extent", (), (table, axis), INT)
 
 
+def number(e: Expr, otherwise: Any = None) -> Any:
+    """The value of a literal; `otherwise` of any other node.
+
+    >>> number(lit(4)), number(var("q")), number(var("q"), 0)
+    (4, None, 0)
+    """
+    return e.name if e.op == "lit" else otherwise
+
+
 TRUE, FALSE = lit(True), lit(False)
 ZERO, ONE = lit(0), lit(1)
 INF, NEG_INF = lit(math.inf), lit(-math.inf)
@@ -227,7 +236,7 @@ def build(op: str, *args: Expr) -> Expr:
     if op in ("and", "or"):
         flat: list[Expr] = []
         for a in args:
-            flat.extend(a.args if a.op == op else (a,))
+            flat.extend(operands(op, a))
         return make(op, tuple(flat), None, BOOL)
     return make(op, args, None, type)
 
@@ -257,7 +266,7 @@ def binary(op: str, left: Operand, right: Operand) -> Expr:
 
 def conj(*args: Expr) -> Expr:
     """`and` over any number of terms; constants drop out."""
-    return _junction("and", args, TRUE, FALSE)
+    return connect("and", args)
 
 
 def clauses(e: Expr) -> tuple[Expr, ...]:
@@ -269,21 +278,37 @@ def clauses(e: Expr) -> tuple[Expr, ...]:
 
 def disj(*args: Expr) -> Expr:
     """`or` over any number of terms; constants drop out."""
-    return _junction("or", args, FALSE, TRUE)
+    return connect("or", args)
 
 
-def _junction(op: str, args: tuple[Expr, ...], unit: Expr, zero: Expr) -> Expr:
+def operands(op: str, e: Expr) -> tuple[Expr, ...]:
+    """The parts that an operator joins to `e`: its arguments, or `e` alone where it is another operator.
+
+    >>> from frisket.dsl.sugar import k, q
+    >>> operands("and", (q >= k) & (k < 4)), operands("or", k < 4)
+    ((q >= k, k < 4), (k < 4,))
+    """
+    return e.args if e.op == op else (e,)
+
+
+UNIT = {"and": TRUE, "or": FALSE}  # changes nothing
+ZERO_OF = {"and": FALSE, "or": TRUE}  # decides the whole
+
+
+def connect(op: str, terms: Iterable[Expr]) -> Expr:
+    """`and` or `or` over any number of terms; constants and repeats drop out."""
+    unit, zero = UNIT[op], ZERO_OF[op]
     # a dict: a set of objects has another order in every process, and so another node for an equal mask
     unique: dict[Expr, None] = {}
-    for a in args:
-        for part in a.args if a.op == op else (a,):
+    for a in terms:
+        for part in operands(op, a):
             if part is zero:
                 return zero
             if part is not unit:
                 unique[part] = None
-    terms = tuple(unique)
+    parts = tuple(unique)
     # terms are flat Bools already: `build` has nothing to check
-    return unit if not terms else terms[0] if len(terms) == 1 else make(op, terms, None, BOOL)
+    return unit if not parts else parts[0] if len(parts) == 1 else make(op, parts, None, BOOL)
 
 
 def lookup(table: str, indices: tuple[Expr, ...], type: Type = INT) -> Expr:
