@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -79,25 +79,38 @@ class _Evaluation:
     def _value(self, node: Expr, args: list[Array], bound: Mapping[Expr, Array]) -> Array:
         if node.op in self.hooks:
             return self.hooks[node.op](node, *args)
-        if node.op == "lit":
-            # numpy would raise an error that names no clause
-            if node.type is INT and not -(2**63) <= node.name < 2**63:
-                raise leaves_64_bits(node)
-            return np.asarray(node.name, DTYPES[node.type])
-        if node.op in ("var", "param"):
-            if node.name not in self.env:
-                raise EvaluationError(f"`{node.name}` has no value")
-            return np.asarray(self.env[node.name]).astype(DTYPES[node.type], copy=False)
-        if node.op == "bound":
-            return bound[node]
-        if node.op == "extent":
-            return np.asarray(table_array(self.tables, node.name[0]).shape[node.name[1]])
-        if node.op in ("lookup", "segment"):
-            return _lookup(node, table_array(self.tables, node.name), args)
+        if node.op in _NAMED:
+            return _NAMED[node.op](self, node, args, bound)
         try:
             return OPERATORS[node.op](*args)
         except EvaluationError:  # an operator knows numbers alone: the error is raised again with its clause
             raise leaves_64_bits(node) from None
+
+    def _literal(self, node: Expr, *_: Any) -> Array:
+        # numpy would raise an error that names no clause
+        if node.type is INT and not -(2**63) <= node.name < 2**63:
+            raise leaves_64_bits(node)
+        return np.asarray(node.name, DTYPES[node.type])
+
+    def _name(self, node: Expr, *_: Any) -> Array:
+        if node.name not in self.env:
+            raise EvaluationError(f"`{node.name}` has no value")
+        return np.asarray(self.env[node.name]).astype(DTYPES[node.type], copy=False)
+
+    def _extent(self, node: Expr, *_: Any) -> Array:
+        return np.asarray(table_array(self.tables, node.name[0]).shape[node.name[1]])
+
+    def _segment(self, node: Expr, args: list[Array], *_: Any) -> Array:
+        table = table_array(self.tables, node.name)
+        place = np.searchsorted(table, args[0], side="right") - 1
+        return np.clip(place, 0, max(len(table) - 2, 0))  # past either end: the nearest segment
+
+    def _lookup(self, node: Expr, indices: list[Array], *_: Any) -> Array:
+        table = table_array(self.tables, node.name)
+        if table.ndim != len(indices):
+            raise EvaluationError(f"`{node.name}` has {table.ndim} axes, indexed with {len(indices)}")
+        clamped = tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, table.shape, strict=True))
+        return np.asarray(table[clamped]).astype(DTYPES[node.type], copy=False)
 
     def _with_ends(self, body: Expr) -> Expr:
         """The body with numbers as bounds of its reductions, so that steps can be counted: `extent(t, 0)` is one."""
@@ -140,20 +153,23 @@ class _Evaluation:
         return total
 
 
+# What is no operator: the value of a node, from the evaluation, the values of its indices, and those of variables of
+# reductions.
+_NAMED: dict[str, Callable[..., Array]] = {
+    "lit": _Evaluation._literal,
+    "var": _Evaluation._name,
+    "param": _Evaluation._name,
+    "bound": lambda run, node, args, bound: bound[node],
+    "extent": _Evaluation._extent,
+    "segment": _Evaluation._segment,
+    "lookup": _Evaluation._lookup,
+}
+
+
 def table_array(tables: Mapping[str, Any], name: str) -> Array:
     if name not in tables:
         raise EvaluationError(f"table `{name}` has no value")
     return np.asarray(tables[name])
-
-
-def _lookup(node: Expr, table: Array, indices: Sequence[Array]) -> Array:
-    if node.op == "segment":
-        place = np.searchsorted(table, indices[0], side="right") - 1
-        return np.clip(place, 0, max(len(table) - 2, 0))  # past either end: the nearest segment
-    if table.ndim != len(indices):
-        raise EvaluationError(f"`{node.name}` has {table.ndim} axes, indexed with {len(indices)}")
-    clamped = tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, table.shape, strict=True))
-    return np.asarray(table[clamped]).astype(DTYPES[node.type], copy=False)
 
 
 def decided(e: Expr, scalars: Mapping[str, Any]) -> Expr:

@@ -179,10 +179,10 @@ def extent(table: str, axis: int) -> Expr:
     return make("extent", (), (table, axis), INT)
 
 
-def number(e: Expr, otherwise: Any = None) -> Any:
+def literal_value(e: Expr, otherwise: Any = None) -> Any:
     """The value of a literal; `otherwise` of any other node.
 
-    >>> number(lit(4)), number(var("q")), number(var("q"), 0)
+    >>> literal_value(lit(4)), literal_value(var("q")), literal_value(var("q"), 0)
     (4, None, 0)
     """
     return e.name if e.op == "lit" else otherwise

@@ -18,8 +18,8 @@ import numpy as np
 
 from frisket.grammar.memo import memo
 
-from .ir import COMPARISONS, COORDINATES, SCORE, SIZES, Expr, fill, fold, uses
-from .types import BOOL, INT
+from .ir import COMPARISONS, COORDINATES, SCORE, SIZES, Expr, build, fill, fold, lit, literal_value, uses
+from .types import BOOL, FLOAT, INT
 
 Row: TypeAlias = Callable[..., Any]  # (node, *facts of its arguments) to the fact of the node
 Interval = tuple[int | None, int | None]  # inclusive; None: unbounded on that side
@@ -79,12 +79,12 @@ def _hull(a: Interval, b: Interval) -> Interval:
 
 
 def _quotient(e: Expr, a: Interval, b: Interval) -> Interval:
-    lo, hi, d = *a, _number(e.args[1])
+    lo, hi, d = *a, literal_value(e.args[1], 0)
     return UNKNOWN if d <= 0 else (None if lo is None else lo // d, None if hi is None else hi // d)
 
 
 def _remainder(e: Expr, a: Interval, b: Interval) -> Interval:
-    lo, hi, d = *a, _number(e.args[1])
+    lo, hi, d = *a, literal_value(e.args[1], 0)
     if d <= 0:
         return UNKNOWN
     return (lo % d, hi % d) if lo is not None and hi is not None and lo // d == hi // d else (0, d - 1)
@@ -106,17 +106,13 @@ def _all_bits(e: Expr, *args: Interval) -> Interval:
 
 
 def _wrapped(e: Expr, a: Interval, b: Interval) -> Interval:
-    half = 1 << min(bits, 64) - 1 if (bits := _number(e.args[1])) >= 1 else None
+    half = 1 << min(bits, 64) - 1 if (bits := literal_value(e.args[1], 0)) >= 1 else None
     return UNKNOWN if half is None else (-half, half - 1)
 
 
 def _natural(a: Interval) -> bool:
     """Whether no value of an interval is below 0."""
     return a[0] is not None and a[0] >= 0
-
-
-def _number(e: Expr, otherwise: int = 0) -> int:
-    return int(e.name) if e.op == "lit" else otherwise
 
 
 # Of an Int; an operator without a row has no ends that are known.
@@ -188,7 +184,7 @@ MAGNITUDE: dict[str, Row] = {
     "pow": _of_power,
     "shl": lambda e, x, y: float(x * 2.0 ** min(y, 63)),
     **dict.fromkeys(("bitand", "bitor", "bitxor", "bitnot"), _of_bits),
-    "wrap": lambda e, x, bits: 2.0 ** (min(_number(e.args[1], 64), 64) - 1) - 1,
+    "wrap": lambda e, x, bits: 2.0 ** (min(literal_value(e.args[1], 64), 64) - 1) - 1,
     "int": _of_cast,
     "floor": _of_cast,
 }
@@ -281,3 +277,21 @@ POSITIVE: dict[str, Row] = {
     "float": lambda e, x: (interval(e.args[0])[0] or 0) > 0,
     **dict.fromkeys(("add", "mul", "div"), _all),
 }
+
+
+# -- Floats that are whole numbers --------------------------------------------------------------------
+
+EXACT = frozenset({"add", "sub", "mul", "neg", "abs", "min", "max"})  # of Ints as of whole Floats
+
+
+def integral(e: Expr, fits: Callable[[Expr], bool] = lambda e: True) -> Expr | None:
+    """The Int that a Float is made of: `q + 1` of `float(q) + 1.0`. None where it is made of something else, or where
+    an Int in it does not fit."""
+    if e.op == "float":
+        return e.args[0] if fits(e.args[0]) else None
+    if e.op == "lit":
+        whole = lit(int(e.name)) if e.type is FLOAT and math.isfinite(e.name) and e.name == int(e.name) else None
+        return whole if whole is not None and fits(whole) else None
+    parts = [integral(a, fits) for a in e.args] if e.op in EXACT and e.type is FLOAT else [None]
+    known = [p for p in parts if p is not None]
+    return build(e.op, *known) if len(known) == len(parts) else None

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from frisket.dsl.ir import COMPARISONS, COORDINATES, FALSE, SIZES, TRUE, Expr, build, fill, lit, number, walk
+from frisket.dsl.ir import COMPARISONS, COORDINATES, FALSE, SIZES, TRUE, Expr, build, fill, lit, literal_value, walk
 from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
@@ -79,7 +79,7 @@ def _look(e: Expr, args: list[_Known]) -> _Known:
     order = tuple(sorted(variables))
     sides = (not variables.isdisjoint(_QUERY)) + (not variables.isdisjoint(_KEY)) if e.type is BOOL else 0
     short = (_rank(e, args, tables), -sides, order, e.depth, e.op)
-    name, literal = user_name(e), number(e)
+    name, literal = user_name(e), literal_value(e)
     label = str(e.name[1]) if e.op == "extent" else str(e.name) if name is None and literal is None else ""
     shape = digest(e.op, str(e.type), label, *(a.shape for a in args))
     comparable = (0, 0) if literal != literal else (1, literal)  # NaN compares with nothing, and a sort needs an order

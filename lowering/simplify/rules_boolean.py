@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 
-from frisket.dsl.ir import FALSE, TRUE, ZERO_OF, Expr, build, connect, number, operands, substitute, uses, walk
+from frisket.dsl.ir import FALSE, TRUE, ZERO_OF, Expr, build, connect, literal_value, operands, substitute, uses, walk
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
@@ -156,7 +156,7 @@ def merge_bounds(node: Expr) -> Expr | None:
         if len(groups[terms]) == 1:
             new[a] = None
             continue
-        merged = MERGE[node.op](groups.pop(terms))
+        merged = (_intersect if node.op == "and" else _unite)(groups.pop(terms))
         if merged is None:
             return ZERO_OF[node.op]
         for op, bound in merged:
@@ -194,7 +194,7 @@ def substitute_equal(node: Expr) -> Expr | None:
             continue
         base, gone = sorted(term.args, key=lambda a: ("k" in uses(a), a.depth, sort_key(a)))
         known = {gone: base}
-        if gone.op == "floordiv" and number(gone.args[1], 0) > 0:
+        if gone.op == "floordiv" and literal_value(gone.args[1], 0) > 0:
             known[build("mod", *gone.args)] = gone.args[0] - gone.args[1] * base
         new = [a if a is term else substitute(a, known) for a in node.args]
         # else the substitution would go round in a circle
@@ -218,9 +218,6 @@ def _unite(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
 
     merged = _intersect([complement(op, b) for op, b in bounds])
     return None if merged is None else [complement(op, b) for op, b in merged]
-
-
-MERGE = {"and": _intersect, "or": _unite}
 
 
 def exclusive(node: Expr) -> Expr | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from itertools import islice
 
-from frisket.dsl.ir import FALSE, ONE, TRUE, ZERO, Expr, build, conj, connect, disj, lit, number, walk
+from frisket.dsl.ir import FALSE, ONE, TRUE, ZERO, Expr, build, conj, connect, disj, lit, literal_value, walk
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
 from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
@@ -100,7 +100,7 @@ def _cases(op: str, form: Linear, atom: Expr, factor: int) -> Expr:
 
 def _see_through(rel: str, atom: Expr, other: Expr, alone: bool) -> Expr | None:
     """The comparison `atom rel other` as one of the atom's arguments; None where it is none."""
-    return _SEEN[atom.op](rel, atom, other, number(other) if alone else None) if atom.op in _SEEN else None
+    return _SEEN[atom.op](rel, atom, other, literal_value(other) if alone else None) if atom.op in _SEEN else None
 
 
 def _through_abs(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
@@ -117,17 +117,17 @@ def _through_extreme(rel: str, e: Expr, other: Expr, value: int | None) -> Expr 
     if rel in ("le", "ge"):
         both = (e.op, rel) in (("max", "le"), ("min", "ge"))
         return connect("and" if both else "or", (build(rel, x, other), build(rel, limit, other)))
-    return None if value is None or number(limit) is None else _extreme_is(rel, e.op, x, limit.name, value)
+    return None if value is None or literal_value(limit) is None else _extreme_is(rel, e.op, x, limit.name, value)
 
 
 def _through_quotient(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
-    divisor = number(e.args[1], 0)
+    divisor = literal_value(e.args[1], 0)
     return _quotient(rel, e.args[0], divisor, value) if value is not None and divisor > 0 else None
 
 
 def _through_choice(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
     cond, yes, no = e.args
-    if all(number(a) is None for a in (other, yes, no)):
+    if all(literal_value(a) is None for a in (other, yes, no)):
         return None
     return where(cond, build(rel, yes, other), build(rel, no, other))
 

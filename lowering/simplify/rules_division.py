@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from frisket.dsl.ir import ZERO, Expr, build, lit, number
+from frisket.dsl.ir import ZERO, Expr, build, lit, literal_value
 from frisket.dsl.sugar import eq, ne
 from frisket.dsl.transfer import interval
 from frisket.dsl.types import INT
@@ -63,7 +63,7 @@ def divide_again(a: Expr, d: Expr) -> Expr | None:
     if d.name <= 0 or len(form.terms) != 1 or form.terms[0][1] != 1:
         return None
     atom = form.terms[0][0]
-    m = number(atom.args[1], 0) if atom.op == "floordiv" else 0
+    m = literal_value(atom.args[1], 0) if atom.op == "floordiv" else 0
     # the product of the divisors has to fit 64 bits
     if not 0 < m * d.name < _WIDEST:
         return None
@@ -76,7 +76,7 @@ def remainder_sees_through(a: Expr, d: Expr) -> Expr | None:
         return None
     form = linear(a)
     for atom, f in form.terms:
-        m = number(atom.args[1], 0) if atom.op == "mod" else 0
+        m = literal_value(atom.args[1], 0) if atom.op == "mod" else 0
         if m > 0 and f * m % d.name == 0:
             return build("mod", write(form.without(atom) + linear(atom.args[0]).times(f)), d)
     return None
@@ -90,7 +90,7 @@ def recombine(node: Expr) -> Expr | None:
 def recombined(form: Linear) -> Linear | None:
     """Recombine quotient and remainder: a // d * d + a % d is a; a - a % d is a // d * d; a - a // d * d is a % d."""
     for atom, f in form.terms:
-        if atom.op not in ("mod", "floordiv") or not number(atom.args[1]):
+        if atom.op not in ("mod", "floordiv") or not literal_value(atom.args[1]):
             continue
         whole, d = linear(atom.args[0]), atom.args[1]
         if atom.op == "mod":

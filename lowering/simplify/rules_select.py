@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from frisket.dsl.ir import FALSE, FLOAT_FUNCTIONS, TRUE, Expr, build, lit
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
+from frisket.dsl.transfer import integral
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 from .affine import natural
@@ -58,13 +59,13 @@ def position(e: Expr) -> bool:
 
 def beside_number(op: str) -> Callable[[Expr, Expr], Expr]:
     """The right side of a rule that compares Ints, not Floats: float(x) >= 3.5 is x >= 4, and x == 3.5 is false."""
-    # x >= 3.5 is x >= 4, x < 3.5 is x < 4; x <= 3.5 is x <= 3
-    rounded = math.ceil if op in ("ge", "lt") else math.floor
     never = {"eq": FALSE, "ne": TRUE}.get(op)
+    up = op in ("ge", "lt")  # x >= 3.5 is x >= 4, x < 3.5 is x < 4; x <= 3.5 is x <= 3
 
     def right(x: Expr, c: Expr) -> Expr:
-        whole = c.name == math.floor(c.name)
-        return never if never is not None and not whole else build(op, x, lit(rounded(c.name)))
+        if never is not None and c.name != math.floor(c.name):
+            return never
+        return build(op, x, lit(math.ceil(c.name) if up else math.floor(c.name)))
 
     return right
 
@@ -99,6 +100,16 @@ def _positions(op: str) -> list[object]:
     ]
 
 
+def compare_whole(e: Expr) -> Expr | None:
+    """A comparison of whole Floats as one of Ints: float(x) - float(y) <= 1.0 is x - y <= 1.
+
+    An Int beside a Float is converted, so that `abs(floor(q / 6) - k // 6) <= 1.0` arrives as Float arithmetic on whole
+    numbers: exact there as in Ints, where the Ints are positions."""
+    # bounded, as `integral` walks the tree and not the graph
+    x, y = (integral(a, position) if a.depth < 40 else None for a in e.args)
+    return None if x is None or y is None else build(e.op, x, y)
+
+
 bound = hole("bound", FLOAT, literal=True)
 
 RULES = [
@@ -128,4 +139,5 @@ RULES = [
     rule("pow-two", u**2.0, u * u), rule("less-than-self", u < u, FALSE), rule("less-than-self", u > u, FALSE),
     rule("at-most-self", u <= u, eq(u, u)), rule("at-most-self", u >= u, eq(u, u)),
     rule("isfinite-float", build("isfinite", real(x)), TRUE),
+    *(rule("whole-comparison", op, compare_whole, of=FLOAT) for op in MIRRORED),
 ]  # fmt: skip
