@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BudgetError, EvaluationError
-from .ir import Expr, build, connect, make, named, substitute, var, walk
+from .ir import Expr, build, connect, find, make, named, substitute, var, walk
 from .ir import lit as literal
 from .types import BOOL, FLOAT, INT, Type
 from .work import modular, outside, steps
@@ -114,7 +114,7 @@ class _Evaluation:
 
     def _with_ends(self, body: Expr) -> Expr:
         """The body with numbers as bounds of its reductions, so that steps can be counted: `extent(t, 0)` is one."""
-        ends = {a for n in walk(body) if n.op == "reduce" for a in n.args[:2] if a.op != "lit"}
+        ends = {a for n in find(body, "reduce") for a in n.args[:2] if a.op != "lit"}
         return substitute(body, {a: literal(int(self(a, {}))) for a in ends}) if ends else body
 
     def _reduced(self, node: Expr, ends: list[int], bound: Mapping[Expr, Array]) -> Array:
@@ -123,7 +123,7 @@ class _Evaluation:
         if start >= stop:
             return np.asarray(_of_nothing(kind, start, stop, node.type).name, DTYPES[node.type])
         read = [*(bound[n] for n in walk(body) if n in bound)]
-        read += [np.asarray(self.env[n.name]) for n in walk(body) if n.op in ("var", "param") and n.name in self.env]
+        read += [np.asarray(self.env[n.name]) for n in find(body, "var", "param") if n.name in self.env]
         shape = np.broadcast_shapes(*(x.shape for x in read))
         positions = math.prod(shape)
         if not bound:  # inner reductions are part of the outermost
@@ -178,7 +178,7 @@ def decided(e: Expr, scalars: Mapping[str, Any]) -> Expr:
     known: dict[Expr, Expr] = {}
     for n in walk(e):
         if n.op in ("eq", "ne") and all(leaf[0] == "param" and leaf[1] in scalars for leaf in named(n)):
-            if all(x.op != "bound" for x in walk(n)):  # the variable of a reduction has no value outside of it
+            if not find(n, "bound"):  # the variable of a reduction has no value outside of it
                 known[n] = literal(bool(evaluate(n, scalars, {})))
         elif n.op in ("and", "or") and any(a in known for a in n.args):
             known[n] = connect(n.op, (known.get(a, a) for a in n.args))
@@ -187,9 +187,9 @@ def decided(e: Expr, scalars: Mapping[str, Any]) -> Expr:
 
 def unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> Expr:
     """The body of an Expr with its reductions written out: bounds are literals, extents of tables, or parameters."""
-    if not any(n.op in ("reduce", "extent") for n in walk(root)):
+    if not find(root, "reduce", "extent"):
         return root
-    sizes = {n: literal(int(table_array(tables, n.name[0]).shape[n.name[1]])) for n in walk(root) if n.op == "extent"}
+    sizes = {n: literal(int(table_array(tables, n.name[0]).shape[n.name[1]])) for n in find(root, "extent")}
     return unroll(substitute(root, sizes), env)
 
 
@@ -207,7 +207,7 @@ def _of_nothing(kind: str, start: int, stop: int, type: Type) -> Expr:
 def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
     """Write reductions with known bounds out as chains of operators."""
     while True:
-        reductions = [n for n in walk(root) if n.op == "reduce"]
+        reductions = find(root, "reduce")
         if not reductions:
             return root
         # the last in walk order has no reduction above it: outer binders go first
@@ -235,7 +235,7 @@ def leaves_64_bits(clause: Expr, place: str = "", *whole: Expr) -> EvaluationErr
     """The error for a clause of an expression whose integers leave 64 bits."""
     remedy = f"bound its factors, for example by `%`; integers wrap as in torch in `wrap({clause!r}, 64)`"
     if clause.op == "shl":
-        fields = [e.args for e in walk(clause, *whole) if e.op == "bitand" and clause in e.args]
+        fields = [e.args for e in find((clause, *whole), "bitand") if clause in e.args]
         bits = next((a for args in fields for a in args if a is not clause), var("x"))
         remedy = f"to test a bit write `({build('shr', bits, clause.args[1])!r}) & 1`"
     error = EvaluationError(f"an integer leaves 64 bits in `{clause!r}`{place}\n  {remedy}")

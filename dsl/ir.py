@@ -334,7 +334,7 @@ def reduce(kind: str, lo: Expr, hi: Expr, body: Callable[[Expr], Expr]) -> Expr:
     """
     probe = make("bound", (), ("probe", next(_fresh)))  # its own, as `body` may build reductions too
     inner = body(probe)
-    height = 1 + max((n.name[1] for n in walk(inner) if n.op == "reduce"), default=-1)
+    height = 1 + max((n.name[1] for n in find(inner, "reduce")), default=-1)
     inner = substitute(inner, {probe: make("bound", (), height)})
     return make("reduce", (lo, hi, inner), (kind, height), inner.type)
 
@@ -358,6 +358,16 @@ def walk(*roots: Expr, below: Callable[[Expr], Sequence[Expr]] | None = None) ->
                 stack += (node, None, *args[::-1])
             else:
                 yield node
+
+
+def find(root: Expr | Iterable[Expr], *ops: str) -> list[Expr]:
+    """The nodes below the root, or the roots, that have one of these operators, in the order of `walk`.
+
+    >>> from frisket.dsl.sugar import k, q
+    >>> find((q >= k) & (q - k < 4), "sub", "ge")
+    [q >= k, q - k]
+    """
+    return [node for node in (walk(root) if isinstance(root, Expr) else walk(*root)) if node.op in ops]
 
 
 def fold(root: Expr | Iterable[Expr], step: Callable[[Expr, list[T]], T]) -> dict[Expr, T]:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from . import library
 from .errors import BudgetError, Span
-from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, expanded, fold, literal_value, named, walk
+from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, expanded, find, fold, literal_value, named, walk
 from .types import BOOL, FLOAT, INT, Type
 
 MAX_NODES = 20_000
@@ -79,7 +79,7 @@ class _Printer:
         self.flex = _flex((root, expanded(root)), known)
         free = {n.name if n.op != "extent" else n.name[0] for n in walk(root) if n.op != "lit"}
         self.free = free | set(known)
-        heights = {n.name[1] for n in walk(root) if n.op == "reduce"}
+        heights = {n.name[1] for n in find(root, "reduce")}
         self.bound: dict[int, str] = {}
         for height in sorted(heights):
             name = "j" if height == 0 else f"j{height}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from . import ir
 from .forms import MAX_RANGE
-from .ir import COORDINATES, SIZES, Expr, build, lit
+from .ir import COORDINATES, SIZES, Expr, build, lit, literal_value
 from .program import entries_of
 from .transfer import interval_of, magnitude
 from .types import BOOL, INT
@@ -43,7 +43,7 @@ class Widths:
     def _rewritten(self, e: Expr) -> Expr:
         dtype, done = self._dtype(e), e
         if e.type is INT and (e.op in RING or e.op in ("bitand", "bitor", "bitxor")):
-            high = {a: lit(a.name - 2**64) for a in e.args if a.op == "lit" and 2**63 <= a.name < 2**64}
+            high = {a: lit(a.name - 2**64) for a in e.args if 2**63 <= literal_value(a, 0) < 2**64}
             e = ir.rebuild(e, tuple(high.get(a, a) for a in e.args))  # torch reads 1 << 63 as -2**63
             done = self.fitted(e, dtype or np.int64) if e.op in RING else e
         self.dtypes[done] = dtype

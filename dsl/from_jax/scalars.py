@@ -13,7 +13,7 @@ import numpy as np
 
 from frisket.dsl import ir
 from frisket.dsl.from_python.elements import ON_BOOL, number, truth
-from frisket.dsl.ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, to_float
+from frisket.dsl.ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, literal_value, to_float
 from frisket.dsl.operators import expm1
 from frisket.dsl.transfer import EXACT, integral
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
@@ -80,7 +80,7 @@ def _comparison(op: str) -> Meaning:
 def _rounded(e: Expr) -> bool:
     """Whether a rounding function is among the operators that `integral` takes apart."""
     if e.op == "float":
-        return any(n.op == "floor" for n in ir.walk(e))
+        return bool(ir.find(e, "floor"))
     return e.op in EXACT and any(map(_rounded, e.args))
 
 
@@ -110,7 +110,7 @@ def _integer_pow(eqn: Equation, x: Expr) -> Expr:
 
 
 def _pow(_: Equation, x: Expr, y: Expr) -> Expr:
-    if x.type is INT and y.type is INT and not (y.op == "lit" and y.name >= 0):
+    if x.type is INT and y.type is INT and literal_value(y, -1) < 0:
         raise Refused("an integer to a power that varies; convert one to float")
     return build("pow", x, y) if x.type is INT and y.type is INT else build("pow", to_float(x), to_float(y))
 

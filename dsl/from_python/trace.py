@@ -115,7 +115,7 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless
         else:
             message = str(error).partition(", but expected one of")[0]  # torch lists every overload
             fail(f"{type(error).__name__}: {message}", error)
-    used = {*chain(*ir.free_names(e)), *(n.name[0] for n in ir.walk(e) if n.op == "extent")}
+    used = {*chain(*ir.free_names(e)), *(n.name[0] for n in ir.find(e, "extent"))}
     tables = {n: t for n, t in tracer.tables.items() if n in used}
     read = tuple((tracer.read or {}).values())
     scored, expr = "score" in names.values(), to_float(e) if kind == "score" else e

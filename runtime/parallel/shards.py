@@ -27,6 +27,7 @@ from frisket.dsl.ir import (
     Expr,
     clauses,
     conj,
+    find,
     fold,
     lit,
     literal_value,
@@ -185,7 +186,7 @@ class _Rewriter:
         e, w = written_out(part.expr, self.known), self.where
         change: dict[Expr, Expr] = {var(c): self.at[c] for c in w.coordinates}
         change |= dict(zip(map(var, SIZES), map(lit, (w.batch, w.heads, w.length, w.length)), strict=True))
-        change |= {n: self._table(n) for n in walk(e) if n.op in ("lookup", "segment") and self._own(n)}
+        change |= {n: self._table(n) for n in find(e, "lookup", "segment") if self._own(n)}
         self._check_split(e)
         return substitute(e, change)
 

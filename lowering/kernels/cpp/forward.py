@@ -19,6 +19,7 @@ from frisket.dsl.ir import (
     SIZES,
     TRUE,
     Expr,
+    find,
     fold,
     literal_value,
     make,
@@ -132,7 +133,7 @@ class CppKernel:
         if ends is None or ends.rest is not TRUE or self.plan.weight is not None:
             return {}
         roots = {"first_key": ends.first, "last_key": ends.last, "asked": None if ends.asks is TRUE else ends.asks}
-        read = {n.name for e in roots.values() if e is not None for n in walk(e) if n.op == "lookup"}
+        read = {n.name for e in roots.values() if e is not None for n in find(e, "lookup")}
         return roots if read <= known else {}
 
     def _named(self, names: Names) -> dict[str, str]:
