@@ -144,22 +144,20 @@ class _Printer:
         inside = [piece for word, a in zip(keywords, args) for piece in (", ", word, (a, OR))]
         return ATOM, [name, "(", *inside[1:], ")"] if args else [name]
 
-    def infix(self, e: Expr) -> Pieces:
+    def infix(self, e: Expr, args: tuple[Expr, ...] | None = None) -> Pieces:
         sign, level = INFIX[e.op]
-        args = e.args
-        if e.op == "div":
-            args = (self.plain(args[0]), self.plain(args[1]))
-        elif e.op == "pow" and e.type is FLOAT:
-            args = self.power(*args)
-        elif e.op in JOINING:
-            args = self.joined(args)
-        if e.op == "pow":
-            return level, [(args[0], ATOM), " ** ", (args[1], UNARY)]
+        args = (self.joined(e.args) if e.op in JOINING else e.args) if args is None else args
         # `a < b < c` would read as a chain, and `a & b & c` as one node: such operands take parentheses
         out: list[Piece] = [(args[0], level + 1 if level == COMPARE or e.op in ("and", "or") else level)]
         for a in args[1:]:
             out += [f" {sign} ", (a, level + 1)]
         return level, out
+
+    def power(self, e: Expr) -> Pieces:
+        x, y = e.args
+        if e.type is FLOAT:
+            x, y = (x if _whole(y) else self.plain(x)), self.plain(y)
+        return POWER, [(x, ATOM), " ** ", (y, UNARY)]
 
     def reduction(self, e: Expr) -> Pieces:
         kind, height = e.name
@@ -188,9 +186,6 @@ class _Printer:
         # one of two conversions has to stay, to say that the type is Float
         return (x, self.plain(y)) if y.op == "float" else (self.plain(x), y)
 
-    def power(self, x: Expr, y: Expr) -> tuple[Expr, ...]:
-        return (x if _whole(y) else self.plain(x)), self.plain(y)
-
 
 # The texts of nodes; an operator without a row is written as a function.
 PIECES: dict[str, Callable[[_Printer, Expr], Pieces]] = {
@@ -200,6 +195,8 @@ PIECES: dict[str, Callable[[_Printer, Expr], Pieces]] = {
     "bound": lambda printer, e: (ATOM, [printer.bound.get(e.name, str(e.name))]),
     "call": _Printer.call,
     **dict.fromkeys(INFIX, _Printer.infix),
+    "div": lambda printer, e: printer.infix(e, tuple(map(printer.plain, e.args))),
+    "pow": _Printer.power,
     "neg": _Printer.negative,
     **dict.fromkeys(("not", "bitnot"), _Printer.inverse),
     "lookup": lambda printer, e: (ATOM, [f"{e.name}[", *_separated(e.args), "]"]),
@@ -215,7 +212,7 @@ PIECES: dict[str, Callable[[_Printer, Expr], Pieces]] = {
 
 def _whole(exponent: Expr) -> bool:
     """Whether an Expr is written as a whole number that is not negative: then the power of an Int is an Int."""
-    return exponent.op == "float" and exponent.args[0].op == "lit" and bool(exponent.args[0].name >= 0)
+    return exponent.op == "float" and bool(literal_value(exponent.args[0], -1) >= 0)
 
 
 def _separated(args: tuple[Expr, ...]) -> list[Piece]:
@@ -252,16 +249,16 @@ TYPED_BY: dict[str, Callable[[Expr], tuple[Expr, ...]]] = {
 
 def _flex(roots: tuple[Expr, ...], known: Collection[str]) -> dict[Expr, frozenset[str]]:
     """The names that decide the type of each node; empty when the type is fixed."""
-    flex: dict[Expr, frozenset[str]] = {}
-    for node in walk(*roots):
-        sets = [flex[a] for a in TYPED_BY[node.op](node)] if node.op in TYPED_BY else []
+
+    def step(node: Expr, args: list[frozenset[str]]) -> frozenset[str]:
         if node.op in ("param", "lookup"):
-            flex[node] = frozenset({node.name}) - set(known)
-        elif not sets or ((node.type is not INT or node.op in BITS) and not all(sets)):
-            flex[node] = frozenset()
-        else:
-            flex[node] = frozenset().union(*sets)
-    return flex
+            return frozenset({node.name}) - set(known)
+        by_argument = dict(zip(node.args, args, strict=True))
+        sets = [by_argument[a] for a in TYPED_BY[node.op](node)] if node.op in TYPED_BY else []
+        fixed = not sets or ((node.type is not INT or node.op in BITS) and not all(sets))
+        return frozenset() if fixed else frozenset().union(*sets)
+
+    return fold(roots, step)
 
 
 def _undetermined(root: Expr, flex: dict[Expr, frozenset[str]]) -> dict[str, tuple[int, Type]]:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from frisket.dsl import errors
 from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, ShapeError, TextProblem
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, find, uses, var, walk
+from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, find, uses, var
 from frisket.dsl.library import definitions
 from frisket.dsl.operators import BUILT_IN, CONSTANTS
 from frisket.dsl.program import Parsed, read
@@ -498,13 +498,11 @@ def offsets(length: int, documents: int) -> Array:
 
 def shape_of(name: str, e: Expr, numbers: Mapping[str, Number], problem: ProblemSize) -> tuple[int, ...]:
     """The size of a table by what reads it: along an axis numbered by tables, one a document; for offsets one more."""
-    lengths: dict[int, int] = {}
-    for node in walk(e):
-        if node.op == "segment" and node.name == name:
-            lengths[0] = min(problem.documents, problem.q_len) + 1
-        elif node.op == "lookup" and node.name == name:
-            for axis, index in enumerate(node.args):
-                lengths[axis] = max(lengths.get(axis, 1), _reach(index, numbers, problem))
+    offsets = [n for n in find(e, "segment") if n.name == name]
+    lengths = {0: min(problem.documents, problem.q_len) + 1} if offsets else {}
+    for node in find(e, "lookup"):
+        for axis, index in enumerate(node.args if node.name == name else ()):
+            lengths[axis] = max(lengths.get(axis, 1), _reach(index, numbers, problem))
     if set(lengths) != set(range(len(lengths))) or not lengths:
         raise ParameterError(f"table `{name}` has no value, and nothing says how large it is; give it: --table")
     return tuple(lengths[axis] for axis in range(len(lengths)))

@@ -37,7 +37,6 @@ from frisket.dsl.ir import (
     substitute,
     uses,
     var,
-    walk,
 )
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
@@ -159,8 +158,7 @@ def check_sides(read: Expr, split_axes: tuple[int, ...]) -> None:
 RISING: dict[str, Callable[..., bool]] = {
     "var": lambda e: e.name in "qk",
     "segment": lambda e, x: x,
-    "add": lambda e, x, by: x and e.args[1].op == "lit",
-    "sub": lambda e, x, by: x and e.args[1].op == "lit",
+    **dict.fromkeys(("add", "sub"), lambda e, x, by: x and e.args[1].op == "lit"),
     "floordiv": lambda e, x, by: x and literal_value(e.args[1], 0) > 0,  # a negative divisor would turn the order round
 }
 
@@ -211,9 +209,9 @@ class _Rewriter:
     def _in_places(self, e: Expr) -> Expr:
         """An expression that reads split tables at places."""
         change = {}
-        for n in walk(e):
-            if n.op == "lookup" and n.name in self.where.split:
-                at = tuple(place(a.name) if i in self.where.split[n.name] else a for i, a in enumerate(n.args))
+        for n in find(e, "lookup"):
+            if split := self.where.split.get(n.name):  # a lookup that stays may read one that changes
+                at = tuple(place(a.name) if i in split else a for i, a in enumerate(n.args))
                 change[n] = lookup(n.name, at, n.type)
         return substitute(e, change)
 
@@ -241,8 +239,8 @@ class _Rewriter:
         return None if table is None else max(abs(int(table.max())), abs(int(table.min())))
 
     def _check_split(self, e: Expr) -> None:
-        for n in walk(e):
-            split_axes = self.where.split.get(n.name, ()) if n.op in ("lookup", "segment") else ()
+        for n in find(e, "lookup", "segment"):
+            split_axes = self.where.split.get(n.name, ())
             check_sides(n, split_axes)
             for i in split_axes:
                 if n.op == "segment" or i not in range(len(n.args)):
