@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from operator import add
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,11 +42,12 @@ def interval_of(e: Expr, args: list[Interval]) -> Interval:
     return UNKNOWN if row is None else row(e, *args)
 
 
+def _known(join: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else join(a, b)
+
+
 def _sum(a: Interval, b: Interval) -> Interval:
-    return (
-        None if a[0] is None or b[0] is None else a[0] + b[0],
-        None if a[1] is None or b[1] is None else a[1] + b[1],
-    )
+    return _known(add, a[0], b[0]), _known(add, a[1], b[1])
 
 
 def _minus(a: Interval) -> Interval:
@@ -70,12 +72,11 @@ def _absolute(a: Interval) -> tuple[int, int | None]:
 
 def _larger(a: Interval, b: Interval) -> Interval:
     lows = [i[0] for i in (a, b) if i[0] is not None]
-    return (max(lows, default=None), None if None in (a[1], b[1]) else max(a[1], b[1]))  # type: ignore[type-var]
+    return max(lows, default=None), _known(max, a[1], b[1])
 
 
 def _hull(a: Interval, b: Interval) -> Interval:
-    lo = None if a[0] is None or b[0] is None else min(a[0], b[0])
-    return (lo, None if a[1] is None or b[1] is None else max(a[1], b[1]))
+    return _known(min, a[0], b[0]), _known(max, a[1], b[1])
 
 
 def _quotient(e: Expr, a: Interval, b: Interval) -> Interval:
@@ -201,9 +202,10 @@ def drift(root: Expr) -> dict[Expr, int | None]:
 def _drift(e: Expr, args: list[int | None]) -> int | None:
     if None in args:
         return None
+    if not any(args):  # what sees nothing that moves stays, whatever its operator
+        return int(e.op == "var" and e.name in ("q", "k"))
     row = DRIFT.get(e.op)
-    # what sees nothing that moves stays, whatever its operator
-    return (None if any(args) else 0) if row is None or not (any(args) or not args) else row(e, *args)
+    return None if row is None else row(e, *args)
 
 
 def _product_drift(e: Expr, x: int, y: int) -> int | None:
@@ -217,9 +219,8 @@ def _alike(step: Callable[[int], int]) -> Row:
     return lambda e, x, y: step(x) if x == y and e.args[0].type is INT else None
 
 
-# An operator without a row moves by no fixed step, unless none of its arguments moves.
+# Of a node with arguments that move; an operator without a row moves by no fixed step.
 DRIFT: dict[str, Row] = {
-    "var": lambda e: int(e.name in ("q", "k")),
     "add": lambda e, x, y: x + y,
     "sub": lambda e, x, y: x - y,
     "neg": lambda e, x: -x,
