@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BudgetError, EvaluationError
-from .ir import Expr, build, conj, disj, make, named, substitute, var, walk
+from .ir import Expr, build, connect, find, make, named, substitute, var, walk
 from .ir import lit as literal
 from .types import BOOL, FLOAT, INT, Type
 from .work import modular, outside, steps
@@ -79,29 +79,42 @@ class _Evaluation:
     def _value(self, node: Expr, args: list[Array], bound: Mapping[Expr, Array]) -> Array:
         if node.op in self.hooks:
             return self.hooks[node.op](node, *args)
-        if node.op == "lit":
-            # numpy would raise an error that names no clause
-            if node.type is INT and not -(2**63) <= node.name < 2**63:
-                raise leaves_64_bits(node)
-            return np.asarray(node.name, DTYPES[node.type])
-        if node.op in ("var", "param"):
-            if node.name not in self.env:
-                raise EvaluationError(f"`{node.name}` has no value")
-            return np.asarray(self.env[node.name]).astype(DTYPES[node.type], copy=False)
-        if node.op == "bound":
-            return bound[node]
-        if node.op == "extent":
-            return np.asarray(table_array(self.tables, node.name[0]).shape[node.name[1]])
-        if node.op in ("lookup", "segment"):
-            return _lookup(node, table_array(self.tables, node.name), args)
+        if node.op in _NAMED:
+            return _NAMED[node.op](self, node, args, bound)
         try:
             return OPERATORS[node.op](*args)
         except EvaluationError:  # an operator knows numbers alone: the error is raised again with its clause
             raise leaves_64_bits(node) from None
 
+    def _literal(self, node: Expr, *_: Any) -> Array:
+        # numpy would raise an error that names no clause
+        if node.type is INT and not -(2**63) <= node.name < 2**63:
+            raise leaves_64_bits(node)
+        return np.asarray(node.name, DTYPES[node.type])
+
+    def _name(self, node: Expr, *_: Any) -> Array:
+        if node.name not in self.env:
+            raise EvaluationError(f"`{node.name}` has no value")
+        return np.asarray(self.env[node.name]).astype(DTYPES[node.type], copy=False)
+
+    def _extent(self, node: Expr, *_: Any) -> Array:
+        return np.asarray(table_array(self.tables, node.name[0]).shape[node.name[1]])
+
+    def _segment(self, node: Expr, args: list[Array], *_: Any) -> Array:
+        table = table_array(self.tables, node.name)
+        place = np.searchsorted(table, args[0], side="right") - 1
+        return np.clip(place, 0, max(len(table) - 2, 0))  # past either end: the nearest segment
+
+    def _lookup(self, node: Expr, indices: list[Array], *_: Any) -> Array:
+        table = table_array(self.tables, node.name)
+        if table.ndim != len(indices):
+            raise EvaluationError(f"`{node.name}` has {table.ndim} axes, indexed with {len(indices)}")
+        clamped = tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, table.shape, strict=True))
+        return np.asarray(table[clamped]).astype(DTYPES[node.type], copy=False)
+
     def _with_ends(self, body: Expr) -> Expr:
         """The body with numbers as bounds of its reductions, so that steps can be counted: `extent(t, 0)` is one."""
-        ends = {a for n in walk(body) if n.op == "reduce" for a in n.args[:2] if a.op != "lit"}
+        ends = {a for n in find(body, "reduce") for a in n.args[:2] if a.op != "lit"}
         return substitute(body, {a: literal(int(self(a, {}))) for a in ends}) if ends else body
 
     def _reduced(self, node: Expr, ends: list[int], bound: Mapping[Expr, Array]) -> Array:
@@ -110,7 +123,7 @@ class _Evaluation:
         if start >= stop:
             return np.asarray(_of_nothing(kind, start, stop, node.type).name, DTYPES[node.type])
         read = [*(bound[n] for n in walk(body) if n in bound)]
-        read += [np.asarray(self.env[n.name]) for n in walk(body) if n.op in ("var", "param") and n.name in self.env]
+        read += [np.asarray(self.env[n.name]) for n in find(body, "var", "param") if n.name in self.env]
         shape = np.broadcast_shapes(*(x.shape for x in read))
         positions = math.prod(shape)
         if not bound:  # inner reductions are part of the outermost
@@ -140,20 +153,23 @@ class _Evaluation:
         return total
 
 
+# What is no operator: the value of a node, from the evaluation, the values of its indices, and those of variables of
+# reductions.
+_NAMED: dict[str, Callable[..., Array]] = {
+    "lit": _Evaluation._literal,
+    "var": _Evaluation._name,
+    "param": _Evaluation._name,
+    "bound": lambda run, node, args, bound: bound[node],
+    "extent": _Evaluation._extent,
+    "segment": _Evaluation._segment,
+    "lookup": _Evaluation._lookup,
+}
+
+
 def table_array(tables: Mapping[str, Any], name: str) -> Array:
     if name not in tables:
         raise EvaluationError(f"table `{name}` has no value")
     return np.asarray(tables[name])
-
-
-def _lookup(node: Expr, table: Array, indices: Sequence[Array]) -> Array:
-    if node.op == "segment":
-        place = np.searchsorted(table, indices[0], side="right") - 1
-        return np.clip(place, 0, max(len(table) - 2, 0))  # past either end: the nearest segment
-    if table.ndim != len(indices):
-        raise EvaluationError(f"`{node.name}` has {table.ndim} axes, indexed with {len(indices)}")
-    clamped = tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, table.shape, strict=True))
-    return np.asarray(table[clamped]).astype(DTYPES[node.type], copy=False)
 
 
 def decided(e: Expr, scalars: Mapping[str, Any]) -> Expr:
@@ -162,18 +178,18 @@ def decided(e: Expr, scalars: Mapping[str, Any]) -> Expr:
     known: dict[Expr, Expr] = {}
     for n in walk(e):
         if n.op in ("eq", "ne") and all(leaf[0] == "param" and leaf[1] in scalars for leaf in named(n)):
-            if all(x.op != "bound" for x in walk(n)):  # the variable of a reduction has no value outside of it
+            if not find(n, "bound"):  # the variable of a reduction has no value outside of it
                 known[n] = literal(bool(evaluate(n, scalars, {})))
         elif n.op in ("and", "or") and any(a in known for a in n.args):
-            known[n] = (conj if n.op == "and" else disj)(*(known.get(a, a) for a in n.args))
+            known[n] = connect(n.op, (known.get(a, a) for a in n.args))
     return substitute(e, known) if known else e
 
 
 def unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> Expr:
     """The body of an Expr with its reductions written out: bounds are literals, extents of tables, or parameters."""
-    if not any(n.op in ("reduce", "extent") for n in walk(root)):
+    if not find(root, "reduce", "extent"):
         return root
-    sizes = {n: literal(int(table_array(tables, n.name[0]).shape[n.name[1]])) for n in walk(root) if n.op == "extent"}
+    sizes = {n: literal(int(table_array(tables, n.name[0]).shape[n.name[1]])) for n in find(root, "extent")}
     return unroll(substitute(root, sizes), env)
 
 
@@ -191,7 +207,7 @@ def _of_nothing(kind: str, start: int, stop: int, type: Type) -> Expr:
 def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
     """Write reductions with known bounds out as chains of operators."""
     while True:
-        reductions = [n for n in walk(root) if n.op == "reduce"]
+        reductions = find(root, "reduce")
         if not reductions:
             return root
         # the last in walk order has no reduction above it: outer binders go first
@@ -219,7 +235,7 @@ def leaves_64_bits(clause: Expr, place: str = "", *whole: Expr) -> EvaluationErr
     """The error for a clause of an expression whose integers leave 64 bits."""
     remedy = f"bound its factors, for example by `%`; integers wrap as in torch in `wrap({clause!r}, 64)`"
     if clause.op == "shl":
-        fields = [e.args for e in walk(clause, *whole) if e.op == "bitand" and clause in e.args]
+        fields = [e.args for e in find((clause, *whole), "bitand") if clause in e.args]
         bits = next((a for args in fields for a in args if a is not clause), var("x"))
         remedy = f"to test a bit write `({build('shr', bits, clause.args[1])!r}) & 1`"
     error = EvaluationError(f"an integer leaves 64 bits in `{clause!r}`{place}\n  {remedy}")

@@ -16,7 +16,7 @@ import numpy as np
 
 from .errors import BudgetError
 from .evaluate import evaluate
-from .ir import COMPARISONS, Expr, Named, expanded, free_names, make, walk
+from .ir import COMPARISONS, Expr, Named, expanded, find, free_names, make
 from .notebook import sentence
 from .show import places, show
 
@@ -161,11 +161,15 @@ def _known(e: Expr) -> set[str]:
     return {name for names in free_names(e) for name in names}  # which have values: nothing is declared
 
 
+# operators whose arguments give a reason, and the arguments that say nothing
+PLAIN = {**dict.fromkeys(COMPARISONS, ("lit",)), "lookup": ("lit", "var")}
+
+
 class Wording:
     """The texts of a mask's clauses, each with the call of the library that holds it."""
 
     def __init__(self, shown: Expr) -> None:
-        self.calls = {expanded(n): n for n in walk(shown) if n.op == "call"}
+        self.calls = {expanded(n): n for n in find(shown, "call")}
         try:
             text, spans = places(shown, _known(shown)) if self.calls else ("", [])
         except BudgetError:  # the mask has no text: clauses stand for themselves
@@ -176,11 +180,8 @@ class Wording:
         """The text of a clause (None: a constant), and the texts of the parts whose values give the reason."""
         if e.op == "lit":
             return None, []
-        parts: tuple[Expr, ...] = ()
-        if e.op in COMPARISONS:
-            parts = tuple(a for a in e.args if a.op != "lit")
-        elif e.op == "lookup":
-            parts = tuple(a for a in e.args if a.op not in ("lit", "var"))
+        plain = PLAIN.get(e.op)
+        parts = () if plain is None else tuple(a for a in e.args if a.op not in plain)
         text = show(e, known := _known(e))
         around = self.places.get(e, text)
         return text if around == text else f"in {around}, {text}", list({show(a, known): a for a in parts}.items())

@@ -177,7 +177,7 @@ def reduce(w: Walk, node: Node, frame: Frame) -> Steps:
         e, flex = (None, frozenset()) if operands is None else (operands[0][0], operands[1])
     if e is None or bounds is None or not fine:  # after the body: its errors are reported as well
         return ERROR
-    inside = 1 + max((n.name[1] for n in ir.walk(e) if n.op == "reduce"), default=-1)
+    inside = 1 + max((n.name[1] for n in ir.find(e, "reduce")), default=-1)
     if inside >= MAX_REDUCTIONS:
         message = f"reductions are nested more than {MAX_REDUCTIONS} deep"
         return w.report(frame, node, message, "put the inner ones in a table")

@@ -216,6 +216,15 @@ def extent(table: str, axis: int) -> Expr:
     return make("extent", (), (table, axis), INT)
 
 
+def literal_value(e: Expr, otherwise: Any = None) -> Any:
+    """The value of a literal; `otherwise` of any other node.
+
+    >>> literal_value(lit(4)), literal_value(var("q")), literal_value(var("q"), 0)
+    (4, None, 0)
+    """
+    return e.name if e.op == "lit" else otherwise
+
+
 TRUE, FALSE = lit(True), lit(False)
 ZERO, ONE = lit(0), lit(1)
 INF, NEG_INF = lit(math.inf), lit(-math.inf)
@@ -263,7 +272,7 @@ def build(op: str, *args: Expr) -> Expr:
     if op in ("and", "or"):
         flat: list[Expr] = []
         for a in args:
-            flat.extend(a.args if a.op == op else (a,))
+            flat.extend(operands(op, a))
         return make(op, tuple(flat), None, BOOL)
     return make(op, args, None, type)
 
@@ -293,7 +302,7 @@ def binary(op: str, left: Operand, right: Operand) -> Expr:
 
 def conj(*args: Expr) -> Expr:
     """`and` over any number of terms; constants drop out."""
-    return _junction("and", args, TRUE, FALSE)
+    return connect("and", args)
 
 
 def clauses(e: Expr) -> tuple[Expr, ...]:
@@ -305,21 +314,37 @@ def clauses(e: Expr) -> tuple[Expr, ...]:
 
 def disj(*args: Expr) -> Expr:
     """`or` over any number of terms; constants drop out."""
-    return _junction("or", args, FALSE, TRUE)
+    return connect("or", args)
 
 
-def _junction(op: str, args: tuple[Expr, ...], unit: Expr, zero: Expr) -> Expr:
+def operands(op: str, e: Expr) -> tuple[Expr, ...]:
+    """The parts that an operator joins to `e`: its arguments, or `e` alone where it is another operator.
+
+    >>> from frisket.dsl.sugar import k, q
+    >>> operands("and", (q >= k) & (k < 4)), operands("or", k < 4)
+    ((q >= k, k < 4), (k < 4,))
+    """
+    return e.args if e.op == op else (e,)
+
+
+UNIT = {"and": TRUE, "or": FALSE}  # changes nothing
+ZERO_OF = {"and": FALSE, "or": TRUE}  # decides the whole
+
+
+def connect(op: str, terms: Iterable[Expr]) -> Expr:
+    """`and` or `or` over any number of terms; constants and repeats drop out."""
+    unit, zero = UNIT[op], ZERO_OF[op]
     # a dict: a set of objects has another order in every process, and so another node for an equal mask
     unique: dict[Expr, None] = {}
-    for a in args:
-        for part in a.args if a.op == op else (a,):
+    for a in terms:
+        for part in operands(op, a):
             if part is zero:
                 return zero
             if part is not unit:
                 unique[part] = None
-    terms = tuple(unique)
+    parts = tuple(unique)
     # terms are flat Bools already: `build` has nothing to check
-    return unit if not terms else terms[0] if len(terms) == 1 else make(op, terms, None, BOOL)
+    return unit if not parts else parts[0] if len(parts) == 1 else make(op, parts, None, BOOL)
 
 
 def lookup(table: str, indices: tuple[Expr, ...], type: Type = INT) -> Expr:
@@ -345,7 +370,7 @@ def reduce(kind: str, lo: Expr, hi: Expr, body: Callable[[Expr], Expr]) -> Expr:
     """
     probe = make("bound", (), ("probe", next(_fresh)))  # its own, as `body` may build reductions too
     inner = body(probe)
-    height = 1 + max((n.name[1] for n in walk(inner) if n.op == "reduce"), default=-1)
+    height = 1 + max((n.name[1] for n in find(inner, "reduce")), default=-1)
     inner = substitute(inner, {probe: make("bound", (), height)})
     return make("reduce", (lo, hi, inner), (kind, height), inner.type)
 
@@ -371,8 +396,19 @@ def walk(*roots: Expr, below: Callable[[Expr], Sequence[Expr]] | None = None) ->
                 yield node
 
 
-def fold(root: Expr, step: Callable[[Expr, list[T]], T]) -> dict[Expr, T]:
-    """The value of every node below the root: `step` computes it from the node and the values of its arguments.
+def find(root: Expr | Iterable[Expr], *ops: str) -> list[Expr]:
+    """The nodes below the root, or the roots, that have one of these operators, in the order of `walk`.
+
+    >>> from frisket.dsl.sugar import k, q
+    >>> find((q >= k) & (q - k < 4), "sub", "ge")
+    [q >= k, q - k]
+    """
+    return [node for node in (walk(root) if isinstance(root, Expr) else walk(*root)) if node.op in ops]
+
+
+def fold(root: Expr | Iterable[Expr], step: Callable[[Expr, list[T]], T]) -> dict[Expr, T]:
+    """The value of every node below the root, or the roots: `step` computes it from the node and the values of its
+    arguments.
 
     >>> from frisket.dsl.sugar import k, q
     >>> depth = fold(q - k >= 3, lambda node, args: 1 + max(args, default=0))
@@ -380,9 +416,24 @@ def fold(root: Expr, step: Callable[[Expr, list[T]], T]) -> dict[Expr, T]:
     3
     """
     values: dict[Expr, T] = {}
-    for node in walk(root):
+    for node in walk(root) if isinstance(root, Expr) else walk(*root):
         values[node] = step(node, [values[a] for a in node.args])
     return values
+
+
+def fill(root: Expr, field: str, step: Callable[[Expr, list[Any]], Any]) -> Any:
+    """The value of a node as of `fold`, which every node keeps in its `field`: what grows by one node is not walked
+    again."""
+    stack = [] if getattr(root, field) is not None else [root]
+    while stack:  # a list, as expressions may be deeper than the stack of Python
+        node = stack[-1]
+        if missing := [a for a in node.args if getattr(a, field) is None]:
+            stack.extend(missing)
+            continue
+        stack.pop()
+        if getattr(node, field) is None:
+            setattr(node, field, step(node, [getattr(a, field) for a in node.args]))
+    return getattr(root, field)
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
@@ -400,10 +451,7 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 def transform(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """Apply `change` to every node, bottom up, each distinct node once."""
-    done: dict[Expr, Expr] = {}
-    for node in walk(root):
-        done[node] = change(rebuild(node, tuple(done[a] for a in node.args)))
-    return done[root]
+    return fold(root, lambda node, args: change(rebuild(node, tuple(args))))[root]
 
 
 def substitute(root: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
@@ -492,20 +540,12 @@ def named(root: Expr) -> tuple[Leaf, ...]:
     """The named leaves of an expression, in the order of `walk`: variables, parameters, extents and tables.
 
     Every node keeps the list of its leaves, so an expression that grows by one node is not walked again."""
-    stack = [root]  # a list, as expressions may be deeper than the stack of Python
-    while stack:
-        node = stack[-1]
-        if node.leaves is None and (missing := [a for a in node.args if a.leaves is None]):
-            stack.extend(missing)
-            continue
-        stack.pop()
-        if node.leaves is None:
-            node.leaves = _named(node)
-    return root.leaves or ()
+    leaves: tuple[Leaf, ...] = fill(root, "leaves", _named)
+    return leaves
 
 
-def _named(node: Expr) -> tuple[Leaf, ...]:
-    below = [a.leaves for a in node.args if a.leaves]
+def _named(node: Expr, args: list[tuple[Leaf, ...]]) -> tuple[Leaf, ...]:
+    below = [leaves for leaves in args if leaves]
     mine = node.op in ("var", "param", "extent", "lookup", "segment")
     if len(below) == 1 and not mine:  # nearly every node has the leaves of one argument: it shares their tuple
         return below[0]

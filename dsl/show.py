@@ -11,12 +11,24 @@ tell is declared first: `param p: float`, a newline, `p >= x`. A call prints as 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeAlias
 
 from . import library
 from .errors import BudgetError, Span
-from .ir import COMPARISONS, FLOAT_FUNCTIONS, INFIX, OPERATORS, Expr, expanded, walk
+from .ir import (
+    COMPARISONS,
+    FLOAT_FUNCTIONS,
+    INFIX,
+    OPERATORS,
+    Expr,
+    expanded,
+    find,
+    fold,
+    literal_value,
+    named,
+    walk,
+)
 from .types import BOOL, FLOAT, INT, Type
 
 MAX_NODES = 20_000
@@ -25,10 +37,7 @@ _SIGNS = {OR: "|", XOR: "^", AND: "&", SHIFT: "<< >>", SUM: "+ -", PRODUCT: "* /
 _SIGNS[COMPARE] = "< <= > >= == !="
 LEVELS = {sign: level for level, signs in _SIGNS.items() for sign in signs.split()}
 BITS = frozenset("bitand bitor bitxor bitnot".split())
-# Operators whose type is that of their operands.
-SAME = frozenset(op for op, o in OPERATORS.items() if o.takes == "number") | BITS | {"where", "reduce"}
-JOINING = frozenset("add sub mul min max where".split()) | COMPARISONS
-TELLING = frozenset("and or xor not div floor isfinite".split())  # take Bools, or prefer Floats
+JOINING = frozenset("add sub mul min max".split()) | COMPARISONS
 LOGIC = frozenset(op for op, o in OPERATORS.items() if o.takes == "bool")
 Piece: TypeAlias = "str | tuple[Expr, int]"
 Pieces: TypeAlias = "tuple[int, list[Piece]]"  # how tightly a text binds, and its parts
@@ -72,7 +81,7 @@ class _Printer:
         self.flex = _flex((root, expanded(root)), known)
         free = {n.name if n.op != "extent" else n.name[0] for n in walk(root) if n.op != "lit"}
         self.free = free | set(known)
-        heights = {n.name[1] for n in walk(root) if n.op == "reduce"}
+        heights = {n.name[1] for n in find(root, "reduce")}
         self.bound: dict[int, str] = {}
         for height in sorted(heights):
             name = "j" if height == 0 else f"j{height}"
@@ -105,35 +114,24 @@ class _Printer:
         return "".join(out), places
 
     def pieces(self, e: Expr) -> Pieces:
-        op, args = e.op, e.args
-        if op == "lit":
-            text = _literal(e)
-            return (UNARY if text.startswith("-") else ATOM), [text]
-        if op in ("var", "param"):
-            return ATOM, [str(e.name)]
-        if op == "bound":
-            # a part of a reduction that is printed alone has a variable that nothing binds
-            return ATOM, [self.bound.get(e.name, str(e.name))]
-        if op == "call":
-            return self.call(e)
-        if op in INFIX:
-            return self.infix(e)
-        if op == "neg":  # `-1` is a literal of its own
-            return UNARY, ["-(", (args[0], OR), ")"] if args[0].op == "lit" else ["-", (args[0], UNARY)]
-        if op in ("not", "bitnot"):
-            bare = args[0].op in ("not", "bitnot", "lit")
-            return NOT, ["~", (args[0], OR if bare else ATOM)]
-        if op in ("lookup", "segment", "extent", "reduce"):
-            return ATOM, self.special(e)
-        if op in ("range_min", "range_max"):  # of the analysis: not in the language
-            return ATOM, self.least_or_most(e)
-        if op in ("min", "max"):
-            args = self.joined(args)
-        elif op == "where":
-            args = (args[0], *self.joined(args[1:]))
-        elif op in FLOAT_FUNCTIONS or op == "isfinite":
-            args = (self.plain(args[0]),)
-        return ATOM, [f"{op}(", *_separated(args), ")"]
+        return PIECES.get(e.op, _Printer.applied)(self, e)
+
+    def applied(self, e: Expr, args: tuple[Expr, ...] | None = None) -> Pieces:
+        """An operator that is written as a function."""
+        return ATOM, [f"{e.op}(", *_separated(e.args if args is None else args), ")"]
+
+    def literal(self, e: Expr) -> Pieces:
+        text = _literal(e)
+        return (UNARY if text.startswith("-") else ATOM), [text]
+
+    def negative(self, e: Expr) -> Pieces:
+        (x,) = e.args
+        # `-1` is a literal of its own
+        return UNARY, ["-", (x, UNARY)] if literal_value(x) is None else ["-(", (x, OR), ")"]
+
+    def inverse(self, e: Expr) -> Pieces:
+        bare = e.args[0].op in ("not", "bitnot", "lit")
+        return NOT, ["~", (e.args[0], OR if bare else ATOM)]
 
     def call(self, e: Expr) -> Pieces:
         (name, read), (formula, *args) = e.name, e.args
@@ -145,41 +143,35 @@ class _Printer:
         inside = [piece for word, a in zip(keywords, args) for piece in (", ", word, (a, OR))]
         return ATOM, [name, "(", *inside[1:], ")"] if args else [name]
 
-    def infix(self, e: Expr) -> Pieces:
+    def infix(self, e: Expr, args: tuple[Expr, ...] | None = None) -> Pieces:
         sign, level = INFIX[e.op], LEVELS[INFIX[e.op]]
-        args = e.args
-        if e.op == "div":
-            args = (self.plain(args[0]), self.plain(args[1]))
-        elif e.op == "pow" and e.type is FLOAT:
-            args = self.power(*args)
-        elif e.op in JOINING:
-            args = self.joined(args)
-        if e.op == "pow":
-            return level, [(args[0], ATOM), " ** ", (args[1], UNARY)]
+        args = (self.joined(e.args) if e.op in JOINING else e.args) if args is None else args
         # `a < b < c` would read as a chain, and `a & b & c` as one node: such operands take parentheses
         out: list[Piece] = [(args[0], level + 1 if level == COMPARE or e.op in ("and", "or") else level)]
         for a in args[1:]:
             out += [f" {sign} ", (a, level + 1)]
         return level, out
 
-    def special(self, e: Expr) -> list[Piece]:
-        if e.op == "lookup":
-            return [f"{e.name}[", *_separated(e.args), "]"]
-        if e.op == "segment":
-            return [f"segment({e.name}, ", (e.args[0], OR), ")"]
-        if e.op == "extent":
-            return [f"extent({e.name[0]}, {e.name[1]})"]
+    def power(self, e: Expr) -> Pieces:
+        x, y = e.args
+        if e.type is FLOAT:
+            x, y = (x if _whole(y) else self.plain(x)), self.plain(y)
+        return POWER, [(x, ATOM), " ** ", (y, UNARY)]
+
+    def reduction(self, e: Expr) -> Pieces:
         kind, height = e.name
         low, high, body = e.args
-        return [f"{kind}({self.bound[height]} in ", (low, OR), "..", (high, OR), ": ", (body, OR), ")"]
+        variable = self.bound[height]
+        return ATOM, [f"{kind}({variable} in ", (low, OR), "..", (high, OR), ": ", (body, OR), ")"]
 
-    def least_or_most(self, e: Expr) -> list[Piece]:
+    def least_or_most(self, e: Expr) -> Pieces:
+        """The extremes of a table that the analysis reads: not in the language."""
         half = len(e.args) // 2
         name = e.op.removeprefix("range_") if e.type is not BOOL else {"range_min": "all", "range_max": "any"}[e.op]
         out: list[Piece] = [f"{name}({e.name}["]
         for i in range(half):
             out += [", " if i else "", (e.args[i], SUM), "..", (e.args[half + i], SUM)]
-        return [*out, "])"]
+        return ATOM, [*out, "])"]
 
     def plain(self, e: Expr) -> Expr:
         """The operand of an operator that converts Int by itself."""
@@ -193,13 +185,33 @@ class _Printer:
         # one of two conversions has to stay, to say that the type is Float
         return (x, self.plain(y)) if y.op == "float" else (self.plain(x), y)
 
-    def power(self, x: Expr, y: Expr) -> tuple[Expr, ...]:
-        return (x if _whole(y) else self.plain(x)), self.plain(y)
+
+# The texts of nodes; an operator without a row is written as a function.
+PIECES: dict[str, Callable[[_Printer, Expr], Pieces]] = {
+    "lit": _Printer.literal,
+    **dict.fromkeys(("var", "param"), lambda printer, e: (ATOM, [str(e.name)])),
+    # a part of a reduction that is printed alone has a variable that nothing binds
+    "bound": lambda printer, e: (ATOM, [printer.bound.get(e.name, str(e.name))]),
+    "call": _Printer.call,
+    **dict.fromkeys(INFIX, _Printer.infix),
+    "div": lambda printer, e: printer.infix(e, tuple(map(printer.plain, e.args))),
+    "pow": _Printer.power,
+    "neg": _Printer.negative,
+    **dict.fromkeys(("not", "bitnot"), _Printer.inverse),
+    "lookup": lambda printer, e: (ATOM, [f"{e.name}[", *_separated(e.args), "]"]),
+    "segment": lambda printer, e: (ATOM, [f"segment({e.name}, ", (e.args[0], OR), ")"]),
+    "extent": lambda printer, e: (ATOM, [f"extent({e.name[0]}, {e.name[1]})"]),
+    "reduce": _Printer.reduction,
+    **dict.fromkeys(("range_min", "range_max"), _Printer.least_or_most),
+    **dict.fromkeys(("min", "max"), lambda printer, e: printer.applied(e, printer.joined(e.args))),
+    "where": lambda printer, e: printer.applied(e, (e.args[0], *printer.joined(e.args[1:]))),
+    **dict.fromkeys((*FLOAT_FUNCTIONS, "isfinite"), lambda printer, e: printer.applied(e, (printer.plain(e.args[0]),))),
+}
 
 
 def _whole(exponent: Expr) -> bool:
     """Whether an Expr is written as a whole number that is not negative: then the power of an Int is an Int."""
-    return exponent.op == "float" and exponent.args[0].op == "lit" and bool(exponent.args[0].name >= 0)
+    return exponent.op == "float" and bool(literal_value(exponent.args[0], -1) >= 0)
 
 
 def _separated(args: tuple[Expr, ...]) -> list[Piece]:
@@ -224,47 +236,39 @@ def _axes(rank: int) -> str:
 # -- which names the parser cannot type -------------------------------------------------------------
 
 
-def _typed_by(e: Expr) -> tuple[Expr, ...]:
-    """The arguments whose type is the type of `e`."""
-    if e.op == "call":
-        return e.args[:1]
-    if e.op not in SAME:
-        return ()
-    if e.op == "pow":
-        return e.args[:1] if e.type is INT else ()
-    if e.op == "reduce":
-        return e.args[2:] if e.name[0] in ("sum", "min", "max") else ()
-    return e.args[1:] if e.op == "where" else e.args
+# The arguments whose type is the type of a node; none of an operator without a row.
+TYPED_BY: dict[str, Callable[[Expr], tuple[Expr, ...]]] = {
+    **dict.fromkeys([op for op, o in OPERATORS.items() if o.takes == "number" or op in BITS], lambda e: e.args),
+    "where": lambda e: e.args[1:],
+    "pow": lambda e: e.args[:1] if e.type is INT else (),
+    "reduce": lambda e: e.args[2:] if e.name[0] in ("sum", "min", "max") else (),
+    "call": lambda e: e.args[:1],
+}
 
 
 def _flex(roots: tuple[Expr, ...], known: Collection[str]) -> dict[Expr, frozenset[str]]:
     """The names that decide the type of each node; empty when the type is fixed."""
-    flex: dict[Expr, frozenset[str]] = {}
-    for node in walk(*roots):
-        sets = [flex[a] for a in _typed_by(node)]
+
+    def step(node: Expr, args: list[frozenset[str]]) -> frozenset[str]:
         if node.op in ("param", "lookup"):
-            flex[node] = frozenset({node.name}) - set(known)
-        elif not sets or ((node.type is not INT or node.op in BITS) and not all(sets)):
-            flex[node] = frozenset()
-        else:
-            flex[node] = frozenset().union(*sets)
-    return flex
+            return frozenset({node.name}) - set(known)
+        by_argument = dict(zip(node.args, args, strict=True))
+        sets = [by_argument[a] for a in TYPED_BY[node.op](node)] if node.op in TYPED_BY else []
+        fixed = not sets or ((node.type is not INT or node.op in BITS) and not all(sets))
+        return frozenset() if fixed else frozenset().union(*sets)
+
+    return fold(roots, step)
 
 
 def _undetermined(root: Expr, flex: dict[Expr, frozenset[str]]) -> dict[str, tuple[int, Type]]:
     """Names to declare, with rank and type: without a declaration the parser would infer another type or fail."""
-    names: dict[str, tuple[int, Type]] = {}
+    declared = ("param", "lookup", "segment")
+    names = {name: (rank, type) for op, name, rank, type in named(root) if op in declared}
     doubtful: set[str] = set()
     evident: set[str] = set()
     ambiguous: set[str] = set()
     for node in walk(root):
-        if node.op == "param":
-            names[node.name] = (0, node.type)
-        elif node.op == "lookup":
-            names[node.name] = (len(node.args), node.type)
-        elif node.op == "segment":
-            names[node.name] = (1, INT)
-        elif node.op in BITS and all(flex[a] for a in node.args):
+        if node.op in BITS and all(flex[a] for a in node.args):
             doubtful.update(*(flex[a] for a in node.args))
         evident.update(_evidence(node, flex))
         if node.op in ("eq", "ne", "where"):
@@ -287,26 +291,26 @@ def _either(e: Expr) -> frozenset[str]:
 
 def _evidence(node: Expr, flex: dict[Expr, frozenset[str]]) -> Iterator[str]:
     """Names of Bools and Floats whose type follows from this use."""
-    op, args = node.op, node.args
-    if op in TELLING or op in FLOAT_FUNCTIONS:
-        direct = args
-    elif op == "pow" and node.type is FLOAT:  # `p ** 2` is an Int where nothing says that p is none
-        direct = () if _whole(args[1]) else args
-    elif op == "reduce" and node.name[0] in ("any", "all"):
-        direct = args[2:]
-    elif op == "where":
-        yield from _named(args[:1], BOOL)
-        direct = _beside_float(args[1:], flex)
-    elif op in JOINING:
-        direct = _beside_float(args, flex)
-    else:
-        return
-    yield from _named(direct, BOOL, FLOAT)
+    yield from _named(EVIDENT[node.op](node, flex) if node.op in EVIDENT else (), BOOL, FLOAT)
+    if node.op == "where":
+        yield from _named(node.args[:1], BOOL)
 
 
-def _beside_float(args: tuple[Expr, ...], flex: dict[Expr, frozenset[str]]) -> tuple[Expr, ...]:
+def _beside_float(args: tuple[Expr, ...], flex: Mapping[Expr, frozenset[str]]) -> tuple[Expr, ...]:
     x, y = args
     return tuple(a for a, b in ((x, y), (y, x)) if b.type is FLOAT and not flex[b] and b.op != "float")
+
+
+# The arguments whose type follows from a use; none of an operator without a row.
+EVIDENT: dict[str, Callable[[Expr, Mapping[Expr, frozenset[str]]], tuple[Expr, ...]]] = {
+    **dict.fromkeys(JOINING, lambda e, flex: _beside_float(e.args, flex)),
+    # these take Bools, or prefer Floats
+    **dict.fromkeys((*"and or xor not div floor isfinite".split(), *FLOAT_FUNCTIONS), lambda e, flex: e.args),
+    # `p ** 2` is an Int where nothing says that p is none
+    "pow": lambda e, flex: () if e.type is not FLOAT or _whole(e.args[1]) else e.args,
+    "reduce": lambda e, flex: e.args[2:] if e.name[0] in ("any", "all") else (),
+    "where": lambda e, flex: _beside_float(e.args[1:], flex),
+}
 
 
 def _named(args: tuple[Expr, ...], *types: Type) -> Iterator[str]:
@@ -317,7 +321,5 @@ def _named(args: tuple[Expr, ...], *types: Type) -> Iterator[str]:
 
 def tree_size(root: Expr) -> int:
     """The number of nodes of `root` when shared nodes are written out each time."""
-    sizes: dict[Expr, int] = {}
-    for node in walk(root):
-        sizes[node] = 1 + sum(sizes[a] for a in node.args[node.op == "call" :])  # no formula of a call
-    return sizes[root]
+    # no formula of a call
+    return fold(root, lambda node, args: 1 + sum(args[node.op == "call" :]))[root]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from frisket.grammar.memo import memo
 
-from .ir import Expr, make, rebuild, walk
+from .ir import Expr, fold, make, rebuild, walk
 
 # operators that take as long as several others: divisions by 0 and overflow are looked for, tables searched
 HEAVY: dict[str, int] = {"mod": 4, "floordiv": 4, "pow": 8, "random": 24, "erf": 64, "segment": 8, "lookup": 2}
@@ -46,11 +46,12 @@ def modular(*roots: Expr) -> frozenset[Expr]:
 
 def wrapping(root: Expr) -> Expr:
     """An Expr with `wrapping_add` and so on for `modular` nodes, for languages whose plain integers may not wrap."""
-    ring, done = modular(root), dict[Expr, Expr]()
-    for e in walk(root) if ring else ():
-        args = tuple(done[a] for a in e.args)
-        done[e] = make(f"wrapping_{e.op}", args) if e in ring else rebuild(e, args)
-    return done.get(root, root)
+    ring = modular(root)
+
+    def step(e: Expr, args: list[Expr]) -> Expr:
+        return make(f"wrapping_{e.op}", tuple(args)) if e in ring else rebuild(e, tuple(args))
+
+    return fold(root, step)[root] if ring else root
 
 
 @memo(group="expressions")

@@ -31,14 +31,30 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import COMPARISONS, COORDINATES, SCORE, SIZES, TRUE, Expr, build, conj, disj, lit, uses, var, walk
+from frisket.dsl.ir import (
+    COORDINATES,
+    SCORE,
+    SIZES,
+    TRUE,
+    Expr,
+    build,
+    conj,
+    disj,
+    fold,
+    lit,
+    literal_value,
+    uses,
+    var,
+    walk,
+)
 from frisket.dsl.sugar import eq, function, ne, where
+from frisket.dsl.transfer import finite
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.simplify.hoist import finite
 
 from .plan import Geometry, LoopPlan
 from .simplify import Simplifier
+from .simplify.affine import is_int_comparison
 
 Over = Literal["head", "row", "column", "diagonal", "scatter"]
 
@@ -198,9 +214,9 @@ Row = Callable[..., tuple[Part, ...]]
 
 def _quotient(c: Expr, y: Expr) -> Expr:
     """The derivative c / y of a quotient; the two literals of `50 * tanh(score / 50)` cancel, Int ones too."""
-    number = y.args[0] if y.op == "float" else y
+    divisor = literal_value(y.args[0] if y.op == "float" else y, 0)
     # c * y / y is NaN where y is 0 or infinite
-    if c.op == "mul" and number.op == "lit" and y in c.args and number.name and math.isfinite(number.name):
+    if c.op == "mul" and y in c.args and divisor and math.isfinite(divisor):
         return c.args[0] if c.args[1] is y else c.args[1]
     return c / y
 
@@ -269,16 +285,14 @@ def over(index: tuple[Expr, ...]) -> Over:
     >>> over((abs(q - k) // 4,)), over((q // 4 - k // 4,))
     ('diagonal', 'scatter')
     """
-    forms: dict[Expr, Polynomial] = {}
-    known: dict[Expr, frozenset[str]] = {}
-    for e in walk(*index):
-        forms[e] = _polynomial(e, forms)
+    forms, known = fold(index, _polynomial), dict[Expr, frozenset[str]]()
+    for e, form in forms.items():
         coordinates = frozenset({e.name} & {"q", "k", "score"}) if e.op == "var" else _together(e.args, known)
-        if _whole(e) and forms[e] != {(e,): 1}:  # past _MOST products the form is the node alone, and tells nothing
+        if is_int_comparison(e):
+            form = _sum(forms[e.args[0]], forms[e.args[1]], -1)
+        if form != {(e,): 1}:  # past _MOST products the form is the node alone, and tells nothing
             # both are sound: the polynomial may cancel a coordinate, the operands may read fewer
-            coordinates = min(coordinates, _moves(forms[e], known), key=len)
-        elif e.op in COMPARISONS and e.args[0].type is INT:
-            coordinates = min(coordinates, _moves(_sum(forms[e.args[0]], forms[e.args[1]], -1), known), key=len)
+            coordinates = min(coordinates, _moves(form, known), key=len)
         known[e] = coordinates
     on = _together(index, known)
     names: dict[frozenset[str], Over] = {
@@ -295,10 +309,7 @@ def alone(entry: Expr) -> str | None:
     >>> alone(3 + q), alone(k // 2), alone(q - k)
     ('q', None, None)
     """
-    forms: dict[Expr, Polynomial] = {}
-    for e in walk(entry):
-        forms[e] = _polynomial(e, forms)
-    polynomial = forms[entry]
+    polynomial = fold(entry, _polynomial)[entry]
     # an atom other than a bare coordinate may have one value at two of them
     moving = [p for p in polynomial if any(e.op == "lookup" or uses(e) & {*COORDINATES, "score"} for e in walk(*p))]
     return (
@@ -310,29 +321,24 @@ def _together(nodes: tuple[Expr, ...], known: dict[Expr, frozenset[str]]) -> fro
     return frozenset().union(*(known[e] for e in nodes))
 
 
-def _whole(e: Expr) -> bool:
-    """A sum, difference or product of Ints, or of Ints converted to Float, which are exact."""
-    if e.op == "neg" or (e.op == "mul" and e.type is INT):
-        return e.type is INT
-    return e.op in ("add", "sub") and (e.type is INT or all(a.op == "float" for a in e.args))
+def _polynomial(e: Expr, args: list[Polynomial]) -> Polynomial:
+    form = _FORMS[e.op](e, *args) if e.op in _FORMS else None
+    return {(e,): 1} if form is None or len(form) > _MOST else form
 
 
-def _polynomial(e: Expr, forms: dict[Expr, Polynomial]) -> Polynomial:
-    alone: Polynomial = {(e,): 1}
-    if e.op == "lit" and e.type is INT:
-        return {(): e.name}
-    if e.op == "float":
-        return forms[e.args[0]]
-    if not _whole(e):
-        return alone
-    parts = [forms[a] for a in e.args]
-    if e.op == "mul" and len(parts[0]) * len(parts[1]) > _MOST:  # before the work of so many products
-        return alone
-    if e.op == "neg":
-        return _sum({}, parts[0], -1)
-    one, two = parts
-    polynomial = _product(one, two) if e.op == "mul" else _sum(one, two, 1 if e.op == "add" else -1)
-    return polynomial if len(polynomial) <= _MOST else alone
+def _added(sign: int) -> Callable[[Expr, Polynomial, Polynomial], Polynomial | None]:
+    """The row of a sum or difference of Ints, or of Ints converted to Float, which are exact."""
+
+    def row(e: Expr, one: Polynomial, two: Polynomial) -> Polynomial | None:
+        exact = e.type is INT or all(a.op == "float" for a in e.args)
+        return _sum(one, two, sign) if exact else None
+
+    return row
+
+
+def _multiplied(e: Expr, one: Polynomial, two: Polynomial) -> Polynomial | None:
+    # before the work of so many products
+    return _product(one, two) if e.type is INT and len(one) * len(two) <= _MOST else None
 
 
 def _sum(one: Polynomial, two: Polynomial, sign: int) -> Polynomial:
@@ -349,6 +355,16 @@ def _product(one: Polynomial, two: Polynomial) -> Polynomial:
             # by id: any order makes equal products equal, and ids compare fastest
             total = _sum(total, {tuple(sorted((*p, *r), key=id)): f * g}, 1)
     return total
+
+
+_FORMS: dict[str, Callable[..., Polynomial | None]] = {
+    "lit": lambda e: {(): e.name} if e.type is INT else None,
+    "float": lambda e, x: x,
+    "neg": lambda e, x: _sum({}, x, -1) if e.type is INT else None,
+    "add": _added(1),
+    "sub": _added(-1),
+    "mul": _multiplied,
+}
 
 
 def _moves(form: Polynomial, known: dict[Expr, frozenset[str]]) -> frozenset[str]:

@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ShapeError
 from frisket.dsl.ir import SIZES, Expr, build, lit, lookup, make, param, random, renamed, substitute, uses, var, walk
-from frisket.dsl.reach import magnitude
 from frisket.dsl.show import show
 from frisket.dsl.sugar import where
+from frisket.dsl.transfer import interval, magnitude
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.dsl.work import RING, modular
 from frisket.lowering.analysis.solve import ENDS_OF_RUNS, Ends, Fact, ends_of
 from frisket.lowering.analysis.tiles import FULL, PARTIAL, Boxes
-from frisket.lowering.simplify.affine import interval
 from frisket.lowering.simplify.canonical import untied
 
 from .analysis.table import Table

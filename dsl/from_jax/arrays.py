@@ -84,7 +84,7 @@ def unwrapped(e: Expr, n: int) -> Expr:
     if e.op == "where":
         test, yes, no = e.args
         if test is build("lt", no, ZERO) and yes is build("add", no, lit(n)):
-            if any(part.op in NO_NUMBER for part in ir.walk(no)):
+            if ir.find(no, *NO_NUMBER):
                 return no
             return lit(int(evaluate(e, {})))
     return e

@@ -33,8 +33,8 @@ from frisket.dsl.from_python.symbol import Symbol
 from frisket.dsl.from_python.user_line import NO_TRUTH, fail, instead, line, raised_at
 from frisket.dsl.ir import Expr, build, lit, to_float
 from frisket.dsl.operators import MADE_OF
-from frisket.dsl.reach import Widths
 from frisket.dsl.types import FLOAT, INT, Type
+from frisket.dsl.widths import Widths
 from frisket.dsl.work import RING
 from frisket.grammar.memo import memo
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl import ir
-from frisket.dsl.from_python.elements import ON_BOOL, number
-from frisket.dsl.ir import COMPARISONS, OPERATORS, Expr, build, lit, to_float
+from frisket.dsl.from_python.elements import ON_BOOL, number, truth
+from frisket.dsl.ir import COMPARISONS, OPERATORS, Expr, build, lit, literal_value, to_float
 from frisket.dsl.operators import expm1
+from frisket.dsl.transfer import EXACT, integral
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 Equation = Any  # jax.extend.core.JaxprEqn
@@ -76,23 +77,11 @@ def _comparison(op: str) -> Meaning:
     return meaning
 
 
-def integral(e: Expr) -> Expr | None:
-    """The Int that a Float was converted from: jnp.floor gives a float, `floor` an Int."""
-    if e.op == "float":
-        return e.args[0]
-    if e.op == "lit" and e.type is FLOAT and math.isfinite(e.name) and e.name == int(e.name):
-        return lit(int(e.name))
-    if e.op in ("add", "sub", "mul", "neg", "min", "max", "abs") and e.type is FLOAT:
-        parts = [integral(a) for a in e.args]
-        return None if None in parts else build(e.op, *(p for p in parts if p is not None))
-    return None
-
-
 def _rounded(e: Expr) -> bool:
     """Whether a rounding function is among the operators that `integral` takes apart."""
     if e.op == "float":
-        return any(n.op == "floor" for n in ir.walk(e))
-    return e.op in ("add", "sub", "mul", "neg", "min", "max", "abs") and any(map(_rounded, e.args))
+        return bool(ir.find(e, "floor"))
+    return e.op in EXACT and any(map(_rounded, e.args))
 
 
 def _unsigned(eqn: Equation) -> bool:
@@ -121,7 +110,7 @@ def _integer_pow(eqn: Equation, x: Expr) -> Expr:
 
 
 def _pow(_: Equation, x: Expr, y: Expr) -> Expr:
-    if x.type is INT and y.type is INT and not (y.op == "lit" and y.name >= 0):
+    if x.type is INT and y.type is INT and literal_value(y, -1) < 0:
         raise Refused("an integer to a power that varies; convert one to float")
     return build("pow", x, y) if x.type is INT and y.type is INT else build("pow", to_float(x), to_float(y))
 
@@ -157,9 +146,7 @@ def _convert(eqn: Equation, x: Expr) -> Expr:
     if want is x.type:
         return x
     if want is BOOL:
-        if x.op == "int" and x.args[0].type is BOOL:
-            return x.args[0]
-        return build("ne", x, lit(0) if x.type is INT else lit(0.0))
+        return truth(x)
     if want is FLOAT:
         return to_float(number(x))
     whole = integral(x) if _rounded(x) else None

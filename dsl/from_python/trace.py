@@ -29,8 +29,8 @@ from frisket.dsl.from_jax import callables as from_jax
 from frisket.dsl.from_torch.callables import TracedAutogradFunction, active
 from frisket.dsl.ir import COORDINATES, Expr, to_float
 from frisket.dsl.operators import BUILT_IN, RESERVED
-from frisket.dsl.reach import Widths
 from frisket.dsl.types import BOOL, FLOAT, Type
+from frisket.dsl.widths import Widths
 from frisket.grammar import load
 
 from .closure import is_foreign, names_read
@@ -115,7 +115,7 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless
         else:
             message = str(error).partition(", but expected one of")[0]  # torch lists every overload
             fail(f"{type(error).__name__}: {message}", error)
-    used = {*chain(*ir.free_names(e)), *(n.name[0] for n in ir.walk(e) if n.op == "extent")}
+    used = {*chain(*ir.free_names(e)), *(n.name[0] for n in ir.find(e, "extent"))}
     tables = {n: t for n, t in tracer.tables.items() if n in used}
     read = tuple((tracer.read or {}).values())
     scored, expr = "score" in names.values(), to_float(e) if kind == "score" else e

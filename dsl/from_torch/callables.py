@@ -184,7 +184,7 @@ class Front:
         """The tensor of a symbol, or None where its value depends on a position."""
         if self.moves(x):
             return None
-        self.looks(self.values.get(n.name) for n in ir.walk(x.expr) if n.op in ("lookup", "param", "segment"))
+        self.looks(self.values.get(n.name) for n in ir.find(x.expr, "lookup", "param", "segment"))
         names = {a.bound: ir.var(f"axis {i}") for i, a in enumerate(x.axes)}
         grid = np.ogrid[tuple(slice(n) for n in x.shape)] if x.axes else ()
         with self.torch._C.DisableTorchFunction():
@@ -260,12 +260,12 @@ class Front:
     @staticmethod
     def moves(x: Any) -> bool:
         """Whether a position enters an argument."""
-        return isinstance(x, Symbol) and any(n.op == "var" for n in ir.walk(x.expr))
+        return isinstance(x, Symbol) and bool(ir.uses(x.expr))
 
     def learned(self, x: Any) -> bool:
         if not isinstance(x, Symbol):
             return bool(x.requires_grad)
-        leaves = (n.name for n in ir.walk(x.expr) if n.op in ("lookup", "param"))
+        leaves = (n.name for n in ir.find(x.expr, "lookup", "param"))
         return any(getattr(self.values.get(n), "requires_grad", False) for n in leaves)
 
     def factory(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

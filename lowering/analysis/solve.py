@@ -47,12 +47,28 @@ from functools import partial, reduce
 from itertools import product
 from typing import Literal, TypeVar
 
-from frisket.dsl.ir import FALSE, TRUE, Expr, build, clauses, conj, disj, lit, make, substitute, uses, var, walk
+from frisket.dsl.ir import (
+    FALSE,
+    TRUE,
+    Expr,
+    build,
+    clauses,
+    conj,
+    disj,
+    lit,
+    make,
+    operands,
+    substitute,
+    uses,
+    var,
+    walk,
+)
 from frisket.dsl.sugar import where
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
-from frisket.lowering.simplify.affine import FLIP, Linear, interval, is_int_comparison, linear, relation, write
+from frisket.lowering.simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
 from frisket.lowering.simplify.rules_boolean import negate
 
 Q, K = var("q"), var("k")
@@ -66,11 +82,6 @@ Conjunctions = list[tuple[T, ...]]  # one of them holds, and of that one every p
 def depends(e: Expr) -> frozenset[str]:
     """The coordinates among q and k that an Expr reads."""
     return uses(e) & {"q", "k"}
-
-
-def operands(e: Expr, op: str) -> tuple[Expr, ...]:
-    """The operands of an `and` or `or`; another Expr is its own only one."""
-    return e.args if e.op == op else (e,)
 
 
 # -- disjuncts ------------------------------------------------------------------------------------
@@ -297,7 +308,7 @@ def _of_half(half: Isolated, needs: Expr) -> tuple[Curve, ...] | None:
 
 def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
     """An affine Expr never below (ge) or above (le) a form, if `needs` holds; None if an atom has no affine bound."""
-    conditions = operands(needs, "and")
+    conditions = operands("and", needs)
     total = Linear((), form.const)
     for a, f in form.terms:
         if "q" not in depends(a) or a is Q:  # exact: such a term bounds itself

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.ir import Expr, conj, disj, uses
+from frisket.dsl.ir import Expr, conj, disj, operands, uses
 
-from .solve import operands, sides_of_ids
+from .solve import sides_of_ids
 
 if TYPE_CHECKING:
     from .tiles import Grid
@@ -263,8 +263,8 @@ class CommonIds:
 def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Grid, value: Value) -> list[CommonIds]:
     """The clauses of a conjunction with sets for `T[q] == U[k]` in some part; b and h may stand before q and k."""
     clauses = []
-    for clause in operands(mask, "and"):
-        sets = {part: _of_part(part, arrays, grid, value) for part in operands(clause, "or")}
+    for clause in operands("and", mask):
+        sets = {part: _of_part(part, arrays, grid, value) for part in operands("or", clause)}
         if any(sets.values()):
             rest = [part for part, ids in sets.items() if not ids]
             clauses.append(CommonIds([x for x in sets.values() if x], disj(*rest) if rest else None))
@@ -272,7 +272,7 @@ def common_ids(mask: Expr, arrays: Mapping[str, Array], grid: Grid, value: Value
 
 
 def _of_part(part: Expr, arrays: Mapping[str, Array], grid: Grid, value: Value) -> list[tuple[Array, Array]]:
-    conditions = operands(part, "and")
+    conditions = operands("and", part)
     pairs = []
     for e in conditions:
         if (sides := sides_of_ids(e)) is None:

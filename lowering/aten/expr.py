@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import unroll
-from frisket.dsl.ir import FLOAT_FUNCTIONS, OPERATORS, Expr, Named, uses, walk
+from frisket.dsl.ir import FLOAT_FUNCTIONS, OPERATORS, Expr, Named, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.language import Language
@@ -228,49 +228,3 @@ def _fits(inner: tuple[int, ...], outer: tuple[int, ...]) -> bool:
     if len(inner) > len(outer):
         return False
     return all(a in (1, b) for a, b in zip(reversed(inner), reversed(outer), strict=False))
-
-
-# -- translation invariance -----------------------------------------------------------------------
-
-
-def drift(root: Expr) -> dict[Expr, int | None]:
-    """The step of each node when q and k both move by one: 0 for one that only sees their distance, None if unknown."""
-    rate: dict[Expr, int | None] = {}
-    for n in walk(root):
-        rate[n] = _rate(n, [rate[a] for a in n.args])
-    return rate
-
-
-def _rate(n: Expr, rates: list[int | None]) -> int | None:
-    if n.op in ("lit", "var", "param"):
-        return int(n.op == "var" and n.name in ("q", "k"))
-    if n.op == "var" and n.name == "score":
-        return None
-    if any(r is None for r in rates):
-        return None
-    known = [r for r in rates if r is not None]
-    if not any(known):
-        return 0
-    if n.op == "add":
-        return sum(known)
-    if n.op == "sub":
-        return known[0] - known[1]
-    if n.op == "neg":
-        return -known[0]
-    # the product of two moving Ints changes by no fixed step
-    if n.op == "mul" and n.type is INT and n.args[0].op == "lit":
-        return int(n.args[0].name) * known[1]
-    if n.op == "mul" and n.type is INT and n.args[1].op == "lit":
-        return int(n.args[1].name) * known[0]
-    # both sides move alike, so their difference stays
-    if n.op in ("lt", "le", "gt", "ge", "eq", "ne") and n.args[0].type is INT and known[0] == known[1]:
-        return 0
-    if n.op in ("min", "max") and n.type is INT and known[0] == known[1]:
-        return known[0]
-    return None
-
-
-@memo(group="expressions")
-def distance_only(root: Expr) -> bool:
-    """Whether `root` depends on q and k through q - k alone (and b, h, score do not occur)."""
-    return not uses(root) & {"b", "h", "score"} and drift(root)[root] == 0

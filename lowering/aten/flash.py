@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from frisket.dsl.ir import Expr, uses
+from frisket.dsl.transfer import drift
 
-from .expr import drift
 from .steps import Heads, RowStep, joined, partial, triangles
 from .tiles import AtenTiles, vectors
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.ir import SIZES, Expr, binary, lit, rebuild, uses, walk
+from frisket.dsl.transfer import distance_only
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, KernelInputs
 
-from .expr import TileProgram, distance_only
+from .expr import TileProgram
 from .steps import Block, Heads, KeyPiece, RowStep, heads, steps
 
 Tensor = Any
@@ -403,7 +404,7 @@ def _hoisted(score: Expr) -> dict[Expr, str]:
     def visit(e: Expr) -> None:
         if not e.args or e in parts:
             return
-        if distance_only(e) and {"q", "k"} <= {n.name for n in walk(e) if n.op == "var"}:
+        if distance_only(e) and {"q", "k"} <= uses(e):
             parts[e] = f"~{len(parts)}"
             return
         for a in e.args:

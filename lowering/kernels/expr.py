@@ -11,9 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import Expr, build, lit, transform, uses, walk
+from frisket.dsl.ir import Expr, build, fold, lit, transform, uses, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.simplify.affine import Linear, linear, write
 
@@ -59,12 +61,11 @@ class Printed:
 
 def levels(*roots: Expr, when: Mapping[str, int] = LEVELS) -> dict[Expr, int]:
     """The level at which the value of each node is known; `when` gives the level of variables."""
-    known: dict[Expr, int] = {}
-    for node in walk(*roots):
-        known[node] = when.get(node.name, SCALAR) if node.op == "var" else SCALAR
-        for a in node.args:
-            known[node] |= known[a]
-    return known
+
+    def level(node: Expr, args: list[int]) -> int:
+        return reduce(or_, args, when.get(node.name, SCALAR) if node.op == "var" else SCALAR)
+
+    return fold(roots, level)
 
 
 Leaf = Callable[[Expr, list[Text]], Text | None]  # the text of a node that is no operator, from those of its operands

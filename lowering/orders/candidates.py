@@ -61,7 +61,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.evaluate import evaluate, table_array
-from frisket.dsl.ir import Expr, Named, lit, lookup, rebuild, transform, uses, var, walk
+from frisket.dsl.ir import Expr, Named, find, fold, lit, literal_value, lookup, rebuild, transform, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.dsl.work import steps
 from frisket.lowering.kernels.expr import same_remainder
@@ -217,7 +217,7 @@ def candidates(mask: Expr, tables: Mapping[str, Array], length: int) -> Iterator
                     seen.add((start, candidate.digits))
                     last = f", positions below {start:,} last" if start else ""
                     yield replace(candidate, name=candidate.name + last, start=start)
-    for name in dict.fromkeys(n.name for n in walk(mask) if n.op == "lookup" and len(n.args) == 1):
+    for name in dict.fromkeys(n.name for n in find(mask, "lookup") if len(n.args) == 1):
         table = tables.get(name)
         # a table that rises already suggests no move
         if table is not None and len(table) >= length and (np.diff(table[:length].astype(float)) < 0).any():
@@ -251,7 +251,7 @@ def _of_coordinates(mask: Expr, tables: Mapping[str, Array], length: int) -> Ite
 
 def starts(mask: Expr) -> set[int]:
     """The positions at which quotients and remainders begin to count: 77 of `(q - 77) // 32`."""
-    counted = [linear(n.args[0]) for n in walk(mask) if n.op in ("floordiv", "mod")]
+    counted = [linear(n.args[0]) for n in find(mask, "floordiv", "mod")]
     single = [e for e in counted if len(e.terms) == 1 and e.terms[0][1] == 1 and e.terms[0][0].name in ("q", "k")]
     return {-e.const for e in single if e.const < 0}
 
@@ -267,11 +267,11 @@ def cuts(mask: Expr) -> set[int]:
 
 def _range(node: Expr, known: Mapping[Expr, Range | None], cut_places: set[int]) -> Range | None:
     """The digits of a position that an Int is made of; None where it is made of something else."""
-    if node.op in ("floordiv", "mod") and node.args[1].op == "lit" and node.args[1].name > 0:
+    if node.op in ("floordiv", "mod") and (divisor := literal_value(node.args[1], 0)) > 0:
         whole = known[node.args[0]]
         if whole is None:
             return None
-        cut = whole[0] * int(node.args[1].name)
+        cut = whole[0] * int(divisor)
         cut_places.add(cut)
         return (cut, whole[1]) if node.op == "floordiv" else (whole[0], cut)
     if node.op == "var":
@@ -379,15 +379,9 @@ def folded(
         return lookup(table_name(values), tuple(args), node.type)
 
     known: dict[Expr, Expr] = {}
-    free: dict[Expr, frozenset[int]] = {}  # the variables of reductions that a node reads and does not bind
-    whole: dict[Expr, str | None] = {}  # the only coordinate that a node depends on
-    for node in walk(e):
-        below = frozenset[int]().union(*(free[a] for a in node.args))
-        free[node] = (
-            below | {node.name} if node.op == "bound" else below - {node.name[1]} if node.op == "reduce" else below
-        )
-        # a part that reads the variable of an outer reduction has several values at a position
-        whole[node] = None if free[node] else _coordinate(node, places, scalars)
+    # the only coordinate that a node depends on; what reads the variable of an outer reduction has several values there
+    whole = {n: None if free else _coordinate(n, places, scalars) for n, free in fold(e, _free).items()}
+    for node in whole:
         known[node] = node
         if whole[node] is None and node.op == "lookup" and any(whole[a] for a in node.args):
             known[node] = in_turn(node)
@@ -396,6 +390,12 @@ def folded(
             known[node] = rebuild(node, tuple(args))
     root = whole[e]
     return (table(e, root) if root else known[e]), new_tables
+
+
+def _free(node: Expr, args: list[frozenset[int]]) -> frozenset[int]:
+    """The variables of reductions that a node reads and does not bind."""
+    below = frozenset[int]().union(*args)
+    return below | {node.name} if node.op == "bound" else below - {node.name[1]} if node.op == "reduce" else below
 
 
 def _coordinate(node: Expr, places: Mapping[str, Array], scalars: Mapping[str, Any]) -> str | None:
@@ -430,7 +430,7 @@ def by_graph(
     first position of each node."""
     env = {**scalars, "b": 0, "h": 0, "B": 1, "H": 1, "Q_LEN": q_len, "KV_LEN": kv_len}
     lengths, seen = {"q": q_len, "k": kv_len}, set()
-    for node in (n for n in walk(mask) if n.op == "lookup"):
+    for node in find(mask, "lookup"):
         sides = (_indices(node, name, env, tables, lengths[name]) for name in lengths)
         nodes = [numbered(x)[1] for x in sides if x is not None]
         if len(nodes) < 2:
@@ -462,7 +462,7 @@ def _indices(node: Expr, name: str, env: Mapping[str, Any], tables: Mapping[str,
     """One number for a lookup's indices that depend on a coordinate, at each of its positions; None without any."""
     numbers = None
     for a, size in zip(node.args, table_array(tables, node.name).shape, strict=False):
-        if uses(a) - env.keys() == {name} and all(n.op != "bound" for n in walk(a)):
+        if uses(a) - env.keys() == {name} and not find(a, "bound"):
             index = evaluate(a, {**env, name: np.arange(length)}, tables).clip(0, size - 1)
             numbers = index if numbers is None else numbers * size + index
     return numbers

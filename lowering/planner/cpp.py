@@ -14,11 +14,10 @@ from importlib.resources import files
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import FALSE, SIZES, Expr, walk
+from frisket.dsl.ir import FALSE, SIZES, Expr, operands, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
-from frisket.lowering.analysis.solve import operands
 from frisket.lowering.kernels.cpp.expr import BINDS, CPP, number
 from frisket.lowering.kernels.expr import ROW, SCALAR, Line, machine
 from frisket.lowering.kernels.language import ASSOCIATIVE, PREFIX, SHIFTS, Language, Text
@@ -77,7 +76,7 @@ def function(plan: Planner, name: str = "frisket_plan") -> str:
 def questions(plan: Planner) -> tuple[Expr, ...]:
     """The roots of a planner, and what else tells that a piece is empty, to be asked one after another."""
     # each is asked on its own line, so that the first true one ends the search
-    disjoint = () if plan.disjoint is FALSE else operands(plan.disjoint, "or")
+    disjoint = () if plan.disjoint is FALSE else operands("or", plan.disjoint)
     return plan.roots if plan.seen else (*plan.roots, *disjoint)
 
 

@@ -40,6 +40,7 @@ from frisket.dsl.ir import (
     lit,
     lookup,
     make,
+    operands,
     rebuild,
     substitute,
     transform,
@@ -59,7 +60,6 @@ from frisket.lowering.analysis.solve import (
     disjuncts,
     is_positive,
     isolated,
-    operands,
     sides_of_ids,
     system,
 )
@@ -155,14 +155,14 @@ def planner(
 
 def _no_common_ids(mask: Expr, tables: set[str]) -> Expr:
     """Whether a piece is empty, as terms `T[q] == U[k]` tell: of some clause of the mask no part can hold."""
-    with_ids = (clause for clause in operands(mask, "and") if any(map(sides_of_ids, walk(clause))))
+    with_ids = (clause for clause in operands("and", mask) if any(map(sides_of_ids, walk(clause))))
     # a clause without ids cannot tell
-    return disj(*(conj(*(_part_disjoint(part, tables) for part in operands(clause, "or"))) for clause in with_ids))
+    return disj(*(conj(*(_part_disjoint(part, tables) for part in operands("or", clause))) for clause in with_ids))
 
 
 def _part_disjoint(part: Expr, tables: set[str]) -> Expr:
     conditions = []
-    for sides in filter(None, map(sides_of_ids, operands(part, "and"))):
+    for sides in filter(None, map(sides_of_ids, operands("and", part))):
         if {s.name for s in sides} <= tables:
             conditions += [eq(_classes(op, sides[0], "q") & _classes(op, sides[1], "k"), 0) for op in CLASSES]
     return disj(never(part), *conditions)

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from frisket.dsl.ir import COMPARISONS, COORDINATES, FALSE, SIZES, TRUE, Expr, build, lit, walk
-from frisket.dsl.reach import Interval, interval_of
+from frisket.dsl.ir import COMPARISONS, COORDINATES, FALSE, SIZES, TRUE, Expr, build, fill, lit, literal_value, walk
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 
@@ -66,21 +66,8 @@ def sort_key(e: Expr) -> tuple[Any, ...]:
     Bool: bounds on positions, then other comparisons, those of tables, what is no comparison, and what is made of
     several; inside each kind those of both q and k first, then by depth and operator.
     """
-    key: tuple[Any, ...] = _filled(e, "rank", _look).key
+    key: tuple[Any, ...] = fill(e, "rank", _look).key
     return key
-
-
-def _filled(e: Expr, field: str, of: Callable[[Expr, list[Any]], Any]) -> Any:
-    """The field of a node, filled by `of` from those of its arguments: an Expr may be deeper than Python's stack."""
-    stack = [] if getattr(e, field) else [e]
-    while stack:
-        node = stack[-1]
-        missing = [a for a in node.args if getattr(a, field) is None]
-        stack.extend(missing)
-        if not missing:
-            stack.pop()
-            setattr(node, field, of(node, [getattr(a, field) for a in node.args]))
-    return getattr(e, field)
 
 
 def _look(e: Expr, args: list[_Known]) -> _Known:
@@ -92,34 +79,36 @@ def _look(e: Expr, args: list[_Known]) -> _Known:
     order = tuple(sorted(variables))
     sides = (not variables.isdisjoint(_QUERY)) + (not variables.isdisjoint(_KEY)) if e.type is BOOL else 0
     short = (_rank(e, args, tables), -sides, order, e.depth, e.op)
-    named = e.op in NAMED
-    label = "" if named or e.op == "lit" else str(e.name)
-    if e.op == "extent":
-        label = str(e.name[1])
+    name, literal = user_name(e), literal_value(e)
+    label = str(e.name[1]) if e.op == "extent" else str(e.name) if name is None and literal is None else ""
     shape = digest(e.op, str(e.type), label, *(a.shape for a in args))
-    name = str(e.name[0] if e.op == "extent" else e.name) if named else ""
-    literal = _bits(e.name) if e.op == "lit" else b""
-    comparable = (0, 0) if e.name != e.name else (1, e.name)  # NaN compares with nothing, and a sort needs an order
-    literals = (comparable,) if e.op == "lit" else _gather(a.literals for a in args)
-    names = _gather([(name,) if named else (), *(a.names for a in args)])
-    whole = digest(shape, literal, name, *(a.whole for a in args))
+    comparable = (0, 0) if literal != literal else (1, literal)  # NaN compares with nothing, and a sort needs an order
+    literals = _gather(a.literals for a in args) if literal is None else (comparable,)
+    names = _gather([() if name is None else (name,), *(a.names for a in args)])
+    bits = b"" if literal is None else _bits(literal)
+    whole = digest(shape, bits, name or "", *(a.whole for a in args))
     numbered = tuple(by_length(n) for n in names)
     key = (short, label if e.op == "var" else "", tuple(a.short for a in args), shape, literals, numbered, whole)
     return _Known(key, short, order, plain, tables, shape, whole, literals, names)
 
 
+_LEAF_RANKS = {"lit": 50, "param": 30}
+_BOOL_RANKS = {"xor": 35, "not": 35, "where": 35, "and": 36, "or": 36}
+
+
 def _rank(e: Expr, args: list[_Known], tables: bool) -> int:
-    if e.op == "lit":
-        return 50
     if e.op == "var":
         return VARIABLES.get(e.name, _OTHER)
-    if e.op == "param":
-        return 30
-    if e.type is not BOOL:
-        return 40
-    if e.op in COMPARISONS and e.args[0].type is INT:
+    if is_int_comparison(e):
         return 31 if all(a.plain for a in args) else 33 if tables else 32
-    return 36 if e.op in ("and", "or") else 35 if e.op in ("xor", "not", "where") else 34
+    return _LEAF_RANKS.get(e.op) or (_BOOL_RANKS.get(e.op, 34) if e.type is BOOL else 40)
+
+
+def user_name(e: Expr) -> str | None:
+    """The user's name that a node reads, of a parameter or table; None for other nodes."""
+    if e.op not in NAMED:
+        return None
+    return str(e.name[0] if e.op == "extent" else e.name)
 
 
 def _gather(parts: Any) -> tuple[Any, ...]:
@@ -206,23 +195,31 @@ _WIDEST = 64  # terms of one form: sums beyond are taken in parts, so that work 
 @memo(group="expressions")
 def linear(e: Expr) -> Linear:
     """The affine form of an Int expression; parts that are not affine, and sums of very many terms, become atoms."""
-    if e.op == "lit":
-        return Linear((), e.name)
-    if e.op in ("add", "sub"):
-        left, right = linear(e.args[0]), linear(e.args[1])
-        if len(left.terms) + len(right.terms) > _WIDEST:
-            return Linear(((e, 1),), 0)
-        both = left + right if e.op == "add" else left - right
-        # of numbers so large another order of the sum may leave 64 bits, which the text itself does not
-        return Linear(((e, 1),), 0) if both.large else both
-    if e.op == "neg":
-        return -linear(e.args[0])
-    if e.op == "mul":
-        for factor, other in (e.args, e.args[::-1]):
-            if factor.op == "lit":
-                many = linear(other).times(factor.name)
-                return Linear(((e, 1),), 0) if many.large else many
+    row = _FORMS.get(e.op)
+    return Linear(((e, 1),), 0) if row is None else row(e)
+
+
+def _added(e: Expr, left: Linear, right: Linear) -> Linear:
+    both = left + right if len(left.terms) + len(right.terms) <= _WIDEST else None
+    # of numbers so large another order of the sum may leave 64 bits, which the text itself does not
+    return Linear(((e, 1),), 0) if both is None or both.large else both
+
+
+def _multiple(e: Expr) -> Linear:
+    for factor, other in (e.args, e.args[::-1]):
+        if factor.op == "lit":
+            many = linear(other).times(factor.name)
+            return Linear(((e, 1),), 0) if many.large else many
     return Linear(((e, 1),), 0)
+
+
+_FORMS: dict[str, Callable[[Expr], Linear]] = {
+    "lit": lambda e: Linear((), e.name),
+    "add": lambda e: _added(e, linear(e.args[0]), linear(e.args[1])),
+    "sub": lambda e: _added(e, linear(e.args[0]), -linear(e.args[1])),
+    "neg": lambda e: -linear(e.args[0]),
+    "mul": _multiple,
+}
 
 
 @memo(group="expressions")
@@ -305,13 +302,7 @@ def is_affine(e: Expr) -> bool:
 
 
 def is_int_comparison(e: Expr) -> bool:
-    return e.op in ("lt", "le", "gt", "ge", "eq", "ne") and e.args[0].type is INT
-
-
-def interval(e: Expr) -> Interval:
-    """Inclusive ends of the values `e` can take at any position of any problem."""
-    known: Interval = _filled(e, "interval", interval_of)
-    return known
+    return e.op in COMPARISONS and e.args[0].type is INT
 
 
 def natural(e: Expr) -> bool:

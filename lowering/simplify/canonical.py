@@ -14,20 +14,18 @@ interchangeable, so that every choice gives the same Expr; past WORK looks at a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from frisket.dsl.ir import COMPARISONS, ONE, Expr, renamed, walk
+from frisket.dsl.ir import ONE, Expr, renamed, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 
-from .affine import NAMED, Linear, by_length, digest, linear
+from .affine import Linear, by_length, digest, linear, user_name
 from .engine import simplify
 from .rules_order import MIRRORED, chain
 
 WORK = 15_000
 Colours = dict[str, bytes]
-_CHAINS = frozenset({"mul", "min", "max", "bitand", "bitor", "bitxor", "xor"})
-_SUMS = frozenset({"add", "sub", "neg", "mul"})
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def _kinds(roots: Iterable[Expr]) -> dict[str, tuple[str, ...]]:
     """Every parameter and table, in order of appearance, with its kind."""
     out: dict[str, set[str]] = {}
     for e in walk(*roots):
-        name = _name(e)
+        name = user_name(e)
         if name is not None:
             out.setdefault(name, set()).add("param" if e.op == "param" else f"table of {len(e.args)}")
             out[name].add(f"{e.op} of {e.type}")
@@ -154,7 +152,7 @@ class _Graph:
         """An encoding of each node from its operands, with names replaced by colours."""
         out: dict[Expr, bytes] = {}
         for e in self.nodes:
-            name = _name(e)
+            name = user_name(e)
             label = colours[name] if name is not None else str(e.name)
             out[e] = digest(self.tags[e], str(e.type), label, *self._sides(e, out)[0])
         return out
@@ -177,7 +175,7 @@ class _Graph:
         places: dict[str, list[bytes]] = defaultdict(list)
         for e in reversed(self.nodes):
             context = digest(*sorted(above[e]))
-            name = _name(e)
+            name = user_name(e)
             if name is not None:
                 places[name].append(digest(context, below[e]))
             sides, turned = self._sides(e, below)
@@ -193,52 +191,67 @@ class _Graph:
         return sorted(digest(label if turned else _negated(label), below[a]) for label, a in self.edges[e])
 
 
-def _name(e: Expr) -> str | None:
-    if e.op not in NAMED:
-        return None
-    return str(e.name[0]) if e.op == "extent" else str(e.name)
-
-
 def _negated(label: str) -> str:
     return label[1:] if label.startswith("-") else f"-{label}"
 
 
-def _view(e: Expr) -> tuple[str, list[tuple[str, Expr]]]:
+View = tuple[str, list[tuple[str, Expr]]]
+
+
+def _view(e: Expr) -> View:
     """The operator and the labelled operands of a node. A tag that ends in `+-` means all signs may be turned."""
-    if e.op in ("and", "or"):
-        return e.op, [("", a) for a in e.args]
-    if e.op in COMPARISONS and e.args[0].type is INT:
-        form = linear(e.args[0]) - linear(e.args[1])
-        if e.op in ("eq", "ne"):
-            return f"{e.op} +-", _terms(form)
-        form = form if e.op in ("ge", "gt") else -form
-        # a strict bound is one more, so `q > k` and `q - 1 >= k` look alike
-        form = Linear(form.terms, form.const - (e.op in ("gt", "lt")))
-        return "ge", _terms(form)
-    if e.op in COMPARISONS:
-        left, right = e.args
-        if e.op in ("eq", "ne"):
-            return e.op, [("", left), ("", right)]
-        # one direction: `u > v` is `v < u`, with NaN too
-        op, pair = (e.op, (left, right)) if e.op in ("lt", "le") else (MIRRORED[e.op], (right, left))
-        return op, [("0", pair[0]), ("1", pair[1])]
-    if e.type is INT and e.op == "abs":
-        return "abs +-", _terms(linear(e.args[0]))
-    if e.type is INT and e.op in _SUMS:
-        form = linear(e)
-        if form.terms != ((e, 1),):
-            return "sum", _terms(form)
-    if e.op in _CHAINS and e.type is not FLOAT:
-        return e.op, [("", a) for a in chain(e)]
+    return _VIEWS.get(e.op, _in_places)(e)
+
+
+def _in_places(e: Expr) -> View:
+    return e.op, [(str(i), a) for i, a in enumerate(e.args)]
+
+
+def _unordered(e: Expr) -> View:
+    return e.op, [("", a) for a in e.args]
+
+
+def _chained(e: Expr) -> View:
     # Floats may change places, and are never regrouped: only the two operands of one node are alike
-    if e.op in _CHAINS or (e.op == "add" and e.type is FLOAT):
-        return e.op, [("", a) for a in e.args]
-    tag = e.op
-    if e.op == "extent":
-        tag = f"extent {e.name[1]}"
-    elif e.op == "lit" and e.type is not BOOL:
-        tag = f"lit {e.name!r}"
-    return tag, [(str(i), a) for i, a in enumerate(e.args)]
+    return (e.op, [("", a) for a in chain(e)]) if e.type is not FLOAT else _unordered(e)
+
+
+def _summed(otherwise: Callable[[Expr], View]) -> Callable[[Expr], View]:
+    def view(e: Expr) -> View:
+        form = linear(e) if e.type is INT else Linear(((e, 1),), 0)
+        return otherwise(e) if form.terms == ((e, 1),) else ("sum", _terms(form))
+
+    return view
+
+
+def _comparison(e: Expr) -> View:
+    # one direction: `u > v` is `v < u`, with NaN too
+    op = e.op if e.op in ("lt", "le") else MIRRORED[e.op]
+    low, high = e.args if op == e.op else e.args[::-1]
+    if low.type is not INT:
+        return op, [("0", low), ("1", high)]
+    form = linear(high) - linear(low)
+    # a strict bound is one more, so `q > k` and `q - 1 >= k` look alike
+    return "ge", _terms(Linear(form.terms, form.const - (op == "lt")))
+
+
+def _equation(e: Expr) -> View:
+    left, right = e.args
+    return (f"{e.op} +-", _terms(linear(left) - linear(right))) if left.type is INT else _unordered(e)
+
+
+_VIEWS: dict[str, Callable[[Expr], View]] = {
+    **dict.fromkeys(("and", "or"), _unordered),
+    **dict.fromkeys(("eq", "ne"), _equation),
+    **dict.fromkeys(("lt", "le", "gt", "ge"), _comparison),
+    **dict.fromkeys(("min", "max", "bitand", "bitor", "bitxor", "xor"), _chained),
+    **dict.fromkeys(("sub", "neg"), _summed(_in_places)),
+    "add": _summed(lambda e: _unordered(e) if e.type is FLOAT else _in_places(e)),
+    "mul": _summed(_chained),
+    "abs": lambda e: ("abs +-", _terms(linear(e.args[0]))) if e.type is INT else _in_places(e),
+    "extent": lambda e: (f"extent {e.name[1]}", []),
+    "lit": lambda e: ("lit" if e.type is BOOL else f"lit {e.name!r}", []),
+}
 
 
 def _terms(form: Linear) -> list[tuple[str, Expr]]:

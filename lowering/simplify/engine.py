@@ -9,11 +9,11 @@ from frisket.dsl.ir import Expr, rebuild
 from frisket.dsl.types import Type
 from frisket.grammar.memo import memo
 
-from . import rules_arithmetic, rules_boolean, rules_compare, rules_division, rules_order, rules_select, rules_whole
+from . import rules_arithmetic, rules_boolean, rules_compare, rules_division, rules_order, rules_select
 from .pattern import Rule
 from .rules_order import LONGEST
 
-_FAMILIES = rules_order, rules_arithmetic, rules_division, rules_compare, rules_boolean, rules_select, rules_whole
+_FAMILIES = rules_order, rules_arithmetic, rules_division, rules_compare, rules_boolean, rules_select
 RULES: tuple[Rule, ...] = tuple(r for family in _FAMILIES for r in family.RULES)
 _STEPS = 100_000  # two rules that undo each other would never end; no ordinary text comes near
 _WORK = 1 << 20  # pairs of operands that rules may compare, some seconds; past it a node stays as it is

@@ -9,9 +9,10 @@ from typing import Any
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import FLOAT_FUNCTIONS, ONE, Expr, build, lit
 from frisket.dsl.sugar import maximum, minimum
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import INT
 
-from .affine import interval, linear, natural, ordered, write
+from .affine import linear, natural, ordered, write
 from .pattern import m, n, rule, x, y
 from .rules_order import pair_in_order
 

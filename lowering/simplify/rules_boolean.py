@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 
-from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, substitute, uses, walk
+from frisket.dsl.ir import FALSE, TRUE, ZERO_OF, Expr, build, connect, literal_value, operands, substitute, uses, walk
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
@@ -25,8 +25,8 @@ def negate(e: Expr) -> Expr:
         return FALSE if e is TRUE else TRUE
     if is_int_comparison(e):
         return build(NEGATE[e.op], *e.args)
-    if e.op in ("and", "or"):
-        return build(DUAL[e.op], *(negate(a) for a in e.args))
+    if e.op in DUAL:
+        return build(DUAL[e.op], *map(negate, e.args))
     return build("not", e)
 
 
@@ -46,10 +46,9 @@ def push_not(node: Expr) -> Expr | None:
 
 def junction(node: Expr) -> Expr | None:
     """Remove constants, repeats and complements of a conjunction or disjunction."""
-    join = conj if node.op == "and" else disj
-    zero = FALSE if node.op == "and" else TRUE
     terms = set(node.args)
-    return zero if any(a.op == "not" and a.args[0] in terms for a in node.args) else join(*node.args)
+    against = any(a.op == "not" and a.args[0] in terms for a in node.args)
+    return ZERO_OF[node.op] if against else connect(node.op, node.args)
 
 
 def absorb(node: Expr) -> Expr | None:
@@ -60,8 +59,7 @@ def absorb(node: Expr) -> Expr | None:
     for term in node.args:
         if term.op != DUAL[node.op]:
             continue
-        others = [a for a in terms if a is not term]
-        if any(_implies(a, t) if node.op == "and" else _implies(t, a) for a in others for t in term.args):
+        if any(_decides(a, t, node.op) for a in terms if a is not term for t in term.args):
             terms.remove(term)
     return build(node.op, *terms) if 1 < len(terms) < len(node.args) else terms[0] if len(terms) == 1 else None
 
@@ -70,7 +68,6 @@ def resolve(node: Expr) -> Expr | None:
     """Resolution, where a sibling decides a term: p & (~p | r) is p & r, and p & (p & r | s) is p & (r | s)."""
     if len(node.args) > _VERY_MANY:
         return None
-    join, dual_join = (conj, disj) if node.op == "and" else (disj, conj)
     new, changed = [], False
     for term in node.args:
         if term.op == DUAL[node.op]:
@@ -79,17 +76,21 @@ def resolve(node: Expr) -> Expr | None:
             parts = [t for t in parts if not any(_refutes(a, t, node.op) for a in siblings)]
             if parts != list(term.args):
                 changed = True
-                term = dual_join(*parts)
+                term = connect(term.op, parts)
         new.append(term)
-    return join(*new) if changed else None
+    return connect(node.op, new) if changed else None
 
 
 def _without_known(part: Expr, siblings: list[Expr], op: str) -> Expr:
     """A nested conjunction (disjunction) without the terms that a sibling implies (is implied by)."""
     if part.op != op:
         return part
-    terms = [c for c in part.args if not any(_implies(a, c) if op == "and" else _implies(c, a) for a in siblings)]
-    return (conj if op == "and" else disj)(*terms)
+    return connect(op, (c for c in part.args if not any(_decides(a, c, op) for a in siblings)))
+
+
+def _decides(sibling: Expr, part: Expr, op: str) -> bool:
+    # in a conjunction a sibling holds: parts it implies hold, too; in a disjunction it fails, and what implies it
+    return _implies(sibling, part) if op == "and" else _implies(part, sibling)
 
 
 def _refutes(sibling: Expr, part: Expr, op: str) -> bool:
@@ -127,14 +128,12 @@ def _implies(a: Expr, b: Expr) -> bool:
 def factor(node: Expr) -> Expr | None:
     """Factoring: (p & a) | (p & b) is p & (a | b)."""
     dual = DUAL[node.op]
-    groups = [set(a.args) if a.op == dual else {a} for a in node.args]
-    common = set.intersection(*groups)
+    groups = [operands(dual, a) for a in node.args]
+    common = set.intersection(*map(set, groups))
     if not common or len(node.args) < 2:  # one term has everything in common with itself
         return None
-    inner, outer = (conj, disj) if dual == "and" else (disj, conj)
-    rests = [inner(*(t for t in (a.args if a.op == dual else (a,)) if t not in common)) for a in node.args]
-    first = node.args[0].args if node.args[0].op == dual else (node.args[0],)
-    return inner(*(t for t in first if t in common), outer(*rests))
+    rest = connect(node.op, [connect(dual, (t for t in group if t not in common)) for group in groups])
+    return connect(dual, (*(t for t in groups[0] if t in common), rest))
 
 
 def merge_bounds(node: Expr) -> Expr | None:
@@ -159,10 +158,10 @@ def merge_bounds(node: Expr) -> Expr | None:
             continue
         merged = (_intersect if node.op == "and" else _unite)(groups.pop(terms))
         if merged is None:
-            return FALSE if node.op == "and" else TRUE
+            return ZERO_OF[node.op]
         for op, bound in merged:
             new[write_relation(op, Linear(terms, -bound))] = None
-    return None if new.keys() == set(node.args) else (conj if node.op == "and" else disj)(*new)
+    return None if new.keys() == set(node.args) else connect(node.op, new)
 
 
 def _intersect(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
@@ -189,18 +188,18 @@ def substitute_equal(node: Expr) -> Expr | None:
     - n * (q // n); so too in a disjunction, beside !=."""
     if len(node.args) > _MANY:
         return None
-    relation_ = "eq" if node.op == "and" else "ne"
+    equal = {"and": "eq", "or": "ne"}[node.op]
     for term in node.args:
-        if term.op != relation_ or any(a.op not in _NAMED or a.type is not INT for a in term.args):
+        if term.op != equal or any(a.op not in _NAMED or a.type is not INT for a in term.args):
             continue
         base, gone = sorted(term.args, key=lambda a: ("k" in uses(a), a.depth, sort_key(a)))
         known = {gone: base}
-        if gone.op == "floordiv" and gone.args[1].op == "lit" and gone.args[1].name > 0:
+        if gone.op == "floordiv" and literal_value(gone.args[1], 0) > 0:
             known[build("mod", *gone.args)] = gone.args[0] - gone.args[1] * base
         new = [a if a is term else substitute(a, known) for a in node.args]
         # else the substitution would go round in a circle
         if new != list(node.args) and not any(k in walk(base) for k in known):
-            return (conj if node.op == "and" else disj)(*new)
+            return connect(node.op, new)
     return None
 
 
@@ -270,26 +269,25 @@ def choose(node: Expr) -> Expr | None:
     if _negated(yes) is no or _negated(no) is yes:
         return build("xor", cond, no)
     for op in ("and", "or"):
-        groups = [a.args if a.op == op else (a,) for a in (yes, no)]
+        groups = [operands(op, a) for a in (yes, no)]
         common = [t for t in groups[0] if t in groups[1]]
         if common:
-            join = conj if op == "and" else disj
-            return join(*common, where(cond, *(join(*(t for t in g if t not in common)) for g in groups)))
+            rests = (connect(op, (t for t in g if t not in common)) for g in groups)
+            return connect(op, (*common, where(cond, *rests)))
     return None
 
 
 def _under(cond: Expr, e: Expr) -> Expr:
     """The Expr `e` simplified where `cond` holds."""
-    known = cond.args if cond.op == "and" else (cond,)
+    known = operands("and", cond)
     if any(_implies(a, e) for a in known):
         return TRUE
     if any(_implies(a, _negated(e)) for a in known):
         return FALSE
-    if e.op not in ("and", "or"):
+    if e.op not in DUAL:
         return e
-    join, unit = (conj, TRUE) if e.op == "and" else (disj, FALSE)
-    parts = [_under(cond, t) for t in e.args]
-    return e if all(x is y for x, y in zip(parts, e.args, strict=True)) else join(unit, *parts)
+    parts = tuple(_under(cond, t) for t in e.args)
+    return e if parts == e.args else connect(e.op, parts)
 
 
 ON_JUNCTIONS = (junction, merge_bounds, absorb, resolve, factor, substitute_equal)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import islice
 
-from frisket.dsl.ir import FALSE, ONE, TRUE, ZERO, Expr, build, conj, disj, lit, walk
+from frisket.dsl.ir import FALSE, ONE, TRUE, ZERO, Expr, build, conj, connect, disj, lit, literal_value, walk
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
 
-from .affine import Linear, interval, relation, write, write_relation
+from .affine import Linear, relation, write, write_relation
 from .pattern import m, n, p, rule, x, y
 from .rules_division import recombined
 from .rules_order import comparison_in_order
@@ -55,9 +57,9 @@ def through(node: Expr) -> Expr | None:
     op, form = relation(node.op, *node.args)
     if form.large or all(a.op not in _SEEN for a, _ in form.terms) or _splits(form) > _SPLITS:
         return None
-    choices = sum(a.op == "where" or _of_bool(a) for a, _ in form.terms)
+    choices = [a for a, _ in form.terms if a.op == "where" or _of_bool(a)]
     for atom, factor in form.terms:
-        if choices > _CHOICES and (atom.op == "where" or _of_bool(atom)):
+        if len(choices) > _CHOICES and atom in choices:
             continue
         if abs(factor) != 1:
             if _of_bool(atom):
@@ -73,7 +75,6 @@ def through(node: Expr) -> Expr | None:
     return None
 
 
-_SEEN = frozenset({"abs", "min", "max", "floordiv", "where", "int", "sign", "mul"})
 _DOUBLING = frozenset({"abs", "min", "max", "where", "int"})
 _SPLITS = 8  # operators seen through in one comparison: each one may double it
 _CHOICES = 4  # each one doubles the comparison
@@ -98,37 +99,66 @@ def _cases(op: str, form: Linear, atom: Expr, factor: int) -> Expr:
 
 
 def _see_through(rel: str, atom: Expr, other: Expr, alone: bool) -> Expr | None:
-    args = atom.args
-    if atom.op == "abs" and rel in ("le", "ge"):
-        inner = args[0]
-        return conj(inner <= other, inner >= -other) if rel == "le" else disj(inner >= other, inner <= -other)
-    if atom.op == "abs" and alone and other.op == "lit":
-        return _absolute_equal(rel, args[0], other)
-    if atom.op in ("min", "max") and rel in ("le", "ge"):
-        both = (atom.op == "max") == (rel == "le")
-        pair = (build(rel, args[0], other), build(rel, args[1], other))
-        return conj(*pair) if both else disj(*pair)
-    if atom.op == "floordiv" and alone and args[1].op == "lit" and args[1].name > 0 and other.op == "lit":
-        return _quotient(rel, args[0], args[1].name, other.name)
-    if atom.op == "where" and (other.op == "lit" or any(a.op == "lit" for a in args[1:])):
-        return where(args[0], build(rel, args[1], other), build(rel, args[2], other))
-    if _of_bool(atom):
-        return where(args[0], build(rel, ONE, other), build(rel, ZERO, other))
-    return _see_through_number(rel, atom, other) if alone and args and other.op == "lit" else None
+    """The comparison `atom rel other` as one of the atom's arguments; None where it is none."""
+    return _SEEN[atom.op](rel, atom, other, literal_value(other) if alone else None) if atom.op in _SEEN else None
 
 
-def _see_through_number(rel: str, atom: Expr, value: Expr) -> Expr | None:
-    """Comparisons with a number of a sign, a square, or a minimum or maximum with a number."""
-    x, y = atom.args[0], atom.args[-1]
-    if atom.op == "sign":
-        return _sign_is(rel, x, value.name)
-    if atom.op == "mul" and x is y and rel in ("le", "ge"):
-        return _square_is(rel, x, value.name)
-    if atom.op == "mul" and x is y and value is ZERO:
-        return build(rel, x, ZERO)
-    if atom.op in ("min", "max") and y.op == "lit":
-        return _extreme_is(rel, atom.op, x, y.name, value.name)
-    return None
+def _through_abs(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
+    inner = e.args[0]
+    if rel == "le":
+        return conj(inner <= other, inner >= -other)
+    if rel == "ge":
+        return disj(inner >= other, inner <= -other)
+    return None if value is None else _absolute_equal(rel, inner, other)
+
+
+def _through_extreme(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
+    x, limit = e.args
+    if rel in ("le", "ge"):
+        both = (e.op, rel) in (("max", "le"), ("min", "ge"))
+        return connect("and" if both else "or", (build(rel, x, other), build(rel, limit, other)))
+    return None if value is None or literal_value(limit) is None else _extreme_is(rel, e.op, x, limit.name, value)
+
+
+def _through_quotient(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
+    divisor = literal_value(e.args[1], 0)
+    return _quotient(rel, e.args[0], divisor, value) if value is not None and divisor > 0 else None
+
+
+def _through_choice(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
+    cond, yes, no = e.args
+    if all(literal_value(a) is None for a in (other, yes, no)):
+        return None
+    return where(cond, build(rel, yes, other), build(rel, no, other))
+
+
+def _through_bool(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
+    return where(e.args[0], build(rel, ONE, other), build(rel, ZERO, other)) if _of_bool(e) else None
+
+
+def _through_square(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
+    x, y = e.args
+    if x is not y or value is None:
+        return None
+    return _square_is(rel, x, value) if rel in ("le", "ge") else build(rel, x, ZERO) if value == 0 else None
+
+
+def _through_sign(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
+    return None if value is None else _sign_is(rel, e.args[0], value)
+
+
+# The operators that a bound sees through, from the relation, the node, what it is compared with, and the number that
+# this is where the node stands alone.
+_SEEN: dict[str, Callable[[str, Expr, Expr, int | None], Expr | None]] = {
+    "abs": _through_abs,
+    "min": _through_extreme,
+    "max": _through_extreme,
+    "floordiv": _through_quotient,
+    "where": _through_choice,
+    "int": _through_bool,
+    "sign": _through_sign,
+    "mul": _through_square,
+}
 
 
 def _square_is(rel: str, x: Expr, value: int) -> Expr:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from frisket.dsl.ir import ZERO, Expr, build, lit
+from frisket.dsl.ir import ZERO, Expr, build, lit, literal_value
 from frisket.dsl.sugar import eq, ne
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import INT
 
-from .affine import Linear, interval, is_affine, linear, write
+from .affine import Linear, is_affine, linear, write
 from .pattern import m, n, rule, x, y, z
 
 _WIDEST = 2**62  # literals made here stay below
@@ -62,10 +63,10 @@ def divide_again(a: Expr, d: Expr) -> Expr | None:
     if d.name <= 0 or len(form.terms) != 1 or form.terms[0][1] != 1:
         return None
     atom = form.terms[0][0]
+    m = literal_value(atom.args[1], 0) if atom.op == "floordiv" else 0
     # the product of the divisors has to fit 64 bits
-    if atom.op != "floordiv" or atom.args[1].op != "lit" or not 0 < atom.args[1].name * d.name < _WIDEST:
+    if not 0 < m * d.name < _WIDEST:
         return None
-    m = atom.args[1].name
     return build("floordiv", write(linear(atom.args[0]) + Linear((), form.const * m)), lit(m * d.name))
 
 
@@ -75,10 +76,9 @@ def remainder_sees_through(a: Expr, d: Expr) -> Expr | None:
         return None
     form = linear(a)
     for atom, f in form.terms:
-        if atom.op == "mod" and atom.args[1].op == "lit" and atom.args[1].name > 0:
-            inner, m = atom.args
-            if f * m.name % d.name == 0:
-                return build("mod", write(form.without(atom) + linear(inner).times(f)), d)
+        m = literal_value(atom.args[1], 0) if atom.op == "mod" else 0
+        if m > 0 and f * m % d.name == 0:
+            return build("mod", write(form.without(atom) + linear(atom.args[0]).times(f)), d)
     return None
 
 
@@ -90,7 +90,7 @@ def recombine(node: Expr) -> Expr | None:
 def recombined(form: Linear) -> Linear | None:
     """Recombine quotient and remainder: a // d * d + a % d is a; a - a % d is a // d * d; a - a // d * d is a % d."""
     for atom, f in form.terms:
-        if atom.op not in ("mod", "floordiv") or atom.args[1].op != "lit" or not atom.args[1].name:
+        if atom.op not in ("mod", "floordiv") or not literal_value(atom.args[1]):
             continue
         whole, d = linear(atom.args[0]), atom.args[1]
         if atom.op == "mod":

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from frisket.dsl.ir import FALSE, FLOAT_FUNCTIONS, TRUE, Expr, build, lit
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
+from frisket.dsl.transfer import integral
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 from .affine import natural
@@ -21,7 +22,7 @@ def _select(type: Type) -> list[object]:
     s, t, w = (hole(n, type) for n in "stw")
     return [
         rule("where-same", where(p, s, s), s),
-        rule("where-literal", "where", _literal),
+        *_chosen(s, t),
         rule("where-not", where(~p, s, t), where(p, t, s)),
         rule("where-nested-yes", where(p, where(p, s, w), t), where(p, s, t)),
         rule("where-nested-no", where(p, s, where(p, w, t)), where(p, s, t)),
@@ -31,15 +32,16 @@ def _select(type: Type) -> list[object]:
     ]
 
 
-def _literal(node: Expr) -> Expr | None:
-    cond = node.args[0]
-    if cond.op != "lit":
-        return None
-    return node.args[1] if cond is TRUE else node.args[2]
+def _chosen(s: Expr, t: Expr) -> list[object]:
+    return [rule("where-literal", where(True, s, t), s), rule("where-literal", where(False, s, t), t)]
 
 
 def flag(e: Expr) -> Expr:
     return build("int", e)
+
+
+def real(e: Expr) -> Expr:
+    return build("float", e)
 
 
 _EXACT = frozenset({"var", "lit", "add", "sub", "neg", "abs", "min", "max", "floordiv", "mod", "int", "where"})
@@ -55,24 +57,25 @@ def position(e: Expr) -> bool:
     )
 
 
-def positions(node: Expr) -> Expr | None:
-    """Compare Ints, not Floats: float(x) < float(y) is x < y, and float(x) >= 3.5 is x >= 4."""
-    left, right = node.args
-    if left.op != "float":
-        if right.op != "float" or left.op != "lit":
-            return None
-        return build(MIRRORED[node.op], right, left)
-    x = left.args[0]
-    if right.op == "float" and position(x) and position(right.args[0]):
-        return build(node.op, x, right.args[0])
-    # near so small a number every Int is exact as a Float
-    if right.op != "lit" or not abs(right.name) < 2**31:
-        return None
-    whole = right.name == math.floor(right.name)
-    if node.op in ("eq", "ne"):
-        return build(node.op, x, lit(int(right.name))) if whole else FALSE if node.op == "eq" else TRUE
-    up = node.op in ("ge", "lt")  # x >= 3.5 is x >= 4, x < 3.5 is x < 4; x <= 3.5 is x <= 3
-    return build(node.op, x, lit(math.ceil(right.name) if up else math.floor(right.name)))
+def beside_number(op: str) -> Callable[[Expr, Expr], Expr]:
+    """The right side of a rule that compares Ints, not Floats: float(x) >= 3.5 is x >= 4, and x == 3.5 is false."""
+    never = {"eq": FALSE, "ne": TRUE}.get(op)
+    up = op in ("ge", "lt")  # x >= 3.5 is x >= 4, x < 3.5 is x < 4; x <= 3.5 is x <= 3
+
+    def right(x: Expr, c: Expr) -> Expr:
+        if never is not None and c.name != math.floor(c.name):
+            return never
+        return build(op, x, lit(math.ceil(c.name) if up else math.floor(c.name)))
+
+    return right
+
+
+def both_positions(x: Expr, y: Expr) -> bool:
+    return position(x) and position(y)
+
+
+def exact(x: Expr, c: Expr) -> bool:
+    return bool(abs(c.name) < 2**31)  # near so small a number every Int is exact as a Float
 
 
 def whole_divisor(x: Expr, c: Expr) -> bool:
@@ -88,10 +91,29 @@ def in_branches(op: str) -> Callable[..., Expr]:
     return lambda p, c, d, *bound: where(p, build(op, c, *bound), build(op, d, *bound))
 
 
+def _positions(op: str) -> list[object]:
+    """The rules of a comparison of Ints that were made Floats."""
+    return [
+        rule("compare-positions", build(op, c, real(x)), lambda c, x: build(MIRRORED[op], real(x), c)),
+        rule("compare-positions", build(op, real(x), real(y)), build(op, x, y), both_positions),
+        rule("compare-positions", build(op, real(x), c), beside_number(op), exact),
+    ]
+
+
+def compare_whole(e: Expr) -> Expr | None:
+    """A comparison of whole Floats as one of Ints: float(x) - float(y) <= 1.0 is x - y <= 1.
+
+    An Int beside a Float is converted, so that `abs(floor(q / 6) - k // 6) <= 1.0` arrives as Float arithmetic on whole
+    numbers: exact there as in Ints, where the Ints are positions."""
+    # bounded, as `integral` walks the tree and not the graph
+    x, y = (integral(a, position) if a.depth < 40 else None for a in e.args)
+    return None if x is None or y is None else build(e.op, x, y)
+
+
 bound = hole("bound", FLOAT, literal=True)
 
 RULES = [
-    *_select(INT), *_select(FLOAT),
+    *_select(INT), *_select(FLOAT), *_chosen(p, r),
     # Bools as numbers
     rule("int-of-choice", where(p, 1, 0), flag(p)), rule("int-of-choice", where(p, 0, 1), flag(~p)),
     rule("int-product", flag(p) * flag(r), flag(p & r)), rule("int-product", flag(p) & flag(r), flag(p & r)),
@@ -99,22 +121,23 @@ RULES = [
     rule("int-union", flag(p) | flag(r), flag(p | r)),
     rule("int-union", maximum(flag(p), flag(r)), flag(p | r)),
     rule("int-xor", flag(p) ^ flag(r), flag(p ^ r)),
-    rule("float-of-choice", build("float", flag(p)), where(p, 1.0, 0.0)),
-    rule("float-of-choice", build("float", where(p, m, n)), lambda p, m, n: where(p, float(m.name), float(n.name))),
+    rule("float-of-choice", real(flag(p)), where(p, 1.0, 0.0)),
+    rule("float-of-choice", real(where(p, m, n)), lambda p, m, n: where(p, float(m.name), float(n.name))),
     *(rule("function-of-choice", build(f, where(p, c, d)), in_branches(f)) for f in ("neg", *sorted(FLOAT_FUNCTIONS))),
     *(rule("compare-choice", build(op, where(p, c, d), bound), in_branches(op)) for op in MIRRORED),
     rule("sub-choice", u - where(p, c, d), lambda u, p, c, d: u + where(p, -c.name, -d.name)),
     # positions through Float: exact below 2 ** 53, where every position is
-    *(rule("compare-positions", op, positions, of=FLOAT) for op in MIRRORED),
-    rule("floor-of-quotient", build("floor", build("float", x) / c), lambda x, c: x // int(c.name), whole_divisor),
-    rule("int-of-quotient", build("int", build("float", x) / c), lambda x, c: x // int(c.name), natural_quotient),
-    rule("float-of-floor", build("floor", build("float", x)), x),
-    rule("int-of-float", build("int", build("float", x)), x),
+    *(row for op in MIRRORED for row in _positions(op)),
+    rule("floor-of-quotient", build("floor", real(x) / c), lambda x, c: x // int(c.name), whole_divisor),
+    rule("int-of-quotient", build("int", real(x) / c), lambda x, c: x // int(c.name), natural_quotient),
+    rule("float-of-floor", build("floor", real(x)), x),
+    rule("int-of-float", build("int", real(x)), x),
     rule("add-negative-zero", u + NEG_ZERO, u), rule("sub-zero", u - 0.0, u), rule("mul-one", u * 1.0, u),
     rule("div-one", u / 1.0, u), rule("neg-neg", build("neg", -u), u), rule("sub-neg", u - (-v), u + v),
     rule("add-neg", u + (-v), u - v), rule("abs-neg", abs(-u), abs(u)), rule("abs-abs", abs(abs(u)), abs(u)),
     rule("min-self", minimum(u, u), u), rule("max-self", maximum(u, u), u), rule("pow-one", u**1.0, u),
     rule("pow-two", u**2.0, u * u), rule("less-than-self", u < u, FALSE), rule("less-than-self", u > u, FALSE),
     rule("at-most-self", u <= u, eq(u, u)), rule("at-most-self", u >= u, eq(u, u)),
-    rule("isfinite-float", build("isfinite", build("float", x)), TRUE),
+    rule("isfinite-float", build("isfinite", real(x)), TRUE),
+    *(rule("whole-comparison", op, compare_whole, of=FLOAT) for op in MIRRORED),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from frisket.dsl.ir import walk
+from frisket.dsl.ir import find
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.rows import Interval
 from frisket.lowering.kernels.jnp_expr import evaluate
@@ -85,7 +85,7 @@ class SymbolicTiles(XlaTiles):
     def _value(self, e: Any, env: Mapping[str, Array]) -> Array:
         import jax.numpy as jnp
 
-        tables = {n.name: jnp.asarray(self.rows.values[n.name]) for n in walk(e) if n.op == "lookup"}
+        tables = {n.name: jnp.asarray(self.rows.values[n.name]) for n in find(e, "lookup")}
         return evaluate(e, env, tables, **self.static.widths)
 
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from frisket.dsl import errors
 from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, ShapeError, TextProblem
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, uses, var, walk
+from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, find, uses, var
 from frisket.dsl.library import definitions
 from frisket.dsl.operators import BUILT_IN, CONSTANTS
 from frisket.dsl.program import Parsed, read
@@ -283,7 +283,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, An
             scaled = np.where(seen, np.round(change / reach, 3), 0.0)
             shown = [[x if s else None for x, s in zip(xs, ss)] for xs, ss in zip(scaled.tolist(), seen.tolist())]
             return out | {"change": shown, "reach": reach}
-        numbers = [*mod.scalars.values(), *(n.name for n in walk(mod.expr) if n.op == "lit")]
+        numbers = [*mod.scalars.values(), *(n.name for n in find(mod.expr, "lit"))]
         span = max([4.0, *(3 * abs(x) for x in map(float, numbers) if abs(x) < 1000)])
         x = np.linspace(-span, span, CURVE)
         curves = []
@@ -386,7 +386,7 @@ def all_sliders(
     batch entry, `n[b]`, has a slider for all of them."""
     names = names_of(e)
     missing = {n: t for n, (rank, t) in names.items() if rank != 0 and n not in tables}
-    reads = [n for n in walk(e) if n.op in ("lookup", "segment") and n.name in missing]
+    reads = [n for n in find(e, "lookup", "segment") if n.name in missing]
     # lengths differ between entries, so that no slider stands for them all
     more = {n.name for n in reads if n.args != (var("b"),) or n.type is not INT or n.name.startswith(("len", "stop"))}
     alike = {n.name for n in reads} - more
@@ -498,13 +498,11 @@ def offsets(length: int, documents: int) -> Array:
 
 def shape_of(name: str, e: Expr, numbers: Mapping[str, Number], problem: ProblemSize) -> tuple[int, ...]:
     """The size of a table by what reads it: along an axis numbered by tables, one a document; for offsets one more."""
-    lengths: dict[int, int] = {}
-    for node in walk(e):
-        if node.op == "segment" and node.name == name:
-            lengths[0] = min(problem.documents, problem.q_len) + 1
-        elif node.op == "lookup" and node.name == name:
-            for axis, index in enumerate(node.args):
-                lengths[axis] = max(lengths.get(axis, 1), _reach(index, numbers, problem))
+    offsets = [n for n in find(e, "segment") if n.name == name]
+    lengths = {0: min(problem.documents, problem.q_len) + 1} if offsets else {}
+    for node in find(e, "lookup"):
+        for axis, index in enumerate(node.args if node.name == name else ()):
+            lengths[axis] = max(lengths.get(axis, 1), _reach(index, numbers, problem))
     if set(lengths) != set(range(len(lengths))) or not lengths:
         raise ParameterError(f"table `{name}` has no value, and nothing says how large it is; give it: --table")
     return tuple(lengths[axis] for axis in range(len(lengths)))
@@ -512,7 +510,7 @@ def shape_of(name: str, e: Expr, numbers: Mapping[str, Number], problem: Problem
 
 def _reach(index: Expr, numbers: Mapping[str, Number], problem: ProblemSize) -> int:
     """One more than the largest index, over the corners of the problem."""
-    if any(n.op in ("lookup", "segment", "bound", "extent", "reduce") for n in walk(index)):
+    if find(index, "lookup", "segment", "bound", "extent", "reduce"):
         documents = min(problem.documents, problem.q_len)
         return documents + 1 if index.op == "add" else documents
     corners = [np.array([0, n - 1]) for n in (problem.batch, problem.heads, problem.q_len, problem.kv_len)]

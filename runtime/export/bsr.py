@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
+from frisket.dsl.transfer import distance_only
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL
-from frisket.lowering.aten.expr import distance_only
 from frisket.runtime.layouts.tiling import Array, Tiling
 from frisket.runtime.machine.modules import extras
 

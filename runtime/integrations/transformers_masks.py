@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, clauses, conj, lookup, substitute, var
+from frisket.dsl.transfer import distance_only
 from frisket.grammar.memo import memo
-from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.simplify import simplify
 from frisket.runtime.masks.mask import Mask, mask
 

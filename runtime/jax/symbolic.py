@@ -11,6 +11,7 @@ from jax.interpreters import ad, mlir
 
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.ir import FALSE, OPERATORS, TRUE, Expr, conj, walk
+from frisket.dsl.transfer import finite
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import contexts
 from frisket.lowering.analysis.layout import bind as written_out
@@ -19,7 +20,6 @@ from frisket.lowering.kernels.expr import machine
 from frisket.lowering.plan import RATE, SEED, Geometry, KernelInputs, ProgramFacts, make_plan
 from frisket.lowering.planner.planner import planner
 from frisket.lowering.simplify import prepare
-from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.xla.symbolic import TARGET, forward
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.backends.base import LIBRARY

@@ -202,7 +202,7 @@ def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
 
 def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int]) -> list[tuple[str, Expr, int, int]]:
     """(coordinate, lookup, axis, its length) wherever a bare coordinate runs past the end of a table."""
-    lookups = [node for node in ir.walk(e) if node.op == "lookup"]
+    lookups = ir.find(e, "lookup")
     return [
         (index.name, node, axis, have)
         for node in lookups
@@ -225,7 +225,7 @@ def summary(value: Any) -> str:
 
 def segments_of_coordinates(e: Expr, tables: Mapping[str, Array]) -> list[tuple[str, str, int, int]]:
     """(coordinate, offsets, the first one, the last one) wherever an Expr asks for the segment of a coordinate."""
-    read = [(n.args[0].name, n.name) for n in ir.walk(e) if n.op == "segment" and n.args[0].op == "var"]
+    read = [(n.args[0].name, n.name) for n in ir.find(e, "segment") if n.args[0].op == "var"]
     read = [(c, name) for c, name in read if c in ir.COORDINATES and name in tables]
     return [(c, name, int(tables[name][0]), int(tables[name][-1])) for c, name in read]
 
@@ -257,7 +257,7 @@ def check_needs(needs: Mapping[Expr, str], values: Mapping[str, Any]) -> None:
             continue
         # where no table is read at a coordinate alone
         longest = max((x for n in tables for x in values[n].shape), default=1)
-        nodes = [n for n in ir.walk(condition) if n.op == "lookup"]
+        nodes = ir.find(condition, "lookup")
         reads = [(a, x) for n in nodes for a, x in zip(n.args, values[n.name].shape, strict=True)]
         lengths = [min((x for a, x in reads if a is ir.var(c)), default=longest) for c in at]  # all tables reach there
         env = {**{n: values[n] for n in scalars}, **dict(zip(at, np.ix_(*map(np.arange, lengths)), strict=True))}

@@ -14,14 +14,30 @@ Attention(mask = q_at[q] >= k_at[k] & doc_of_q[q] == doc_of_k[k])
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from frisket.dsl.errors import FrisketError, ParameterError
-from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, lit, lookup, make, param, substitute, uses, var, walk
+from frisket.dsl.ir import (
+    SIZES,
+    TRUE,
+    Expr,
+    clauses,
+    conj,
+    find,
+    fold,
+    lit,
+    literal_value,
+    lookup,
+    make,
+    param,
+    substitute,
+    uses,
+    var,
+)
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind as written_out
@@ -138,6 +154,15 @@ def check_sides(read: Expr, split_axes: tuple[int, ...]) -> None:
         raise ParameterError(text)
 
 
+# Whether an Int never decreases along the positions, from whether its arguments do; no other operator is known to.
+RISING: dict[str, Callable[..., bool]] = {
+    "var": lambda e: e.name in "qk",
+    "segment": lambda e, x: x,
+    **dict.fromkeys(("add", "sub"), lambda e, x, by: x and e.args[1].op == "lit"),
+    "floordiv": lambda e, x, by: x and literal_value(e.args[1], 0) > 0,  # a negative divisor would turn the order round
+}
+
+
 class _Rewriter:
     """Rewrites mask, score mod and places of dropout for a shard; whatever both read becomes one table."""
 
@@ -159,7 +184,7 @@ class _Rewriter:
         e, w = written_out(part.expr, self.known), self.where
         change: dict[Expr, Expr] = {var(c): self.at[c] for c in w.coordinates}
         change |= dict(zip(map(var, SIZES), map(lit, (w.batch, w.heads, w.length, w.length)), strict=True))
-        change |= {n: self._table(n) for n in walk(e) if n.op in ("lookup", "segment") and self._own(n)}
+        change |= {n: self._table(n) for n in find(e, "lookup", "segment") if self._own(n)}
         self._check_split(e)
         return substitute(e, change)
 
@@ -184,23 +209,16 @@ class _Rewriter:
     def _in_places(self, e: Expr) -> Expr:
         """An expression that reads split tables at places."""
         change = {}
-        for n in walk(e):
-            if n.op == "lookup" and n.name in self.where.split:
-                at = tuple(place(a.name) if i in self.where.split[n.name] else a for i, a in enumerate(n.args))
+        for n in find(e, "lookup"):
+            if split := self.where.split.get(n.name):  # a lookup that stays may read one that changes
+                at = tuple(place(a.name) if i in split else a for i, a in enumerate(n.args))
                 change[n] = lookup(n.name, at, n.type)
         return substitute(e, change)
 
-    def _rises(self, e: Expr) -> bool:
+    def _rises(self, root: Expr) -> bool:
         """Whether it never decreases from one position to the next."""
-        if e.op == "var":
-            return e.name in "qk"
-        if e.op in ("segment", "lookup"):
-            return len(e.args) == 1 and (e.op == "segment" or self._sorted(e.name)) and self._rises(e.args[0])
-        if e.op in ("add", "sub", "floordiv"):
-            by = e.args[1]
-            # a negative divisor would turn the order round
-            return by.op == "lit" and (e.op != "floordiv" or by.name > 0) and self._rises(e.args[0])
-        return False
+        by_row = RISING | {"lookup": lambda e, *args: args == (True,) and self._sorted(e.name)}
+        return fold(root, lambda e, args: e.op in by_row and by_row[e.op](e, *args))[root]
 
     def _sorted(self, name: str) -> bool:
         for p in self.program.parts:
@@ -221,8 +239,8 @@ class _Rewriter:
         return None if table is None else max(abs(int(table.max())), abs(int(table.min())))
 
     def _check_split(self, e: Expr) -> None:
-        for n in walk(e):
-            split_axes = self.where.split.get(n.name, ()) if n.op in ("lookup", "segment") else ()
+        for n in find(e, "lookup", "segment"):
+            split_axes = self.where.split.get(n.name, ())
             check_sides(n, split_axes)
             for i in split_axes:
                 if n.op == "segment" or i not in range(len(n.args)):

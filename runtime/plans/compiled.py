@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError, ShapeError
 from frisket.dsl.evaluate import decided
 from frisket.dsl.ir import COMPARISONS, Expr, lit, substitute, walk
+from frisket.dsl.transfer import finite
 from frisket.dsl.types import INT
 from frisket.grammar.memo import Memo, memo
 from frisket.lowering.analysis.decide import sees_itself
@@ -33,7 +34,6 @@ from frisket.lowering.plan import (
     make_plan,
 )
 from frisket.lowering.simplify import ProgramExprs, prepare, simplify
-from frisket.lowering.simplify.hoist import finite
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.layouts.tiling import check_block, check_reach
 from frisket.runtime.machine.caller import as_int

@@ -24,18 +24,17 @@ from frisket.dsl.ir import FALSE, Expr, var, walk
 from frisket.dsl.program import entries_of
 from frisket.dsl.show import show
 from frisket.dsl.sugar import eq
+from frisket.dsl.transfer import distance_only, finite
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
 from frisket.lowering.analysis.decide import sees_itself
 from frisket.lowering.analysis.layout import bind, grid_of, swap
 from frisket.lowering.analysis.solve import facts_of
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.features import DENSE
 from frisket.lowering.plan import RUN_LIMIT, Geometry, LoopPlan, Problem, ProgramFacts, Spans, make_plan
 from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
 from frisket.lowering.simplify import ProgramExprs, prepare, simplify
-from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.arrays import Arrays, Stored, framework_of, version_of
 from frisket.runtime.calls.options import flag

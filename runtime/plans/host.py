@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from frisket.lowering.aten.expr import distance_only
+from frisket.dsl.transfer import distance_only
 from frisket.lowering.plan import Geometry, Problem, Spans, Target
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.calls.arrays import Stored

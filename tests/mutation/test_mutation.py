@@ -140,7 +140,7 @@ from mutation import run
 from mutation.areas import Group
 from mutation.mutants import Mutant
 
-file = "lowering/simplify/rules_whole.py"
+file = "lowering/simplify/rules_select.py"
 text = (run.ROOT / file).read_text()
 changes = {
     "killed": ("RULES = [", "RULES = [] and ["), "survived": ("RULES = [", "RULES = [*()] + ["),

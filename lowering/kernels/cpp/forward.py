@@ -14,7 +14,21 @@ from dataclasses import dataclass
 from importlib import resources
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import COMPARISONS, SIZES, TRUE, Expr, make, renamed, substitute, uses, var, walk
+from frisket.dsl.ir import (
+    COMPARISONS,
+    SIZES,
+    TRUE,
+    Expr,
+    find,
+    fold,
+    literal_value,
+    make,
+    renamed,
+    substitute,
+    uses,
+    var,
+    walk,
+)
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
@@ -120,7 +134,7 @@ class CppKernel:
         if ends is None or ends.rest is not TRUE or self.plan.weight is not None:
             return {}
         roots = {"first_key": ends.first, "last_key": ends.last, "asked": None if ends.asks is TRUE else ends.asks}
-        read = {n.name for e in roots.values() if e is not None for n in walk(e) if n.op == "lookup"}
+        read = {n.name for e in roots.values() if e is not None for n in find(e, "lookup")}
         return roots if read <= known else {}
 
     def _named(self, names: Names) -> dict[str, str]:
@@ -256,7 +270,7 @@ class CppKernel:
         divisors = {1}
         for root in self.roots.values():
             for e in list(walk(root)) if root is not None else []:
-                shared = e.op == "floordiv" and e.args[1].op == "lit" and e.args[1].name > 0
+                shared = e.op == "floordiv" and literal_value(e.args[1], 0) > 0
                 divisors |= {e.args[1].name if shared and i == 0 else 0 for i, a in enumerate(e.args) if a is var("h")}
         sizes = divisors - {1}
         return sizes.pop() if len(sizes) == 1 else 0  # two divisors would agree only on a common multiple
@@ -314,17 +328,16 @@ class CppKernel:
 def by_distance(roots: Mapping[str, Expr]) -> tuple[dict[str, Expr], dict[str, Expr]]:
     """Prepared roots without their costly functions of `q - k` alone, and these by names of their own: a tile has fewer
     diagonals than positions, so a kernel tabulates them for each tile."""
-    slopes: dict[Expr, tuple[int, int] | None] = {}  # of q and k, where a node is an affine function of these
-    on_distance: dict[Expr, bool] = {}  # whether a node is a function of q - k
-    costly: dict[Expr, bool] = {}
-    for e in walk(*roots.values()):
-        arg_slopes = [slopes[a] for a in e.args]
-        slopes[e], free = _slopes(e, arg_slopes), not uses(e) & {"q", "k", "first", "score"}
-        between = _slopes(make("sub", e.args), arg_slopes) if e.op in COMPARISONS else slopes[e]
-        on_distance[e] = free or (
-            sum(between) == 0 if between else bool(e.args) and all(on_distance[a] for a in e.args)
-        )
-        costly[e] = (not free and e.op in COSTLY) or any(costly[a] for a in e.args)
+    both = tuple(roots.values())
+    slopes = fold(both, _slopes)
+
+    def sees_distance(e: Expr, args: list[bool]) -> bool:
+        pair = [slopes[a] for a in e.args]
+        between = _moves_by("sub", pair) if e.op in COMPARISONS and not _fixed(e) else slopes[e]
+        return sum(between) == 0 if between else bool(args) and all(args)
+
+    on_distance = fold(both, sees_distance)
+    costly = fold(both, lambda e, args: any(args) or (e.op in COSTLY and not _fixed(e)))
     tabled = [e for e in on_distance if e.type is FLOAT and on_distance[e] and costly[e] and {"q", "k"} <= uses(e)]
     below = {a for e in tabled for a in walk(e) if a is not e}
     tabled = [e for e in tabled if e not in below]
@@ -332,15 +345,24 @@ def by_distance(roots: Mapping[str, Expr]) -> tuple[dict[str, Expr], dict[str, E
     return {n: substitute(e, leaves) for n, e in roots.items()}, {f"distance{n}": e for n, e in enumerate(tabled)}
 
 
-def _slopes(e: Expr, args: list[tuple[int, int] | None]) -> tuple[int, int] | None:
-    if e is var("q") or e is var("k"):
-        return (1, 0) if e is var("q") else (0, 1)
-    if not uses(e) & {"q", "k", "first", "score"}:
-        return (0, 0)
-    if e.op not in ("neg", "add", "sub") or None in args:
+Slopes = tuple[int, int] | None  # of q and k, where a node is an affine function of these
+
+
+def _slopes(e: Expr, args: list[Slopes]) -> Slopes:
+    on = int(e is var("q")), int(e is var("k"))
+    return on if any(on) or _fixed(e) else _moves_by(e.op, args)
+
+
+def _fixed(e: Expr) -> bool:
+    return not uses(e) & {"q", "k", "first", "score"}
+
+
+def _moves_by(op: str, args: list[Slopes]) -> Slopes:
+    signs = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}.get(op)
+    known = [x for x in args if x is not None]
+    if signs is None or len(known) < len(args):
         return None
-    sign = 1 if e.op == "add" else -1
-    q, k = (sum(x[i] if n == 0 and e.op != "neg" else sign * x[i] for n, x in enumerate(args) if x) for i in (0, 1))
+    q, k = (sum(sign * x[i] for sign, x in zip(signs, known, strict=True)) for i in (0, 1))
     return q, k
 
 
@@ -364,11 +386,14 @@ def spread(node: Expr, text: str) -> str:
     return expr_cpp.SPREAD[node.type].format(text)
 
 
-def _tells_apart(e: Expr) -> bool:
+def _tells_apart(root: Expr) -> bool:
     """Whether an Expr differs between neighbouring queries: no quotient or table entry may be the same for both."""
-    if e.op == "lookup" or (e.op in ("floordiv", "shr", "rshift") and not uses(e.args[1])):
-        return False
-    return e is var("q") or any(map(_tells_apart, e.args))
+
+    def step(e: Expr, args: list[bool]) -> bool:
+        alike = e.op == "lookup" or (e.op in ("floordiv", "shr", "rshift") and not uses(e.args[1]))
+        return not alike and (e is var("q") or any(args))
+
+    return fold(root, step)[root]
 
 
 ARITHMETIC = ("vectors", "functions", "integers", "gemm")  # what comes before the mask and the score mod

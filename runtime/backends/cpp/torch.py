@@ -17,10 +17,10 @@ from weakref import ref
 import numpy as np
 
 from frisket.dsl.errors import BackendError
+from frisket.dsl.transfer import distance_only
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.aten.captured import folded
-from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, SHORT, WORDS

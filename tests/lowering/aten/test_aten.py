@@ -14,12 +14,13 @@ from frisket.dsl import ir
 from frisket.dsl.evaluate import OPERATORS as MEANING
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
+from frisket.dsl.transfer import distance_only
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering import dense
 from frisket.lowering.aten import flash as aten_flash
 from frisket.lowering.aten import forward as aten
 from frisket.lowering.aten import tiles as aten_tiles
-from frisket.lowering.aten.expr import TileProgram, distance_only, operators
+from frisket.lowering.aten.expr import TileProgram, operators
 from frisket.lowering.aten.steps import steps
 from frisket.lowering.kernels.legalise import DECOMPOSITIONS
 from frisket.lowering.plan import Geometry, KernelInputs, Spans, Target, make_plan

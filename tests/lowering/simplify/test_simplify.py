@@ -16,9 +16,9 @@ from frisket.dsl.ir import NEG_INF, SCORE, TRUE, build, lookup
 from frisket.dsl.program import read
 from frisket.dsl.show import show
 from frisket.dsl.sugar import b, eq, function, h, k, ne, q, score, where
+from frisket.dsl.transfer import finite
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.simplify import RULES, ProgramExprs, Simplifier, hoist, prepare, simplify
-from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.simplify.rules_order import LONGEST, chain
 
 
