@@ -40,6 +40,7 @@ SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, besid
 K_SCALE, V_SCALE, PAGES, FIRST = "scale of keys", "scale of values", "pages of keys", "first keys"  # of tables
 KV_INPUTS = frozenset((K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
 Names = frozenset[str]  # of what gradients flow to: "q", "k", "v", and tables and slots of a plan
+MAX_DECODE_QUERIES = 16  # queries of a call that decodes: read once, in small steps
 RUN_LIMIT = 1 << 28  # past every position that is compared with the ends of runs
 
 

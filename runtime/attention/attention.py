@@ -13,13 +13,13 @@ import numpy as np
 
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.dsl.from_python.closure import RAW, read_again
+from frisket.dsl.ir import names_of
 from frisket.dsl.notebook import table
 from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo, remember
-from frisket.lowering.pipeline import Stages
-from frisket.lowering.pipeline import stages as all_stages
 from frisket.lowering.plan import NOWHERE, PAGES, Geometry, Origin, Sizes
 from frisket.lowering.simplify import ProgramExprs
+from frisket.lowering.stages import Stages
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
@@ -34,7 +34,7 @@ from frisket.runtime.calls.request import CALLS, CallArgs, register, stacked_val
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.machine.caller import counting
-from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
+from frisket.runtime.machine.parameters import blank, kind_of, learns, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import CallPlan, CheckedCall, FlatPlan, device_plan, results, split_host_device
 from frisket.runtime.plans.empty import check_bound, nothing
@@ -616,7 +616,7 @@ class Attention:
             as_written=ProgramExprs(*(getattr(p, "shown", None) for p in (program.mask, program.score))),
         )  # fmt: skip
         chose = backend or self.options.backend or Settings.read().backend
-        return all_stages(compilation if q is None or chose else compilation.now())
+        return (compilation if q is None or chose else compilation.now()).stages()
 
     # -- checking ---------------------------------------------------------------------------------
 

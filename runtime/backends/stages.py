@@ -1,4 +1,4 @@
-"""The stages of `lowering.pipeline` for a plan, a geometry and a backend, FRISKET_SHOW, and why a call compiled."""
+"""The stages of a call for a plan, a geometry and a backend, FRISKET_SHOW, and why a call compiled."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from frisket.dsl.show import show
-from frisket.lowering.pipeline import NAMES, stages
 from frisket.lowering.plan import Geometry, Target
 from frisket.lowering.simplify import ProgramExprs
+from frisket.lowering.stages import NAMES, Stages
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import kernel_step, there
 from frisket.runtime.machine.parameters import is_tensor
@@ -43,10 +43,6 @@ class PlanCompilation:
     awaits: str = ""  # the backend whose kernel is being compiled, or will be, while this one runs
     as_written: ProgramExprs | None = None  # by the user of this one: equal ones share a plan
 
-    @property
-    def written(self) -> ProgramExprs:
-        return self.as_written or self.plan.host_program.exprs
-
     @cached_property
     def target(self) -> Target:
         """The target that is chosen; the kernel's text may ask for another one."""
@@ -71,6 +67,13 @@ class PlanCompilation:
             text, target = emit(self.work.plan, target, self.geometry, self.dtype, self.sinks, self.learned, spans)
         return text or self.plan.planner, target
 
+    def stages(self) -> Stages:
+        """The record of all stages."""
+        written, work = self.as_written or self.plan.host_program.exprs, self.work
+        source, target = self.kernel
+        steps = written, work.simplified, work.facts, work.layout, work.plan, target, source
+        return Stages(*steps, work.rules, self.engines, self.awaits)
+
     def now(self) -> PlanCompilation:
         """The compilation of library calls where FRISKET_COMPILE lets no call wait for the kernel; else this one."""
         ahead = RECORDS[self.backend].ahead
@@ -87,7 +90,7 @@ def compiled(call: CheckedCall, options: Options, device: Any = None) -> PlanCom
     compilation = PlanCompilation(*facts, framework=call.arrays.framework, learned=learned)
     if (names := [n for n in Settings.read().show if n in NAMES]) and compilation.target not in call.plan.shown:
         call.plan.shown.add(compilation.target)
-        print("\n\n".join(map(stages(compilation).text, names)), file=sys.stderr)
+        print("\n\n".join(map(compilation.stages().text, names)), file=sys.stderr)
     return compilation
 
 

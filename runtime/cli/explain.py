@@ -19,7 +19,7 @@ from rich.text import Text
 from frisket.dsl.errors import FrisketError, ParameterError, ShapeError, Span
 from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
-from frisket.lowering.pipeline import NAMES
+from frisket.lowering.stages import NAMES
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.draw import terminal
 from frisket.runtime.draw.pixels import SUFFIXES

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from frisket.dsl.library import library as library
     from frisket.integrations.sdpa import sdpa as sdpa
     from frisket.integrations.sdpa import sdpa_for as sdpa_for
-    from frisket.lowering.pipeline import Stages as Stages
+    from frisket.lowering.stages import Stages as Stages
     from frisket.runtime.attention.attention import Attention as Attention
     from frisket.runtime.attention.entry import attention as attention
     from frisket.runtime.attention.entry import compile as compile
@@ -71,7 +71,7 @@ _HOMES = {
     ),
     "frisket.dsl.explain": "Explanation",
     "frisket.dsl.library": "Entry library",
-    "frisket.lowering.pipeline": "Stages",
+    "frisket.lowering.stages": "Stages",
     "frisket.runtime.attention.attention": "Attention",
     "frisket.runtime.backends.registry": "backends",
     "frisket.runtime.attention.entry": "attention compile reference",

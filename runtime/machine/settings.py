@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.grammar.memo import memo
-from frisket.lowering.pipeline import NAMES
+from frisket.lowering.stages import NAMES
 
 choices: dict[str, Callable[[], tuple[str, ...]]] = {}  # names that exist, when records of backends are loaded
 

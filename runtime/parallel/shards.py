@@ -21,13 +21,28 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import FrisketError, ParameterError
-from frisket.dsl.ir import SIZES, TRUE, Expr, clauses, conj, lit, lookup, make, param, substitute, uses, var, walk
+from frisket.dsl.ir import (
+    SIZES,
+    TRUE,
+    Expr,
+    clauses,
+    conj,
+    lit,
+    lookup,
+    make,
+    names_of,
+    param,
+    substitute,
+    uses,
+    var,
+    walk,
+)
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.machine.parameters import BoundExpr, Origin, digest, names_of
+from frisket.runtime.machine.parameters import BoundExpr, Origin, digest
 from frisket.runtime.masks.mask import Mask, ScoreMod
 
 from .deal import Deal

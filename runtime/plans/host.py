@@ -7,12 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from frisket.lowering.aten.expr import distance_only
+from frisket.lowering.pipeline import TiledPlan, simplified_program, work
 from frisket.lowering.plan import Geometry, Problem, Spans, Target
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.calls.arrays import Stored
 from frisket.runtime.calls.program import CallProgram
-
-from .compiled import TiledPlan, simplified_program, work
+from frisket.runtime.machine.parameters import locating
 
 FEW_TILES = 4  # of 128 x 128 that a row of a narrow mask reads at most
 
@@ -67,7 +67,8 @@ class Plan:
         """The compilation for tiles of `block`."""
         tiled = self._works.get((block, proofs))
         if tiled is None:
-            tiled = work(self.program, self.problem, block, proofs=proofs, dropout=self.dropout)
+            with locating(*self.program.parts):
+                tiled = work(self.program, self.problem, block, proofs=proofs, dropout=self.dropout)
             self._works[block, proofs] = tiled
         return tiled
 

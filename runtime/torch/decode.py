@@ -13,6 +13,7 @@ from torch import Tensor
 
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar.memo import remember
+from frisket.lowering.analysis.tiling import segments_of_coordinates, short_tables
 from frisket.lowering.plan import KV_INPUTS, PAGES, Sizes, Spans
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
@@ -20,7 +21,7 @@ from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
 from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine.parameters import check_offsets, kind_of, segments_of_coordinates, short_tables
+from frisket.runtime.machine.parameters import check_offsets, kind_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import FlatPlan, Values
 from frisket.runtime.plans.run import Prepared, SpanRequest, function

@@ -33,8 +33,10 @@ import torch
 from torch.autograd import forward_ad
 
 from frisket.dsl.errors import BackwardError
+from frisket.dsl.ir import names_of
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import cached_on, remember
+from frisket.lowering.pipeline import TiledPlan
 from frisket.lowering.plan import KV_INPUTS, RATE, SEED, ForwardResults, KernelInputs, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
@@ -45,9 +47,8 @@ from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import CALLS, CallArgs
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back, kernel_step
-from frisket.runtime.machine.parameters import kind_of, names_of
+from frisket.runtime.machine.parameters import kind_of
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.compiled import TiledPlan
 from frisket.runtime.plans.device import CheckedCall, DeviceTiledPlan, refuse_written
 from frisket.runtime.plans.empty import nothing
 

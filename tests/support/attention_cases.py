@@ -17,10 +17,10 @@ from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
 from frisket.lowering.analysis.table import Table
+from frisket.lowering.pipeline import holds
 from frisket.lowering.plan import Bounds, Geometry, KernelInputs, Problem, ProgramFacts, Spans, Target, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.simplify.curves import Fact, facts_of
-from frisket.runtime.plans.compiled import holds
 from support.lowering import brute
 
 rng = np.random.default_rng(7)

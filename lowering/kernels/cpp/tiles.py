@@ -23,12 +23,11 @@ import os
 
 from frisket.dsl.ir import Expr, uses, walk
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Geometry
+from frisket.lowering.plan import MAX_DECODE_QUERIES, Geometry
 from frisket.lowering.simplify.affine import is_int_comparison, relation
 
 ITEMS = 64  # tiles of queries wanted at least, so that many threads have work
 SIX_QUERIES, SIX_KEYS, SIX_DIM = 64, 1024, 64  # of a call whose float32 a matrix unit multiplies, at least
-MAX_DECODE_QUERIES = 16  # queries of a call that decodes: read once, in small steps
 
 
 def pays(g: Geometry, dtype: str, is_local_window: bool) -> bool:

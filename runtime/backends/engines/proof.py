@@ -19,12 +19,12 @@ from typing import Any
 
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
+from frisket.lowering.pipeline import simplified_program
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, Backend, capability_of, ranked
 from frisket.runtime.backends.registry import automatic
 from frisket.runtime.calls.options import AS_CHOSEN, Options
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.compiled import simplified_program
 
 
 @dataclass(frozen=True)

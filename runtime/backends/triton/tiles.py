@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from frisket.dsl.errors import FrisketError
-from frisket.dsl.ir import Expr, build, uses, walk
+from frisket.dsl.ir import Expr, build, names_of, uses, walk
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import LEVELS, POSITION, levels
 from frisket.lowering.kernels.triton.backward import DELTA
@@ -44,7 +44,6 @@ from frisket.lowering.kernels.triton.writer import padded
 from frisket.lowering.plan import Geometry, LoopPlan, Problem, Target, score_class
 from frisket.runtime.backends.base import RECORDS, Block
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
-from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import make_layout
 from frisket.runtime.masks.mask import Mask
 from frisket.runtime.plans.device import CallPlan
