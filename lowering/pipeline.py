@@ -9,7 +9,7 @@ plans whose tables a device holds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -43,7 +43,7 @@ class BoundProgram(Protocol):
     @property
     def exprs(self) -> ProgramExprs: ...
     @property
-    def reading(self) -> Iterable[Expr]: ...
+    def reading(self) -> Sequence[Expr]: ...
     @property
     def scalars(self) -> Mapping[str, Any]: ...
     @property

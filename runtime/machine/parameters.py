@@ -635,11 +635,16 @@ def locating(*parts: BoundExpr) -> Iterator[None]:
     try:
         yield
     except EvaluationError as error:
-        clause = error.clause
-        for part in parts if clause is not None else ():
-            for span, e in (*reversed(part.sites), *((None, n) for n in ir.walk(part.expr))):
-                if e is clause or literal(e, part.scalars) is clause:
-                    where, picture = caret(part.source, span, part.what) if span else ("", "")
-                    lines = (where, *("  " + x for x in picture.split("\n"))) if span else ()
-                    raise leaves_64_bits(e, "".join(f"\n  {x}" for x in lines), part.expr) from None
+        locate(error, *parts)
         raise
+
+
+def locate(error: EvaluationError, *parts: BoundExpr) -> None:
+    """Raise, for an integer that leaves 64 bits, the error that shows its clause in the text of one of `parts`."""
+    clause = error.clause
+    for part in parts if clause is not None else ():
+        for span, e in (*reversed(part.sites), *((None, n) for n in ir.walk(part.expr))):
+            if e is clause or literal(e, part.scalars) is clause:
+                where, picture = caret(part.source, span, part.what) if span else ("", "")
+                lines = (where, *("  " + x for x in picture.split("\n"))) if span else ()
+                raise leaves_64_bits(e, "".join(f"\n  {x}" for x in lines), part.expr) from None
