@@ -28,6 +28,7 @@ from frisket.dsl.ir import SCORE, Expr, lookup, substitute, var
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
+from frisket.lowering.dtypes import BYTES, FLOATS, SINGLE, accumulate
 from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.modules import loaded
@@ -37,8 +38,6 @@ Array = TypeVar("Array")  # torch's Tensor or JAX's Array, whichever was brought
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
 HEADS_AXIS = {"bhsd": 1, "bshd": 2}  # the axis of heads
 NATURAL = {"torch": "bhsd", "jax": "bshd"}
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")  # of keys and values beside queries of any Float
 COPIED = 1 << 26  # bytes of a table, at most, that is copied to be compared: no dense mask of 16,384 x 16,384
 # in an error; torch's own attention computes both readings alike
 UNBATCHED = {("torch", 3): "\n  q[None] has one batch entry, q[:, None] one head; k and v likewise"}
@@ -569,7 +568,7 @@ def _check(name: str, x: Any, arrays: Arrays) -> None:
                 f"pages are {dtype}; they are int32 [batch, pages of a sequence]: pages{_cast(arrays, 'int32')}"
             )
         return
-    if dtype != "float32" and not dtype == arrays.dtype == "float64":  # kernels load no others
+    if dtype not in (SINGLE, accumulate(arrays.dtype)):  # kernels load no others
         raise ShapeError(f"{word} is {dtype}; it is float32: {word}{_cast(arrays, 'float32')}")
     array = getattr(arrays, of)
     if tuple(x.shape) != tuple(array.shape[:3]):

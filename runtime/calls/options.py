@@ -16,6 +16,7 @@ import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.program import entries_of
+from frisket.lowering.dtypes import accumulate
 from frisket.lowering.plan import Target
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.parameters import check_plain, digest, is_tensor, traced
@@ -234,7 +235,7 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
         raise ShapeError(
             f"sinks are {kind}{list(shape)}; they are one number, or one for each of the {heads} query heads"
         )
-    real = "float64" if dtype == "float64" else "float32"
+    real = accumulate(dtype)
     sinks = sinks.astype(real, copy=False) if host else sinks  # of any order of bytes, and what frameworks do not read
     if framework == "numpy":
         return np.broadcast_to(entries_of(sinks), (heads,)).astype(real)

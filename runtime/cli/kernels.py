@@ -25,6 +25,7 @@ from rich.text import Text
 import frisket
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, MismatchError, ParameterError
 from frisket.grammar.memo import Info, tables
+from frisket.lowering.dtypes import HALVES, SINGLE
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.attention import entry as _entry  # noqa: F401 (the tables of a call are listed too)
 from frisket.runtime.attention.report import FLOOR, Report
@@ -46,7 +47,7 @@ from .answer import code, examples, positive, progress, row, rows, table
 from .show import compiled, counted, described, read_program, require_bound, shapes, size
 
 LENGTHS = ((128, 128), (100, 100), (77, 131), (1, 200))  # whole tiles, ragged, fewer queries than keys, one query
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = (SINGLE, *reversed(HALVES))
 HIDDEN = "q % 5 != 3"  # rows without a key
 DIM = 32
 CHECK_HEAD = ("arrays", "backend", "dtype", "cases", "error", "dense", "grads", "dense", "")

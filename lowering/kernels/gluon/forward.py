@@ -89,7 +89,7 @@ def groups_of(arch: str, head_dim: int, v_dim: int) -> tuple[int, int]:
 
 def refusal(plan: LoopPlan, dims: Dims) -> str:
     """A reason why the kernel does not take a plan or such arrays; "" where it takes both."""
-    if dims.dtype == "float32":
+    if not dims.half:
         return "takes float16 and bfloat16: warp groups have no exact products of float32"
     if dims.kv_dtype or plan.weight is not None:
         return "takes keys and values in the dtype of the queries"

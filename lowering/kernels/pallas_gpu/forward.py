@@ -16,6 +16,7 @@ import numpy as np
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses, walk
+from frisket.lowering.dtypes import HALVES
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
@@ -84,7 +85,7 @@ def roots(plan: LoopPlan) -> list[Expr]:
 
 def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """The reason why no kernel for Hopper computes a call, or nothing. `shapes` are the shapes of the plan's tables."""
-    if dtype not in ("bfloat16", "float16"):
+    if dtype not in HALVES:
         return (
             f'kernels for Hopper multiply bfloat16 and float16, not {dtype}; cast q, k and v, or use backend="triton"'
         )

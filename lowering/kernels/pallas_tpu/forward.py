@@ -12,6 +12,7 @@ from textwrap import wrap
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
+from frisket.lowering.dtypes import ACCELERATED
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
@@ -21,7 +22,6 @@ from . import walk as pallas_walk
 TEXT = parts(__package__, "forward")
 LANES = 128
 PARTS, LONGEST = 8, 1024  # pages and keys of a tile of pages, at most: each page is an operand
-DTYPES = ("float32", "bfloat16", "float16")
 CAST = ["dtype = query.dtype  # float16, which TPUs neither compute nor write"]
 CAST_ALL = [*CAST, "query, key, value = (x.astype(Float) for x in (query, key, value))"]
 CAST_QUERY = [*CAST, "query = query.astype(Float)"]
@@ -34,7 +34,7 @@ def roots(plan: LoopPlan) -> list[Expr]:
 
 def refused(plan: LoopPlan, dtype: str) -> str:
     """The reason why no TPU kernel computes a call, or nothing."""
-    if dtype not in DTYPES:
+    if dtype not in ACCELERATED:
         return f'TPUs have no {dtype}; use float32 or bfloat16, or backend="xla" on CPU'
     if plan.int64:
         return (

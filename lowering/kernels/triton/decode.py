@@ -60,7 +60,7 @@ def rows_of_a_tile(dims: Dims) -> int:
     which read keys and values once. Where keys have 8 bits, two programs of 64 rows would take a tenth less time by the
     model of an H100, and read them twice. A key head with more heads than this may have a larger tile."""
     dim = padded(max(dims.head_dim, dims.v_dim))
-    return 128 if dim <= 128 and dims.dtype != "float32" else 64 if dim <= 256 else 16
+    return 128 if dim <= 128 and dims.half else 64 if dim <= 256 else 16
 
 
 class DecodeKernel(ForwardKernel):

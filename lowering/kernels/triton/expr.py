@@ -15,6 +15,7 @@ import numpy as np
 
 from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
+from frisket.lowering.dtypes import HALVES
 from frisket.lowering.kernels.expr import PREFIX, SHARED, Language, Text, calls
 from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.simplify.affine import interval
@@ -117,7 +118,7 @@ def prelude(source: str, dtype: str, int64: bool) -> str:
         used.insert(0, "one_of")
     if "seeded" in used:  # which calls it
         used.insert(0, "mix")
-    bodies = {n: TANH_16 if n == "tanh" and dtype != "float32" else PRELUDE[n] for n in used}
+    bodies = {n: TANH_16 if n == "tanh" and dtype in HALVES else PRELUDE[n] for n in used}
     text = "".join(bodies.values()) + source
     constants = {
         "INT": "tl.int64" if int64 else "tl.int32",

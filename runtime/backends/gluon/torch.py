@@ -25,6 +25,7 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import TRUE, Expr, uses, walk
 from frisket.dsl.types import BOOL, INT
+from frisket.lowering.dtypes import DTYPES, HALVES
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
 from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, emit, groups_of
 from frisket.lowering.kernels.triton.forward import OptionalArrays
@@ -47,7 +48,6 @@ STAGES = 4  # at most: more of them wait for nothing
 SHORTEST = 1024  # queries of a call
 LONG = 16_384  # keys where no formula says how many a query sees
 MMA = {"sm_90": r"\bHGMMA\.", "sm_100": r"\bUTCHMMA\b"}
-SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 def text(
@@ -128,7 +128,7 @@ def compiled_for(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any
     from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
 
     types, constants = signature(kernel, plan, target, dims, STAGES=target.num_stages)
-    short, blocks = SHORT[dims.dtype], blocks_of(target, dims)
+    short, blocks = DTYPES[dims.dtype].triton, blocks_of(target, dims)
     types |= {n: f"tensordesc<{short}{list(x)},{layout(x, dims.dtype)!r}>" for n, x in blocks.items()}
     hints = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
     gpu = GPUTarget("cuda", int(target.arch[3:]), 32)
@@ -183,7 +183,7 @@ def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
     of 32 keys 0.97 to 1.14 times. Score mods with tables by key have not been measured, nor has it run on Blackwell."""
     import torch
 
-    if torch.cuda.get_device_capability() != (9, 0) or dtype not in ("float16", "bfloat16") or plan.dropout:
+    if torch.cuda.get_device_capability() != (9, 0) or dtype not in HALVES or plan.dropout:
         return False
     sizes = {padded(g.head_dim), padded(g.v_dim)}
     if sizes not in ({128}, {256}) or g.head_dim % 8 or g.v_dim % 8 or g.q_len < SHORTEST:

@@ -17,6 +17,7 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.dtypes import DTYPES
 from frisket.lowering.kernels.triton import decode, module
 from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.writer import Dims, arguments
@@ -29,8 +30,6 @@ from .grids import OF_GRADIENTS, PACK, of_kernels, shares
 from .launch import blocks
 
 call_target, target, pays = tiles.target, tiles.jax_target, tiles.pays
-POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8"}
-POINTERS |= {"float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5"}
 # int32; what else begins with a capital and is no array is float32
 INTEGERS = ("Spans", "Count", "Order", "SliceOf", "Parts", "Rows", "At")
 QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
@@ -148,7 +147,8 @@ def signature(
     parameters = arguments(plan)
     known: dict[str, str] = dict.fromkeys(SIZES, "i32") | dict.fromkeys(INTEGERS, "*i32") | {"scale": "fp32"}
     known["Counted"] = "*i64"
-    known |= dict.fromkeys(QUERIES, POINTERS[dims.dtype]) | dict.fromkeys(KEYS, POINTERS[dims.kv_dtype or dims.dtype])
+    of_queries, of_keys = (f"*{DTYPES[n].triton}" for n in (dims.dtype, dims.kv_dtype or dims.dtype))
+    known |= dict.fromkeys(QUERIES, of_queries) | dict.fromkeys(KEYS, of_keys)
     known |= {parameters[s.name].name: "*fp32" if s.name in dims.device_slots else scalar[s.type] for s in plan.slots}
     known |= {parameters[t.name].name: pointer[t.type] for t in plan.every_table}
     values: dict[str, Any] = {n: 1 for n in kernel.arg_names if re.fullmatch(r"stride_\w+d", n)}

@@ -36,6 +36,7 @@ from typing import Any, Literal, NamedTuple
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.ir import Expr, build, names_of, uses, walk
 from frisket.grammar.memo import memo
+from frisket.lowering.dtypes import HALVES
 from frisket.lowering.kernels.expr import LEVELS, POSITION, levels
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.cotangents import NAMES, square
@@ -153,7 +154,7 @@ def default_target(
     >>> [t.block_q, t.block_k, t.num_warps, t.num_stages] == TABLE["sm_90"]["forward"]["short"]["128"][:4]
     True
     """
-    curved, reads, stored = traits.curved, traits.reads, traits.stored
+    curved, reads, stored, half = traits.curved, traits.reads, traits.stored, dtype in HALVES
     whole = max(padded(g.head_dim), padded(g.v_dim))
     dim, large = max(64, min(256, whole)), whole > 256
     window = window_of(traits.keys)
@@ -166,7 +167,7 @@ def default_target(
         name = f"{name} by pointers"
         table = TABLE[name]
     cached = CACHED.get(arch, {}).get((dim, 1 if g.kv_dtype else 2))
-    if dtype == "float32":
+    if not half:
         tiles = {n: SINGLE[n][str(max(dim, min(whole, 512)))] for n in SINGLE}
     elif large:
         described = reads != "each" and g.head_dim == g.v_dim == whole
@@ -180,13 +181,13 @@ def default_target(
         if descriptors and reads == "axis" and not curved:
             measured = OF_TRITON.get((triton_version(), arch), {})
             tiles |= {n: measured[n, window, dim] for n in tiles if (n, window, dim) in measured}
-    many = (stored or traits.unwritten) and window != "short" and reads != "each" and dtype != "float32" and cached
+    many = (stored or traits.unwritten) and window != "short" and reads != "each" and half and cached
     if many:
         tiles["forward"] = (*many, STORED_STAGES if stored else CACHED_STAGES, 0)
     # tiles of BY_HAND fit 99 KiB
-    fits = min(SHARED[listed], SHARED["sm_89"] if large or dtype == "float32" else 1 << 20)
+    fits = min(SHARED[listed], SHARED["sm_89"] if large or not half else 1 << 20)
     if limit < fits:
-        entry = 4 if dtype == "float32" or (dtype, arch[:4]) == ("bfloat16", "sm_7") else 2  # Turing converts bfloat16
+        entry = 4 if not half or (dtype, arch[:4]) == ("bfloat16", "sm_7") else 2  # Turing converts bfloat16
         tiles = {n: _fitted(n, tile, limit, max(dim, whole), entry) for n, tile in tiles.items()}
     shortened = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
     forward, dq, dkv, *dv = (
@@ -194,10 +195,10 @@ def default_target(
         for block_q, block_k, warps, stages, described in shortened.values()
     )
     plain = tiles["forward"]
-    if curved and dtype != "float32" and not large:  # a score mod costs few queries little
+    if curved and half and not large:  # a score mod costs few queries little
         plain = _carried("forward", table["forward"], window, dim, False, reads, arch)
     keys_of_few = min(plain[1], (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim], 32 if reads == "each" else 64)
-    wide = g.kv_dtype and dtype != "float32" and dim == 128 and arch.startswith("sm_")
+    wide = g.kv_dtype and half and dim == 128 and arch.startswith("sm_")
     if wide and 16 * traits.paged < g.q_len * g.heads // g.kv_heads <= 32 and limit >= WIDE_SHARED:
         keys_of_few = WIDE_OF_FEW
     stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
@@ -313,7 +314,7 @@ def of_kernel(name: str, target: Target) -> Target:
 
 def of_tile(tile: tuple[int, int], g: Geometry, dtype: str, arch: str) -> Target:
     """The target of a tile that the user gives, for every kernel."""
-    wide = dtype != "float32" and tile[0] >= 128 and max(g.head_dim, g.v_dim) > 64
+    wide = dtype in HALVES and tile[0] >= 128 and max(g.head_dim, g.v_dim) > 64
     return Target("triton", *tile, num_warps=8 if wide else 4, words=has_words(arch))
 
 
@@ -373,7 +374,7 @@ def with_precision(target: Target, dtype: str, arch: str) -> Target:
     `torch.set_float32_matmul_precision` asks for: exact for "highest", the default, in TF32 for "high" and "medium".
     AMD's GPUs have no TF32. A `Tuning` takes precedence."""
     torch = sys.modules.get("torch")
-    if dtype != "float32":
+    if dtype in HALVES:
         return with_tanh(target, arch)
     if torch is None or torch.version.hip or torch.get_float32_matmul_precision() == "highest":
         return target
@@ -502,7 +503,7 @@ def _precise(target: Target, dtype: str, arch: str) -> Target:
     import jax
 
     precision = str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009 - mypy knows it not
-    if dtype != "float32":
+    if dtype in HALVES:
         return target if precision == "highest" else with_tanh(target, arch)
     return target.everywhere(precision="tf32") if precision in TF32 else target
 
