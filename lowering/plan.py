@@ -26,6 +26,7 @@ from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.dsl.work import RING, modular
 from frisket.lowering.analysis.tiles import FULL, PARTIAL, Boxes
+from frisket.lowering.architectures import H100
 from frisket.lowering.simplify.affine import interval
 from frisket.lowering.simplify.canonical import untied
 from frisket.lowering.simplify.curves import ENDS_OF_RUNS, Ends, Fact, ends_of
@@ -319,7 +320,7 @@ class Target:
     square: int = 64
     limit: int = field(default=0, repr=False)  # bytes of shared memory that a program may have; 0: not known
     fixed: bool = field(default=False, repr=False)  # whether the user gave tile, warps or stages
-    arch: str = "sm_90"  # of a backend that has a text for each architecture
+    arch: str = H100.name  # of a backend that has a text for each architecture
     dq: Target | None = None
     dkv: Target | None = None
     dv: Target | None = None
