@@ -63,10 +63,8 @@ def _nvidia(
 ) -> Architecture:
     # Blackwell makes words too, but spills with them in a window's tile of 64 x 64, and no model says what they gain
     new, words = capability >= 80, 80 <= capability < 100
-    how = {"rows": rows, "processors": processors}
-    return Architecture(
-        f"sm_{capability}", "nvidia", products, kinds, shared, f"sm_{tiles}", bfloat16=new, words=words, **how
-    )
+    known = f"sm_{tiles}", 32, rows, processors
+    return Architecture(f"sm_{capability}", "nvidia", products, kinds, shared, *known, bfloat16=new, words=words)
 
 
 def _amd(name: str, products: Products, shared: int, lanes: int, *kinds: str) -> Architecture:

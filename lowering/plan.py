@@ -27,6 +27,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.dsl.work import RING, modular
 from frisket.lowering.analysis.tiles import FULL, PARTIAL, Boxes
 from frisket.lowering.architectures import H100
+from frisket.lowering.dtypes import BYTES, DTYPES, FLOATS
 from frisket.lowering.simplify.affine import interval
 from frisket.lowering.simplify.canonical import untied
 from frisket.lowering.simplify.curves import ENDS_OF_RUNS, Ends, Fact, ends_of
@@ -333,8 +334,38 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Operand:
+    """The form of q, k or v in memory. A scale belongs to a block of `scale_block` (tokens, entries along the head
+    dimension); None: there are no scales. `pack` values share a byte where they have fewer than 8 bits.
+
+    >>> print(Operand("int8", (1, 32)), Operand("int8", pack=2), sep="; ")
+    int8 with a scale for 1 x 32 tokens and dims; int8 with 2 values in a byte
+    """
+
+    dtype: str = ""  # "": of shapes alone, whose dtype is not said
+    scale_block: tuple[int, int] | None = None
+    pack: int = 1
+
+    def has_kernels(self, name: str, dim: int) -> bool:
+        """Whether kernels read q, k or v, by `name`, in this form."""
+        scales = (None,) if name == "q" else (None, (1, dim))
+        return self.dtype in _READ[name] and self.scale_block in scales and self.pack == 1
+
+    def __str__(self) -> str:
+        block = self.scale_block
+        scales = "" if block is None else f" with a scale for {block[0]} x {block[1]} tokens and dims"
+        return f"{self.dtype}{scales}" + f" with {self.pack} values in a byte" * (self.pack > 1)
+
+
+UNSAID = Operand()
+OPERANDS = {name: Operand(name) for name in DTYPES}  # without scales
+_READ = {"q": {"", *FLOATS}, "k": {"", *DTYPES}, "v": {"", *DTYPES}}  # dtypes that kernels read
+
+
+@dataclass(frozen=True)
 class Geometry:
-    """The shapes of one call. Lengths in tokens; `origin` and `sizes` place the call in the whole problem."""
+    """The shapes of one call, and the forms of its arrays. Lengths in tokens; `origin` and `sizes` place the call in
+    the whole problem. A form that no kernel reads is a LoweringError."""
 
     batch: int
     heads: int
@@ -346,7 +377,22 @@ class Geometry:
     scale: float
     origin: Origin = NOWHERE
     sizes: Sizes | None = None
-    kv_dtype: str = ""  # dtype of k and v where it is not that of q: of 8 bits
+    q: Operand = UNSAID
+    k: Operand = UNSAID
+    v: Operand = UNSAID
+
+    def __post_init__(self) -> None:
+        for name, x, dim in (("q", self.q, self.head_dim), ("k", self.k, self.head_dim), ("v", self.v, self.v_dim)):
+            if x is not UNSAID and not x.has_kernels(name, dim):
+                raise LoweringError(
+                    f"no kernel reads {name} of {x}\n  q is of {', '.join(FLOATS)}; k and v are of these or "
+                    f"{', '.join(BYTES)}, one value in a byte, with one scale for each token and head or none"
+                )
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of k and v where it is not that of q: of 8 bits."""
+        return "" if self.k.dtype == self.q.dtype else self.k.dtype
 
     @property
     def is_empty(self) -> bool:

@@ -345,9 +345,9 @@ class Attention:
         known = self._frameworks(request) if any(isinstance(x, np.ndarray) for x in (q, k, v)) else ()
         arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES), known=known)
         if plan is None:
-            geometry = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
+            geometry = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes, kv_inputs)
         else:
-            geometry = self._planned_geometry(arrays, plan, origin, sizes)
+            geometry = self._planned_geometry(arrays, plan, origin, sizes, kv_inputs)
         # a layout that is named is meant, and the lengths of a plan tell it; tokens are mostly more than heads
         if layout is None and plan is None and geometry.q_len < geometry.kv_heads and not geometry.is_empty:
             check_order(arrays, geometry, self.program, params)
@@ -394,13 +394,15 @@ class Attention:
         params = {**self.captured, **getattr(request.plan, "device_values", request.params)}
         yield from map(call_arrays.framework_of, (request.sinks, request.seed, self.options.sinks, *params.values()))
 
-    def _planned_geometry(self, arrays: Arrays, plan: Any, origin: Origin | None, sizes: Sizes | None) -> Geometry:
+    def _planned_geometry(
+        self, arrays: Arrays, plan: Any, origin: Origin | None, sizes: Sizes | None, scaled: Collection[str] = ()
+    ) -> Geometry:
         """The geometry of a call with a plan, which is for these lengths."""
         if not isinstance(plan, Plan | FlatPlan):
             raise ParameterError(f"plan is {plan!r}; `plan` of an attention makes one")
         if origin is not None or sizes is not None:
             raise ParameterError("the plan has its origin and sizes already; give them to `plan`")
-        g = arrays.geometry(self.options.scale, self.options.enable_gqa, plan.origin, plan.sizes)
+        g = arrays.geometry(self.options.scale, self.options.enable_gqa, plan.origin, plan.sizes, scaled)
         have, want = (g.batch, g.heads, g.q_len, g.kv_len), (plan.batch, plan.heads, plan.q_len, plan.kv_len)
         if have != want:
             turned = want == (g.batch, g.q_len, g.heads, g.kv_heads)
@@ -587,7 +589,7 @@ class Attention:
             raise ParameterError("scales and pages are those of q, k and v: give them, too")
         if q is not None:
             arrays = call_arrays.arrays(q, k, v, layout, pages=pages)
-            g = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
+            g = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes, kv_inputs)
             program = program.stored_as(call_arrays.kv_format(arrays, g, kv_inputs)[0])
             name = backend or choose(self.options.backend, arrays.framework, arrays.device)
             dtype = arrays.dtype

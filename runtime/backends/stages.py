@@ -95,6 +95,7 @@ def compiled(call: CheckedCall, options: Options, device: Any = None) -> PlanCom
 
 
 USUAL = Options()
+SHAPES = (*(f.name for f in fields(Geometry) if f.name not in ("q", "k", "v")), "kv_dtype")
 
 
 class CompileRecord(NamedTuple):
@@ -124,7 +125,7 @@ def record(att: Any, call: CheckedCall, began: float, backend: str) -> None:
     chosen = "" if att.options == USUAL else ", ".join(f"{n} {x}" for n, x in att.options.chosen())
     key = {
         **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts},
-        **{f.name: getattr(call.geometry, f.name) for f in fields(call.geometry)},
+        **{n: getattr(call.geometry, n) for n in SHAPES},
         "dtype": call.arrays.dtype, "device": call.arrays.device, "layout": call.arrays.layout, "backend": backend,
         "sinks": call.sinks is not None, "options": chosen, "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},

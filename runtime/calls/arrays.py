@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from ctypes import c_char, string_at
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from frisket.dsl.program import entries_of
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.dtypes import BYTES, FLOATS, SINGLE, accumulate
-from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
+from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, OPERANDS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.modules import loaded
 from frisket.runtime.machine.parameters import check_plain, learns, traced
@@ -173,9 +173,14 @@ class Arrays:
         return q, k, v
 
     def geometry(
-        self, scale: float | None, enable_gqa: bool, origin: Origin | None = None, sizes: Sizes | None = None
+        self,
+        scale: float | None,
+        enable_gqa: bool,
+        origin: Origin | None = None,
+        sizes: Sizes | None = None,
+        scaled: Collection[str] = (),
     ) -> Geometry:
-        """The sizes of the call, or `ShapeError`."""
+        """The sizes of the call, or `ShapeError`; `scaled` has K_SCALE and V_SCALE where there are such."""
         (b, h, s, d), (kb, hkv, n, kd), (vb, hv, vn, dv) = (
             _ordered(x.shape, self.layout) for x in (self.q, self.k, self.v)
         )
@@ -202,7 +207,11 @@ class Arrays:
             start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
         whole: Any = None if sizes is None else tuple(map(as_int, sizes))
         factor = d**-0.5 if scale is None else scale_of(scale, known=True)  # never d = 0, which was refused
-        return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, self.kv_dtype)
+        k = v = OPERANDS[self.kv_dtype or self.dtype]
+        if scaled:  # one scale for each token and head
+            k = replace(k, scale_block=(1, d)) if K_SCALE in scaled else k
+            v = replace(v, scale_block=(1, dv)) if V_SCALE in scaled else v
+        return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, OPERANDS[self.dtype], k, v)
 
     def _paged(self, batch: int, k: tuple[int, int], v: tuple[int, int], shapes: str) -> tuple[tuple[int, int], ...]:
         """(batch, keys) of k and of v, for (pages, tokens of a page) of their pools."""
