@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -299,27 +299,17 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class Target:
-    """The numbers of a backend and machine that change a result by rounding at most. `dq` and `dkv` are the targets
-    of the backward kernels and `decode` that of decoding; None: the forward's. With a `dv`, a separate kernel computes
-    dv. `splits`: into how many parts the keys of a short query are split; 0: as many as fill the machine. With
-    `descriptors` a kernel reads arrays by tensor descriptors, where kernel and strides allow them: the GPU copies a
-    tile by itself, without addresses in registers. With `words` the forward tests bits of 32 keys in border tiles,
-    which NVIDIA's GPUs make with one instruction. `square` is the most queries and keys of a tile in the kernels of
-    captured gradients."""
+    """The numbers of a backend and machine that change a result by rounding at most. A backend with more of them adds
+    fields, as `TritonTarget` does. `dq` and `dkv` are the targets of the backward kernels and `decode` that of
+    decoding; None: the forward's. With a `dv`, a separate kernel computes dv."""
 
     backend: str
     block_q: int
     block_k: int
     num_warps: int = 4
     num_stages: int = 2
-    order: Literal["forward", "longest-first", "longest-of-all-first"] = "longest-first"  # of rows; of each head's rows
     precision: Literal["ieee", "tf32", "tf32x3", "bf16x6"] = "ieee"  # of products of float32
     tanh: Literal["exact", "approximate"] = "exact"  # of 16-bit inputs: as the GPU's own instruction has it
-    splits: int = 0
-    descriptors: bool = False
-    words: bool = False
-    square: int = 64
-    limit: int = field(default=0, repr=False)  # bytes of shared memory that a program may have; 0: not known
     fixed: bool = field(default=False, repr=False)  # whether the user gave tile, warps or stages
     arch: str = H100.name  # of a backend that has a text for each architecture
     dq: Target | None = None
@@ -327,7 +317,7 @@ class Target:
     dv: Target | None = None
     decode: Target | None = None
 
-    def everywhere(self, **fields: Any) -> Target:
+    def everywhere(self, **fields: Any) -> Self:
         """The target with these fields, and with them in the targets of its other kernels."""
         parts = {n: x and replace(x, **fields) for n in ("dq", "dkv", "dv", "decode") for x in [getattr(self, n)]}
         return replace(self, **fields, **parts)

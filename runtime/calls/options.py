@@ -17,7 +17,7 @@ import numpy as np
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.program import entries_of
 from frisket.lowering.dtypes import accumulate
-from frisket.lowering.plan import Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.parameters import check_plain, digest, is_tensor, traced
 from frisket.runtime.machine.settings import choices

@@ -28,8 +28,9 @@ from frisket.lowering.kernels.expr import COLUMN, levels
 from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.kernels.triton.forward import NO_ARRAYS, OptionalArrays
 from frisket.lowering.kernels.triton.rows import RowKernel
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, KernelTraits, TritonKernel, arguments, module, padded
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.plan import LoopPlan
 
 FORWARD, BLACKWELL, MODULE = (skeleton(__package__, name) for name in ("forward", "blackwell", "module"))
 INSTEAD = "take backend='triton'"

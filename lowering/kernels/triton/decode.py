@@ -12,7 +12,8 @@ from typing import Any
 
 from frisket.dsl.ir import Expr, build, transform, var
 from frisket.lowering.kernels.text import fields, skeleton
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import LoopPlan
 
 from .forward import NO_ARRAYS, ForwardKernel, OptionalArrays, combine
 from .writer import Dims, KernelTraits, TritonKernel, check_tile, module, padded

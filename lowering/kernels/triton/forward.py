@@ -22,7 +22,8 @@ from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, Text
 from frisket.lowering.kernels.text import fields, filled, skeleton
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import LoopPlan
 
 from .rows import RowKernel
 from .units import machine

@@ -13,7 +13,8 @@ from frisket.lowering.analysis.intervals import K0, K1
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.text import fields, filled
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import LoopPlan
 from frisket.lowering.simplify.curves import Ends
 
 from .units import ALONG, by_distance, last_factor, machine

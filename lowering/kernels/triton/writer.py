@@ -26,7 +26,8 @@ from frisket.lowering.dtypes import ACCELERATED, BYTES, DTYPES
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text, levels
 from frisket.lowering.kernels.text import Names, Page, filled, skeleton
-from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan
 
 from . import expr as expr_triton
 from .units import ALONG, GATHERED, Q_LINE, START

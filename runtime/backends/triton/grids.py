@@ -30,8 +30,9 @@ from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.decode import packed, rows_of_a_tile
 from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.rows import axes_of
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, padded
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource
 from frisket.runtime.plans.device import FlatPlan, Values
 
 from . import tiles as triton_tiles

@@ -21,8 +21,9 @@ from frisket.lowering.architectures import GPUS, H100
 from frisket.lowering.dtypes import DTYPES
 from frisket.lowering.kernels.triton import decode, module
 from frisket.lowering.kernels.triton.forward import OptionalArrays
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, arguments
-from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource
 from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.machine.triton_source import load
 

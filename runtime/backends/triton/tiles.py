@@ -41,9 +41,10 @@ from frisket.lowering.dtypes import HALVES
 from frisket.lowering.kernels.expr import LEVELS, POSITION, levels
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.cotangents import NAMES, square
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.units import ALONG, GATHERED, by_distance
 from frisket.lowering.kernels.triton.writer import padded
-from frisket.lowering.plan import Geometry, LoopPlan, Problem, Target, score_class
+from frisket.lowering.plan import Geometry, LoopPlan, Problem, score_class
 from frisket.runtime.backends.base import RECORDS, Block
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.masks.layout import make_layout

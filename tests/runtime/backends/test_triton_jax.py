@@ -22,8 +22,9 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.architectures import architecture_of
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton import writer as triton_writer
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, Form
-from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, Geometry, ProgramFacts, Target, make_plan
+from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, Geometry, ProgramFacts, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton import tiles as triton_tiles

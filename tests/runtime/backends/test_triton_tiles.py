@@ -12,7 +12,8 @@ import pytest
 import frisket as fk
 from frisket.lowering.architectures import GPUS
 from frisket.lowering.kernels.triton.cotangents import square
-from frisket.lowering.plan import Geometry, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.triton import tiles
 from frisket.runtime.backends.triton.grids import of_backward, of_forward
 from frisket.runtime.backends.triton.launch import GRID
