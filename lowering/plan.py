@@ -379,7 +379,7 @@ class Geometry:
                     f"{', '.join(BYTES)}, one value in a byte, with one scale for each token and head or none"
                 )
 
-    @property
+    @cached_property
     def kv_dtype(self) -> str:
         """The dtype of k and v where it is not that of q: of 8 bits."""
         return "" if self.k.dtype == self.q.dtype else self.k.dtype
@@ -426,7 +426,7 @@ class KernelInputs:
     plan: LoopPlan
     spans: Any  # `Spans`, or a `SpanSource` where the kernels take any tile; None: bounds in closed form
     geometry: Geometry
-    target: Target
+    target: Any  # the backend's `Target`
     slots: Mapping[str, Any]  # by the plan's names
     tables: Mapping[str, Any]
     sinks: Any = None  # [heads]

@@ -513,7 +513,7 @@ def jax_gpu() -> Gpu:
     """The GPU of the current mesh where JAX lowers for an abstract device, else the first one, else an H100."""
     import jax
 
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    abstract: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     named = abstract is not None and abstract.platform in ("gpu", "cuda", "rocm", None)
     arch = gpu_of(abstract.device_kind) if named else None  # abstract devices have nothing but a name
     return _first_of_jax() if arch is None else Gpu(arch, abstract.num_cores or H100.processors, 0)
