@@ -19,13 +19,12 @@ from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo, remember
 from frisket.lowering.plan import NOWHERE, PAGES, Geometry, Origin, Sizes
 from frisket.lowering.simplify import ProgramExprs
-from frisket.lowering.stages import Stages
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.engines.proof import engines_for, engines_text
 from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
-from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, new_history, records
+from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, Stages, new_history, records
 from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.calls.arrays import Array, Arrays, Stored
 from frisket.runtime.calls.options import Options, seed_of, sinks_of

@@ -19,9 +19,9 @@ from frisket.grammar.memo import remember
 from frisket.lowering.analysis.tiling import Tiling
 from frisket.lowering.kernels.cpp.tiles import tiles
 from frisket.lowering.plan import Geometry
-from frisket.lowering.stages import Stages
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
+from frisket.runtime.backends.stages import Stages
 from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, in_graph
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram, remap_positions

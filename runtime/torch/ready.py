@@ -382,7 +382,8 @@ def _pays(planner: TablePlanner, tables: Mapping[str, Array], host: PreparedCall
     g, target, tiles = host.inputs.geometry, host.inputs.target, _tiles_read(host.inputs.spans)
     bq, bk = target.block_q, target.block_k
     spared = SPARED + SPARED_BY_TILE * -(-g.q_len // bq) * -(-g.kv_len // bk)
-    return _tiles_read(ready.inputs.spans) <= max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
+    most = max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
+    return bool(_tiles_read(ready.inputs.spans) <= most)
 
 
 def _tiles_read(spans: Spans) -> int:
