@@ -3,6 +3,7 @@ some in every run); here what needs no kernel to run. tests/compiled/triton_jax.
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,7 +178,7 @@ def test_a_gpu_that_is_not_here_is_named_by_the_mesh():
     ],
 )
 def test_triton_jax_refuses_unsupported_calls(changes, dtype, expected):
-    found = triton_jax.refuses(make_plan(ProgramExprs(causal)), Geometry(**{**vars(G), **changes}), dtype, {})
+    found = triton_jax.refuses(make_plan(ProgramExprs(causal)), replace(G, **changes), dtype, {})
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 
