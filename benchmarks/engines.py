@@ -23,9 +23,9 @@ import frisket as fk
 from frisket.grammar.memo import clear
 from frisket.lowering.engines.flags import flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
+from frisket.lowering.pipeline import simplified_program
 from frisket.lowering.plan import Geometry
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.plans.compiled import simplified_program
 
 LENGTHS = (16, 64, 256, 1024)
 

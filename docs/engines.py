@@ -20,12 +20,12 @@ from frisket.dsl.errors import FrisketError  # noqa: E402
 from frisket.lowering.engines.flags import Flags, flags_of  # noqa: E402
 from frisket.lowering.engines.forms import NoForm, form_of  # noqa: E402
 from frisket.lowering.kernels.cute.mods import emit  # noqa: E402
+from frisket.lowering.pipeline import simplified_program, work  # noqa: E402
 from frisket.lowering.plan import Geometry, Problem  # noqa: E402
 from frisket.runtime.backends import splash  # noqa: E402
 from frisket.runtime.backends.engines import square  # noqa: E402
 from frisket.runtime.backends.engines.proof import EngineCall  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
-from frisket.runtime.plans.compiled import simplified_program, work  # noqa: E402
 
 PAGE = HERE / "engines.md"
 BEGIN, END = "<!-- written by docs/engines.py -->", "<!-- end -->"

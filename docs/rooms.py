@@ -34,7 +34,6 @@ ROWS = [
     [("calls", "arrays, options, program")],
     [("masks", "mask and layout")],
     [("draw", "pictures"), ("export", "to other formats")],
-    [("layouts", "tiles")],
     [("machine", "settings, parameters, builds")],
     [("aten", "calls of torch"), ("xla", "calls of JAX")],
     [("planner", "layouts on devices")],
@@ -48,7 +47,7 @@ ROWS = [
     [("dsl", "Expr, text, types, reference")],
     [("grammar", "LALR tables, memo")],
 ]
-BANDS = [("runtime", 0, 14), ("lowering", 14, 21), ("dsl", 21, 24), ("grammar", 24, 25)]
+BANDS = [("runtime", 0, 13), ("lowering", 13, 20), ("dsl", 20, 23), ("grammar", 23, 24)]
 WIDTH, STEP, BOX, LEFT = 1040, 66, 40, 92
 COLOURS = {"runtime": "#e8f0fb", "lowering": "#eaf6ec", "dsl": "#fdf4e3", "grammar": "#f3ecf8"}
 CSS = """

@@ -285,6 +285,10 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return next((folded[n] for n in get_close_matches(name.casefold(), folded, 1, 0.6)), None)
 
 
+def looks_like_lengths(name: str) -> str:
+    return f"these look like lengths: give numpy.cumsum([0, *{name}])"
+
+
 def misnamed(name: str) -> str:
     """The hint for a name that other libraries give a position; empty for any other name.
 

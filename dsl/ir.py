@@ -569,6 +569,14 @@ def free_names(root: Expr) -> tuple[dict[str, Type], dict[str, tuple[int, Type]]
     return scalars, tables
 
 
+def names_of(e: Expr) -> dict[str, tuple[int | None, Type]]:
+    """(rank, type) of what an Expr reads; rank 0 is a scalar, None a table of which only the size is used."""
+    scalars, tables = free_names(e)
+    names: dict[str, tuple[int | None, Type]] = {n: (0, t) for n, t in scalars.items()}
+    names |= {name[0]: (None, INT) for op, name, _, _ in named(e) if op == "extent"}
+    return {**names, **tables}
+
+
 def uses(root: Expr) -> frozenset[str]:
     """The names of the variables that occur in an expression: a subset of b h q k score B H Q_LEN KV_LEN."""
     return frozenset(name for op, name, _, _ in named(root) if op == "var")

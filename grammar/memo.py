@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import lru_cache, partial, update_wrapper
+from functools import cached_property, lru_cache, partial, update_wrapper
 from types import FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -253,6 +253,11 @@ def cached_on(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
     table.hits += 1
     answer: R = entry[0]
     return answer
+
+
+def own_state(x: Any) -> dict[str, Any]:
+    """The attributes of an object without what its cached properties remember: what copies and pickles have."""
+    return {n: y for n, y in vars(x).items() if not isinstance(getattr(type(x), n, None), cached_property)}
 
 
 def remember(answers: dict[Any, Any], key: Any, answer: Any, most: int) -> None:

@@ -1,161 +1,283 @@
-"""The seven stages from a text to a kernel, in the order of docs/how-it-works.md, and a printable record of them.
+"""The way from a mask and a score mod with values to the inputs of kernels, in the order of docs/how-it-works.md.
 
-Calls, `Attention.stages`, `frisket emit`, `frisket explain` and FRISKET_SHOW go through this list. A stage is a
-function of a `Compilation`, which computes its parts once, when they are asked for.
+`simplified_program` brings a program into one form, once for all lengths. `work` lays its tiles out for a problem and a
+tile size and makes the `LoopPlan`, with values for its slots and tables: a `TiledPlan`, which calls run, and which
+`Attention.stages`, `frisket emit`, `frisket explain` and FRISKET_SHOW print. `loop_plan` is the last step, shared with
+plans whose tables a device holds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
-from frisket.dsl.notebook import sections
-from frisket.dsl.show import show
+import numpy as np
+from numpy.typing import NDArray
 
-from .plan import LoopPlan, Target
-from .simplify import ProgramExprs
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.evaluate import decided
+from frisket.dsl.ir import COMPARISONS, Expr, lit, names_of, substitute, walk
+from frisket.dsl.transfer import finite
+from frisket.dsl.types import INT
+from frisket.grammar.memo import Memo, memo
+
+from .analysis.decide import sees_itself
+from .analysis.layout import AnalysedMask, DecodeSpans, bind, decode_spans
+from .analysis.solve import facts_of
+from .analysis.table import Table
+from .analysis.tiling import Tiling, check_block, check_reach, segments_of_coordinates, short_tables
+from .plan import MAX_DECODE_QUERIES, RATE, SEED, Bounds, LoopPlan, Problem, ProgramFacts, Sizes, Spans, make_plan
+from .simplify import ProgramExprs, prepare, simplify
+
+Array = NDArray[Any]
+CACHED = 256  # compilations kept
+UNDRAWN = {SEED: 0, RATE: 0.0}  # each call has other values
 
 
-class StagedWork(Protocol):
-    """A mask and a score mod compiled for one shape and tile size."""
+class BoundProgram(Protocol):
+    """A mask and a score mod with values, which compares and hashes by value: a `CallProgram` of runtime."""
 
     @property
-    def simplified(self) -> ProgramExprs: ...
+    def exprs(self) -> ProgramExprs: ...
     @property
-    def rules(self) -> Counter[str]: ...
+    def reading(self) -> Sequence[Expr]: ...
     @property
-    def facts(self) -> Any: ...
+    def scalars(self) -> Mapping[str, Any]: ...
     @property
-    def layout(self) -> Any: ...
+    def tables(self) -> Mapping[str, Array]: ...
     @property
-    def plan(self) -> LoopPlan: ...
-
-
-class Compilation(Protocol):
-    """One geometry and backend: a mask and a score mod as written, their work, the kernel's text and target."""
-
+    def expanded(self) -> str: ...
     @property
-    def written(self) -> ProgramExprs: ...
-    @property
-    def work(self) -> StagedWork: ...
-    @property
-    def kernel(self) -> tuple[str, Target]: ...
-    @property
-    def engines(self) -> str: ...
-    @property
-    def awaits(self) -> str: ...
+    def layout_type(self) -> type[Tiling]: ...
+    def scored(self, exprs: ProgramExprs) -> ProgramExprs: ...
+    def plan_arguments(self, tables: Mapping[str, Any], dropout: bool) -> dict[str, Any]: ...
+    def require_bound(self) -> None: ...
 
 
-def expr(c: Compilation) -> ProgramExprs:
-    """The mask and the score mod as written."""
-    return c.written
+@dataclass(frozen=True, eq=False)
+class SimplifiedProgram:
+    """A program whose values the host knows, simplified: the part of a plan that is the same at every length."""
 
-
-def simplified(c: Compilation) -> ProgramExprs:
-    """The mask and the score mod after the rules, with masks hoisted out of the score mod."""
-    return c.work.simplified
-
-
-def facts(c: Compilation) -> Any:
-    """The facts that the analysis finds: closed form, empty rows, what tables hold."""
-    return c.work.facts
-
-
-def layout(c: Compilation) -> Any:
-    """The tiles that each row of tiles reads; None where a device plans them."""
-    return c.work.layout
-
-
-def plan(c: Compilation) -> LoopPlan:
-    """The loop that every backend shares."""
-    return c.work.plan
-
-
-def target(c: Compilation) -> Target:
-    """The backend, its tiles, warps and stages."""
-    return c.kernel[1]
-
-
-def source(c: Compilation) -> str:
-    """The kernel's text; empty where library calls run."""
-    return c.kernel[0]
-
-
-# a stage is a function here, so that each can be asked for without the later ones
-PIPELINE: tuple[Callable[[Compilation], Any], ...] = (expr, simplified, facts, layout, plan, target, source)
-
-
-def stages(c: Compilation) -> Stages:
-    """The record of all stages."""
-    return Stages(
-        **{stage.__name__: stage(c) for stage in PIPELINE}, rules=c.work.rules, engines=c.engines, awaits=c.awaits
-    )
-
-
-NAMES = tuple(stage.__name__ for stage in PIPELINE)
-
-
-@dataclass(frozen=True, repr=False)
-class Stages:
-    """The stages of a mask and a score mod: `print(att.stages(...))`, or one field of it.
-
-    >>> import frisket as fk
-    >>> print(fk.compile("causal & window(64)").stages(q_len=256).simplified)
-    mask = q >= k & q - k <= 63
-    >>> print(fk.compile("causal").stages(q_len=256).text("expr"))
-    mask = causal
-
-    `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score mod,
-    `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the `source` of the
-    kernel, empty for backends that run library calls. `engines` says which kernel of a vendor runs instead of a
-    generated one, and why others do not. `awaits` is the backend that runs after FRISKET_COMPILE has compiled its
-    kernel.
-    """
-
-    expr: ProgramExprs
+    program: BoundProgram
     simplified: ProgramExprs
-    facts: Any
-    layout: Any
-    plan: LoopPlan
-    target: Target
-    source: str
-    rules: Counter[str] = field(default_factory=Counter)
-    engines: str = ""
-    awaits: str = ""
+    analysed: Expr  # the mask as the analysis takes it
+    rules: Counter[str]
+    sane: Mapping[str, bool]  # Float tables without infinities
+    scalars: Mapping[str, Any]
+    arrays: Mapping[str, Array]
+    tables: Mapping[str, Table]  # the mask's
 
-    def text(self, name: str) -> str:
-        """The text of one stage."""
-        if name not in NAMES:
-            raise ValueError(f"no stage {name!r}; there are {', '.join(NAMES)}")
-        if name == "target":
-            t = self.target
-            if not t.block_q:
-                return self.engines.partition("\n")[0]  # an engine, with tiles of its own
-            lines = [f"{t.backend}: {_launch(t)}"]
-            if self.awaits:
-                lines[0] += f", until the kernel of {self.awaits} is compiled"
-            # kernels of gradients may have tiles different from those of the forward
-            lines += [f"    {n}: {_launch(part)}" for n in ("dq", "dkv", "dv") if (part := getattr(t, n))]
-            return "\n".join(lines)
-        shown = str(getattr(self, name))
-        if name == "simplified" and self.rules:
-            fired = ", ".join(f"{n} x {c}" if c > 1 else n for n, c in self.rules.most_common())
-            shown += f"\nrules: {fired}"
-        if name == "facts" and self.layout is not None:
-            questions = self.layout.questions
-            shown += "".join(f"\n{n:9} {show(questions[n])}" for n in ("always", "never"))
-        return shown or "library calls"
+    def layout(self, problem: Problem, block: tuple[int, int]) -> Tiling:
+        """The tiles of the mask, laid out when they are first asked for."""
+        return self.program.layout_type(self.mask, problem, block)
 
-    def _repr_html_(self) -> str:
-        return sections((name, self.text(name)) for name in NAMES)
+    @cached_property
+    def mask(self) -> AnalysedMask:
+        """The mask with the values that it reads."""
+        visible = self.simplified.visible
+        read = names_of(visible)
+        known = {n: x for n, x in self.scalars.items() if n in read}
+        return AnalysedMask(self.analysed, visible, known, self.tables)
 
-    def __str__(self) -> str:
-        return "\n\n".join(f"-- {name} {'-' * (76 - len(name))}\n{self.text(name)}" for name in NAMES)
+    @cached_property
+    def decode(self) -> DecodeSpans | None:
+        return decode_spans(self.analysed, self.scalars, self.tables)
 
-    __repr__ = __str__
+    @cached_property
+    def reads(self) -> tuple[tuple[str, int, int], ...]:
+        """(coordinate, start, stop) of every axis of a table that a bare coordinate indexes, and of offsets."""
+        endless = dict.fromkeys("bhqk", 1 << 62)
+        readers = self.program.reading
+        axes = {(c, 0, have) for e in readers for c, _, _, have in short_tables(e, self.arrays, endless)}
+        segments = (x for e in readers for x in segments_of_coordinates(e, self.arrays))
+        return *axes, *{(c, first, last) for c, _, first, last in segments}
+
+    def check_reach(self, problem: Problem) -> None:
+        """Refuse a table that is read past its end."""
+        places = dict(zip("bhqk", zip(problem.origin, problem.ends, strict=True), strict=True))
+        # the exact check takes long: only where a position may be outside
+        if any(np.min(places[c][0]) < start or places[c][1] > stop for c, start, stop in self.reads):
+            check_reach(self.analysed, self.program.reading, self.scalars, self.arrays, problem)
+
+    def no_empty_row(self, problem: Problem) -> bool:
+        """Whether every query sees a key, where that is known without counting."""
+        mask, room = self.simplified.mask, problem.kv_len - problem.q_len
+        if mask is None:
+            return True
+        if not sees_itself(mask):  # others are counted, if that pays
+            return False
+        ahead = problem.origin[2] - problem.origin[3]  # own keys are part of the call
+        if type(ahead) is int:
+            return 0 <= ahead <= room
+        return bool(np.all((ahead >= 0) & (ahead <= room)))
 
 
-def _launch(t: Target) -> str:
-    return f"{t.block_q} queries x {t.block_k} keys, {t.num_warps} warps, {t.num_stages} stages"
+@dataclass(frozen=True, eq=False)
+class TiledPlan:
+    """The inputs of kernels at one tile size: a `LoopPlan` with values, and the spans of its tiles."""
+
+    plan: LoopPlan  # of many tile sizes: the tables that are uploaded for it are remembered on it
+    slots: Mapping[str, Any]
+    tables: Mapping[str, Array]
+    compiled: SimplifiedProgram
+    problem: Problem
+    block: tuple[int, int]
+    decode_spans: Spans | None = None  # the spans of few queries, where no layout is needed for them
+    analysed: Tiling | None = None  # the layout, where the kernels' inputs needed one
+
+    @property
+    def simplified(self) -> ProgramExprs:
+        return self.compiled.simplified
+
+    @property
+    def rules(self) -> Counter[str]:
+        return self.compiled.rules
+
+    @cached_property
+    def layout(self) -> Tiling:
+        return self.analysed or self.compiled.layout(self.problem, self.block)
+
+    @property
+    def facts(self) -> Any:
+        return self.layout.facts
+
+    @property
+    def spans(self) -> Spans:
+        """Records per row of tiles, laid out when they are first asked for."""
+        return self.decode_spans or self.layout.spans
+
+
+# layouts come later: a guess from the rows of tiles
+_works = Memo("lowering.pipeline.work", CACHED, weigh=lambda key, *_: 4000 + 64 * (key[1][0] // key[2][0]))
+
+
+def work(
+    program: BoundProgram, problem: Problem, block: tuple[int, int], *, proofs: bool = False, dropout: bool = False
+) -> TiledPlan:
+    """The `TiledPlan` of a program, remembered by value: mask, contents of its tables, problem, tiles. `proofs` counts
+    rows to drop the checks for empty ones, which pays in kernels of many queries only."""
+    key = program, problem.key, block, proofs, dropout
+    cached: TiledPlan | None = _works.get(key)
+    if cached is not None:
+        return cached
+    check_block(block, problem)
+    base = simplified_program(program)
+    if base.arrays:
+        base.check_reach(problem)
+    nonempty, room, spans = base.no_empty_row(problem), problem.full, None
+    layout: Tiling | None
+    if problem.q_len > MAX_DECODE_QUERIES:
+        layout = base.layout(problem, block)
+        bounds = layout.bounds
+        nonempty = nonempty or bool(proofs and layout.facts.rows_nonempty)
+    else:  # steps of decoding plan at each token, too often for a layout
+        spans = base.decode.spans(problem, block) if base.decode else None
+        # keys of a row that are no one interval need the analysis
+        layout = None if spans else base.layout(problem, block)
+        bounds = layout.analysis.bounds if layout else base.decode.formula if base.decode else None
+        # integers have room to grow: later steps of decoding take the same kernel
+        room = tuple(1 << (n - 1).bit_length() for n in room)  # type: ignore[assignment]
+    try:
+        values = _values(base, bounds, nonempty, room, dropout)
+    except LoweringError:  # 64 bits are too few for the room, or for a closed form though not for the mask
+        bounds = layout.analysis.bounds if layout else bounds
+        values = _values(base, bounds, nonempty, problem.full, dropout)
+    return _works.put(key, TiledPlan(*values, base, problem, block, spans, layout))
+
+
+@memo(group="plans")
+def _values(
+    base: SimplifiedProgram, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool
+) -> tuple[LoopPlan, Mapping[str, Any], Mapping[str, Array]]:
+    """A `LoopPlan`, and values for its slots and tables: the part of a `TiledPlan` that is the same for tile sizes."""
+    limits, tables = limits_of(full, base.scalars, base.arrays), base.tables
+    table_facts = frozenset(f for f in facts_of(base.simplified.visible) if holds(tables, *f))
+    facts = ProgramFacts(bounds, nonempty, limits=limits, table_facts=table_facts)
+    plan = loop_plan(base.program, base.simplified, facts, base.sane, base.arrays, dropout)
+    arrays = {n: np.asarray(t) for n, t in plan.table_values(base.arrays).items()}
+    return plan, plan.slot_values({**base.scalars, **UNDRAWN}), arrays  # seeds come with calls
+
+
+def loop_plan(
+    program: BoundProgram,
+    exprs: ProgramExprs,
+    facts: ProgramFacts,
+    sane: Mapping[str, bool],
+    tables: Mapping[str, Any],
+    dropout: bool,
+) -> LoopPlan:
+    """The `LoopPlan` of a program's simplified expressions. `tables` may be arrays without entries that are read."""
+    facts = replace(facts, score_finite=exprs.score is None or finite(exprs.score, sane))
+    return make_plan(exprs, program.expanded, facts, **program.plan_arguments(tables, dropout))
+
+
+def finite_tables(tables: Mapping[str, Array]) -> dict[str, bool]:
+    """Whether each Float table is without infinities and NaN."""
+    return {n: bool(np.isfinite(t).all()) for n, t in tables.items() if t.dtype.kind == "f"}
+
+
+@memo(group="plans")
+def simplified_program(program: BoundProgram) -> SimplifiedProgram:
+    """The `SimplifiedProgram` of a program, remembered by value."""
+    program.require_bound()
+    arrays = program.tables
+    sane = finite_tables(arrays)
+    scalars = program.scalars
+    exprs = program.exprs.changed(lambda e: bind(e, arrays))
+    exprs = _with_numbers(exprs, scalars) if scalars else exprs
+    exprs, analysed, rules = _simplified(program.scored(exprs), tuple(sane.items()))
+    read = names_of(exprs.visible) if arrays else ()
+    tables = {n: Table(x) for n, x in arrays.items() if n in read}
+    return SimplifiedProgram(program, exprs, analysed, rules, sane, scalars, arrays, tables)
+
+
+PLAIN = frozenset({"add", "sub", "neg", "abs", "min", "max"}) | COMPARISONS  # operators whose numbers become slots
+LEAST = 3  # of a number that plans lift, and so the numbers beside it: -1, 0 and 1 are parts of a text
+
+
+def _with_numbers(exprs: ProgramExprs, scalars: Mapping[str, Any]) -> ProgramExprs:
+    """Expressions with literals for Int parameters that literals would be lifted for: `window(w)` becomes the kernel of
+    `window(300)`, which asks less than one of any `w`. Other values stay parameters."""
+    # a branch that a number decides would be in the kernel
+    exprs = exprs.changed(lambda e: decided(e, scalars))
+    nodes = list(walk(*exprs.parts))
+    spans: dict[Expr, frozenset[str]] = {}  # the parameters in the value of an Int
+    symbolic: set[str] = set()
+    for e in nodes:
+        below = frozenset[str]().union(*(spans[a] for a in e.args if a.type is INT))
+        if e.op not in PLAIN:  # a literal there would be part of the kernel's text
+            symbolic |= below
+        spans[e] = below | {e.name} if e.op == "param" and e.type is INT else below
+    free = [e for e in nodes if e.op == "param" and e.type is INT and e.name not in symbolic]
+    known = {e: lit(int(scalars[e.name])) for e in free if scalars[e.name] >= LEAST}
+    return exprs.changed(lambda e: substitute(e, known)) if known else exprs
+
+
+@memo(group="plans")  # other values of the parameters are other programs
+def _simplified(exprs: ProgramExprs, sane: tuple[tuple[str, bool], ...]) -> tuple[ProgramExprs, Expr, Counter[str]]:
+    """The simplified expressions, and the mask as the analysis takes it."""
+    rules: Counter[str] = Counter()
+    exprs = prepare(exprs, dict(sane), rules)
+    analysed = prepare(ProgramExprs(exprs.mask)).visible
+    return exprs, simplify(analysed), rules
+
+
+def holds(tables: Mapping[str, Table], fact: str, name: str) -> bool:
+    """Whether a table has a fact, by its entries. NaN is not equal to itself: Floats have none."""
+    table = tables[name]
+    if table.array.dtype.kind == "f":
+        return False
+    return table.has_runs if fact == "has_runs" else table.sorted
+
+
+def limits_of(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, float]:
+    """The largest magnitude of every name, for the width of integers."""
+    b, h, q, k = full
+    limits: dict[str, float] = {"b": b, "h": h, "q": q, "k": k, "q0": q, "q1": q, "k0": k, "k1": k}
+    limits |= {"B": b, "H": h, "Q_LEN": q, "KV_LEN": k}
+    limits |= {n: abs(float(x)) for n, x in scalars.items()}
+    limits |= {n: max(abs(int(t.max())), abs(int(t.min()))) for n, t in tables.items() if t.dtype.kind in "iu"}
+    return limits

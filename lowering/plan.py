@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.dsl.work import RING, modular
 from frisket.lowering.analysis.solve import ENDS_OF_RUNS, Ends, Fact, ends_of
 from frisket.lowering.analysis.tiles import FULL, PARTIAL, Boxes
+from frisket.lowering.architectures import H100
+from frisket.lowering.dtypes import BYTES, DTYPES, FLOATS
 from frisket.lowering.simplify.canonical import untied
 
 from .analysis.table import Table
@@ -296,43 +298,63 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class Target:
-    """The numbers of a backend and machine that change a result by rounding at most. `dq` and `dkv` are the targets
-    of the backward kernels and `decode` that of decoding; None: the forward's. With a `dv`, a separate kernel computes
-    dv. `splits`: into how many parts the keys of a short query are split; 0: as many as fill the machine. With
-    `descriptors` a kernel reads arrays by tensor descriptors, where kernel and strides allow them: the GPU copies a
-    tile by itself, without addresses in registers. With `words` the forward tests bits of 32 keys in border tiles,
-    which NVIDIA's GPUs make with one instruction. `square` is the most queries and keys of a tile in the kernels of
-    captured gradients."""
+    """The numbers of a backend and machine that change a result by rounding at most. A backend with more of them adds
+    fields, as `TritonTarget` does. `dq` and `dkv` are the targets of the backward kernels and `decode` that of
+    decoding; None: the forward's. With a `dv`, a separate kernel computes dv."""
 
     backend: str
     block_q: int
     block_k: int
     num_warps: int = 4
     num_stages: int = 2
-    order: Literal["forward", "longest-first", "longest-of-all-first"] = "longest-first"  # of rows; of each head's rows
     precision: Literal["ieee", "tf32", "tf32x3", "bf16x6"] = "ieee"  # of products of float32
     tanh: Literal["exact", "approximate"] = "exact"  # of 16-bit inputs: as the GPU's own instruction has it
-    splits: int = 0
-    descriptors: bool = False
-    words: bool = False
-    square: int = 64
-    limit: int = field(default=0, repr=False)  # bytes of shared memory that a program may have; 0: not known
     fixed: bool = field(default=False, repr=False)  # whether the user gave tile, warps or stages
-    arch: str = "sm_90"  # of a backend that has a text for each architecture
+    arch: str = H100.name  # of a backend that has a text for each architecture
     dq: Target | None = None
     dkv: Target | None = None
     dv: Target | None = None
     decode: Target | None = None
 
-    def everywhere(self, **fields: Any) -> Target:
+    def everywhere(self, **fields: Any) -> Self:
         """The target with these fields, and with them in the targets of its other kernels."""
         parts = {n: x and replace(x, **fields) for n in ("dq", "dkv", "dv", "decode") for x in [getattr(self, n)]}
         return replace(self, **fields, **parts)
 
 
 @dataclass(frozen=True)
+class Operand:
+    """The form of q, k or v in memory. A scale belongs to a block of `scale_block` (tokens, entries along the head
+    dimension); None: there are no scales. `pack` values share a byte where they have fewer than 8 bits.
+
+    >>> print(Operand("int8", (1, 32)), Operand("int8", pack=2), sep="; ")
+    int8 with a scale for 1 x 32 tokens and dims; int8 with 2 values in a byte
+    """
+
+    dtype: str = ""  # "": of shapes alone, whose dtype is not said
+    scale_block: tuple[int, int] | None = None
+    pack: int = 1
+
+    def has_kernels(self, name: str, dim: int) -> bool:
+        """Whether kernels read q, k or v, by `name`, in this form."""
+        scales = (None,) if name == "q" else (None, (1, dim))
+        return self.dtype in _READ[name] and self.scale_block in scales and self.pack == 1
+
+    def __str__(self) -> str:
+        block = self.scale_block
+        scales = "" if block is None else f" with a scale for {block[0]} x {block[1]} tokens and dims"
+        return f"{self.dtype}{scales}" + f" with {self.pack} values in a byte" * (self.pack > 1)
+
+
+UNSAID = Operand()
+OPERANDS = {name: Operand(name) for name in DTYPES}  # without scales
+_READ = {"q": {"", *FLOATS}, "k": {"", *DTYPES}, "v": {"", *DTYPES}}  # dtypes that kernels read
+
+
+@dataclass(frozen=True)
 class Geometry:
-    """The shapes of one call. Lengths in tokens; `origin` and `sizes` place the call in the whole problem."""
+    """The shapes of one call, and the forms of its arrays. Lengths in tokens; `origin` and `sizes` place the call in
+    the whole problem. A form that no kernel reads is a LoweringError."""
 
     batch: int
     heads: int
@@ -344,7 +366,22 @@ class Geometry:
     scale: float
     origin: Origin = NOWHERE
     sizes: Sizes | None = None
-    kv_dtype: str = ""  # dtype of k and v where it is not that of q: of 8 bits
+    q: Operand = UNSAID
+    k: Operand = UNSAID
+    v: Operand = UNSAID
+
+    def __post_init__(self) -> None:
+        for name, x, dim in (("q", self.q, self.head_dim), ("k", self.k, self.head_dim), ("v", self.v, self.v_dim)):
+            if x is not UNSAID and not x.has_kernels(name, dim):
+                raise LoweringError(
+                    f"no kernel reads {name} of {x}\n  q is of {', '.join(FLOATS)}; k and v are of these or "
+                    f"{', '.join(BYTES)}, one value in a byte, with one scale for each token and head or none"
+                )
+
+    @cached_property
+    def kv_dtype(self) -> str:
+        """The dtype of k and v where it is not that of q: of 8 bits."""
+        return "" if self.k.dtype == self.q.dtype else self.k.dtype
 
     @property
     def is_empty(self) -> bool:
@@ -388,7 +425,7 @@ class KernelInputs:
     plan: LoopPlan
     spans: Any  # `Spans`, or a `SpanSource` where the kernels take any tile; None: bounds in closed form
     geometry: Geometry
-    target: Target
+    target: Any  # the backend's `Target`
     slots: Mapping[str, Any]  # by the plan's names
     tables: Mapping[str, Any]
     sinks: Any = None  # [heads]

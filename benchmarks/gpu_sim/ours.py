@@ -13,6 +13,7 @@ import numpy as np
 import frisket as fk
 from frisket.lowering.kernels.triton import backward, forward
 from frisket.lowering.kernels.triton.module import emit
+from frisket.lowering.kernels.triton.target import TritonTarget
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.runtime.backends.triton import kernels as triton_kernels
@@ -143,7 +144,7 @@ def planned(ours: Ours) -> tuple[LoopPlan, Target]:
     if made.target.dv is None:
         raise ValueError(f"calls of head size {ours.dim} have one kernel of dk and dv on {ours.arch}: ask for dkv")
     block_q, block_k, warps, stages, described = TABLE[ours.arch]["dkv"]["long"][str(min(ours.dim, 256))]
-    both = Target(
+    both = TritonTarget(
         "triton", block_q, block_k, warps, stages, descriptors=bool(described)
     )  # one kernel: what is searched
     return made.plan, replace(made.target, dkv=both, dv=None)

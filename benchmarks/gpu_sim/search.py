@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
+from frisket.lowering.architectures import ARCHITECTURES as LISTED
 from frisket.runtime.backends.triton import tiles as shipped
 
 from . import full, ours
@@ -127,7 +128,7 @@ def staged(cell: Cell, tile: Tile) -> list[Tile]:
 
 def fits(cell: Cell, tile: Tile) -> bool:
     own, walked = (tile.block_k, tile.block_q) if cell.kernel == "dkv" else (tile.block_q, tile.block_k)
-    return shipped.shared(cell.kernel, cell.dim, own, walked, tile.stages) <= shipped.SHARED[cell.gpu]
+    return shipped.shared(cell.kernel, cell.dim, own, walked, tile.stages) <= LISTED[cell.gpu].shared
 
 
 def evaluate(cell: Cell, tile: Tile) -> dict[str, float]:
@@ -140,8 +141,8 @@ def evaluate(cell: Cell, tile: Tile) -> dict[str, float]:
         found = found or {"registers": made.registers, "stack": made.stack, "shared": made.shared}
         found |= {"stack": max(found["stack"], made.stack), "shared": max(found["shared"], made.shared)}
         # What asks for more tensor memory than there is compiles to a few instructions without a product.
-        empty = made.text and not re.search(shipped.GPUS[cell.gpu]["mma"], made.text)
-        if made.stack or made.shared > shipped.SHARED[cell.gpu] or empty:
+        empty = made.text and not re.search(LISTED[cell.gpu].mma, made.text)
+        if made.stack or made.shared > LISTED[cell.gpu].shared or empty:
             return found
     if cell.modelled:
         case = Case(CLASSES[cell.mask], cell.dim, arch=cell.gpu)
@@ -155,7 +156,8 @@ def ranked(cell: Cell, tile: Tile) -> float:
     if cell.mask == "short":  # keys that a window of 128 makes a row of tiles visit
         own = own * 128 / (own + walked + 126)
     fit = min(
-        2, shipped.SHARED[cell.gpu] // max(1, shipped.shared(cell.kernel, cell.dim, int(own), walked, tile.stages))
+        2,
+        LISTED[cell.gpu].shared // max(1, shipped.shared(cell.kernel, cell.dim, int(own), walked, tile.stages)),
     )
     alone = 1e-2 * (
         tile.stages == 1 and not cell.arch.startswith("gfx")

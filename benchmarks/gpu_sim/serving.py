@@ -26,7 +26,7 @@ from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton import decode, forward
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Geometry, LoopPlan, Pages, make_plan
+from frisket.lowering.plan import Geometry, LoopPlan, Operand, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.grids import Shares, shares
@@ -85,7 +85,8 @@ class Step:
     def geometry(self) -> Geometry:
         keys, n = self.key_heads, self.queries
         scale = DIM**-0.5
-        return Geometry(len(self.lengths), GROUP * keys, keys, n, self.room, DIM, DIM, scale, kv_dtype=self.kv_dtype)
+        kv = Operand(self.kv_dtype)
+        return Geometry(len(self.lengths), GROUP * keys, keys, n, self.room, DIM, DIM, scale, k=kv, v=kv)
 
     @property
     def dims(self) -> Dims:

@@ -13,11 +13,10 @@ import numpy as np
 
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.dsl.from_python.closure import RAW, read_again
+from frisket.dsl.ir import names_of
 from frisket.dsl.notebook import table
 from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo, remember
-from frisket.lowering.pipeline import Stages
-from frisket.lowering.pipeline import stages as all_stages
 from frisket.lowering.plan import NOWHERE, PAGES, Geometry, Origin, Problem, Sizes
 from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.xla.promotion import usual_promotion
@@ -25,7 +24,7 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.engines.proof import engines_for, engines_text
 from frisket.runtime.backends.registry import check_name, choose, library, printed, quickest, target_of
-from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, new_history, records
+from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, Stages, new_history, records
 from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.calls.arrays import Array, Arrays, Stored
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
@@ -34,7 +33,7 @@ from frisket.runtime.calls.request import CALLS, CallArgs, register, stacked_val
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.machine.caller import counting
-from frisket.runtime.machine.parameters import blank, kind_of, learns, names_of, part_of_expression, summary, traced
+from frisket.runtime.machine.parameters import blank, kind_of, learns, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import CallPlan, CheckedCall, FlatPlan, device_plan, results, split_host_device
 from frisket.runtime.plans.empty import check_bound, nothing
@@ -345,9 +344,9 @@ class Attention:
         known = self._frameworks(request) if any(isinstance(x, np.ndarray) for x in (q, k, v)) else ()
         arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES), known=known)
         if plan is None:
-            geometry = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
+            geometry = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes, kv_inputs)
         else:
-            geometry = self._planned_geometry(arrays, plan, origin, sizes)
+            geometry = self._planned_geometry(arrays, plan, origin, sizes, kv_inputs)
         # a layout that is named is meant, and the lengths of a plan tell it; tokens are mostly more than heads
         if layout is None and plan is None and geometry.q_len < geometry.kv_heads and not geometry.is_empty:
             check_order(arrays, geometry, self.program, params)
@@ -394,13 +393,15 @@ class Attention:
         params = {**self.captured, **getattr(request.plan, "device_values", request.params)}
         yield from map(call_arrays.framework_of, (request.sinks, request.seed, self.options.sinks, *params.values()))
 
-    def _planned_geometry(self, arrays: Arrays, plan: Any, origin: Origin | None, sizes: Sizes | None) -> Geometry:
+    def _planned_geometry(
+        self, arrays: Arrays, plan: Any, origin: Origin | None, sizes: Sizes | None, scaled: Collection[str] = ()
+    ) -> Geometry:
         """The geometry of a call with a plan, which is for these lengths."""
         if not isinstance(plan, Plan | FlatPlan):
             raise ParameterError(f"plan is {plan!r}; `plan` of an attention makes one")
         if origin is not None or sizes is not None:
             raise ParameterError("the plan has its origin and sizes already; give them to `plan`")
-        g = arrays.geometry(self.options.scale, self.options.enable_gqa, plan.origin, plan.sizes)
+        g = arrays.geometry(self.options.scale, self.options.enable_gqa, plan.origin, plan.sizes, scaled)
         have, want = (g.batch, g.heads, g.q_len, g.kv_len), (plan.batch, plan.heads, plan.q_len, plan.kv_len)
         if have != want:
             turned = want == (g.batch, g.q_len, g.heads, g.kv_heads)
@@ -588,7 +589,7 @@ class Attention:
             raise ParameterError("scales and pages are those of q, k and v: give them, too")
         if q is not None:
             arrays = call_arrays.arrays(q, k, v, layout, pages=pages)
-            g = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
+            g = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes, kv_inputs)
             program = program.stored_as(call_arrays.kv_format(arrays, g, kv_inputs)[0])
             name = backend or choose(self.options.backend, arrays.framework, arrays.device)
             dtype = arrays.dtype
@@ -617,7 +618,7 @@ class Attention:
             as_written=ProgramExprs(*(getattr(p, "shown", None) for p in (program.mask, program.score))),
         )  # fmt: skip
         chose = backend or self.options.backend or Settings.read().backend
-        return all_stages(compilation if q is None or chose else compilation.now())
+        return (compilation if q is None or chose else compilation.now()).stages()
 
     # -- checking ---------------------------------------------------------------------------------
 

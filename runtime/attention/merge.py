@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import ShapeError
-from frisket.runtime.calls.arrays import FLOATS, LAYOUTS, NATURAL, Array, check_layout, framework_of, like_jax
+from frisket.lowering.dtypes import FLOATS, accumulate
+from frisket.runtime.calls.arrays import LAYOUTS, NATURAL, Array, check_layout, framework_of, like_jax
 
 
 def merge(*parts: tuple[Array, Array], layout: str | None = None) -> tuple[Array, Array]:
@@ -45,7 +46,7 @@ def merged(parts: Sequence[tuple[Any, Any, Any]], xp: Any, layout: str) -> tuple
     """(out, lse, low) of the parts' own, where lse + low is what a backward takes: low is what rounding left out."""
     first: Any = parts[0][0]
     # sums of parts in 16 bits would round once for each part
-    wide = xp.float64 if str(first.dtype).endswith("float64") else xp.float32
+    wide = getattr(xp, accumulate(first.dtype))
     kind = first.dtype
     lses = [_cast(lse, wide) for _, lse, _ in parts]
     highest = reduce(xp.maximum, map(_constant, lses))

@@ -15,13 +15,13 @@ from frisket.dsl.errors import ShapeError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, param, substitute, var
 from frisket.dsl.types import INT
+from frisket.lowering.analysis.tiling import Counts
 from frisket.lowering.orders.candidates import Candidate, by_graph, candidates, closed, folded, position
 from frisket.runtime.calls.arrays import TokenPermutation, take
-from frisket.runtime.layouts.tiling import Counts
+from frisket.runtime.calls.options import check_tile
 from frisket.runtime.machine.caller import counting
 from frisket.runtime.masks.mask import Mask, MaskLike
 from frisket.runtime.masks.mask import mask as as_mask
-from frisket.runtime.plans.compiled import check_tile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.evaluate import evaluate
 from frisket.grammar.memo import remember
+from frisket.lowering.analysis.tiling import Tiling
 from frisket.lowering.kernels.cpp.tiles import tiles
-from frisket.lowering.pipeline import Stages
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
+from frisket.runtime.backends.stages import Stages
 from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, in_graph
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram, remap_positions
 from frisket.runtime.calls.request import CallArgs
-from frisket.runtime.layouts.tiling import Tiling
 from frisket.runtime.machine.caller import counting
 from frisket.runtime.machine.cpp_cpu import best
 from frisket.runtime.machine.parameters import as_value, digest, traced

@@ -14,6 +14,7 @@ from frisket.dsl.errors import BackendError, MismatchError, ParameterError
 from frisket.dsl.ir import Expr
 from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
+from frisket.lowering.dtypes import DOUBLE, HALVES, SINGLE, accumulate
 from frisket.lowering.features import DENSE
 from frisket.lowering.plan import PAGES, RATE, SEED, Geometry, survives
 from frisket.runtime.backends.base import RECORDS
@@ -127,7 +128,7 @@ def compared(
     sinks = None if sinks is None else to_numpy(sinks)
     values = {**program.scalars, **(params or {})}
     call = dense.DenseCall(program.exprs, g.scale, values, program.tables, g.problem, sinks, keep_mask, rate)
-    stored = (*stored, "lse") if arrays.dtype == "float32" else stored  # weights of kernels come of a rounded lse
+    stored = (*stored, "lse") if arrays.dtype == SINGLE else stored  # weights of kernels come of a rounded lse
     rounded, draws = replace(call, rounded=_rounded(arrays), stored=stored), _orders(q, k, out.size)
     want, want_lse = dense.attention(q, k, v, call)
     plain = [dense.attention(*these, v, rounded) for these in draws]
@@ -146,7 +147,7 @@ def compared(
 
         gradients, norms = _gradient_errors(got, both, draws, dout, dlse)
     unit = 1.0  # of lse: products of 16 bits are exact in float32, so that dense attention errs by less than lse's ulp
-    if arrays.dtype in ("bfloat16", "float16") and "scores" not in stored:
+    if arrays.dtype in HALVES and "scores" not in stored:
         unit = max(1.0, float(np.abs(want_lse).max(initial=0.0, where=np.isfinite(want_lse))))
     ours = float(_errors(out, want)[0]), float(_errors(lse, want_lse)[0]) / unit
     theirs = [(float(_errors(x, want)[0]), float(_errors(y, want_lse)[0]) / unit) for x, y in plain]
@@ -207,10 +208,10 @@ def _named(grads: dict[str, Any], name: str, like: Array) -> Array:
 
 def _rounded(arrays: Arrays) -> Callable[[Any], Array]:
     """Rounds to the dtype of the arrays; halves are kept as float32, as sums of theirs are."""
-    if arrays.dtype == "float64":
+    if arrays.dtype == DOUBLE:
         return dense.exactly
     half = rounding(arrays.q)
-    if arrays.dtype == "float32":
+    if arrays.dtype == SINGLE:
         return lambda x: np.asarray(x, np.float32)
     return lambda x: np.asarray(half(np.asarray(x)), np.float32)
 
@@ -277,7 +278,7 @@ def interpreted(call: CheckedCall) -> tuple[Any, Any, Any]:
         raise BackendError(DENSE["traced arrays"])
     arrays = call.arrays
     out, *rows = oracle(arrays, call.geometry, call.plan.program, call.rate, call.seed, call.sinks, call.kv_inputs)
-    real = "float64" if arrays.dtype == "float64" else "float32"
+    real = accumulate(arrays.dtype)
     lse, top = (from_numpy(x, arrays.q, real) for x in rows)
     return from_numpy(turn(out, "bhsd", arrays.layout), arrays.q), lse, top
 
@@ -324,7 +325,7 @@ def report_gradients(attend: Callable[..., Any], call: CheckedCall, params: Mapp
 def learned_values(program: CallProgram, like: Any, params: Mapping[str, Any]) -> dict[str, Any]:
     """The Float parameters that only the score mod reads, as arrays beside `like`: gradients flow to those."""
     have = {**program.scalars, **program.tables, **params}
-    real = "float64" if str(like.dtype).endswith("float64") else "float32"
+    real = accumulate(like.dtype)
     names = [n for n in program.learnable if n in have and n not in ("q", "k", "v")]
     host = {n: framework_of(have[n]) in (None, "numpy") for n in sorted(names)}
     return {n: from_numpy(np.asarray(have[n]), like, real) if x else have[n] for n, x in host.items()}

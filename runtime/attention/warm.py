@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from frisket.dsl.errors import BackendError, FrisketError, ParameterError
+from frisket.lowering.dtypes import HALVES, SUMS
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import automatic, reason
 from frisket.runtime.backends.stages import compiled
@@ -25,7 +26,7 @@ from .ordered import OrderedAttention
 
 SIZES = {"q_len": 4096, "kv_len": "q_len", "batch": 1, "heads": 1, "kv_heads": "heads", "head_dim": 64,
          "v_dim": "head_dim", "dtype": "float32"}  # fmt: skip
-DTYPES = ("float32", "float64", "float16", "bfloat16")
+DTYPES = (*SUMS, *HALVES)
 
 
 class WarmRow(NamedTuple):

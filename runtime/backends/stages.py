@@ -1,27 +1,92 @@
-"""The stages of `lowering.pipeline` for a plan, a geometry and a backend, FRISKET_SHOW, and why a call compiled."""
+"""Stages: a printable record of the steps from a text to a kernel, in the order of docs/how-it-works.md, for a plan, a
+geometry and a backend; FRISKET_SHOW, and why a call compiled."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from frisket.dsl.notebook import sections
 from frisket.dsl.show import show
-from frisket.lowering.pipeline import NAMES, stages
-from frisket.lowering.plan import Geometry, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import kernel_step, there
 from frisket.runtime.machine.parameters import is_tensor
-from frisket.runtime.machine.settings import Settings
+from frisket.runtime.machine.settings import STAGES, Settings
 from frisket.runtime.plans.device import CallPlan, CheckedCall
 
 from .base import RECORDS
 from .registry import library, target_of
+
+
+@dataclass(frozen=True, repr=False)
+class Stages:
+    """The stages of a mask and a score mod: `print(att.stages(...))`, or one field of it.
+
+    >>> import frisket as fk
+    >>> print(fk.compile("causal & window(64)").stages(q_len=256).simplified)
+    mask = q >= k & q - k <= 63
+    >>> print(fk.compile("causal").stages(q_len=256).text("expr"))
+    mask = causal
+
+    `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score mod,
+    `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the `source` of the
+    kernel, empty for backends that run library calls. `engines` says which kernel of a vendor runs instead of a
+    generated one, and why others do not. `awaits` is the backend that runs after FRISKET_COMPILE has compiled its
+    kernel.
+    """
+
+    expr: ProgramExprs
+    simplified: ProgramExprs
+    facts: Any
+    layout: Any
+    plan: LoopPlan
+    target: Target
+    source: str
+    rules: Counter[str] = field(default_factory=Counter)
+    engines: str = ""
+    awaits: str = ""
+
+    def text(self, name: str) -> str:
+        """The text of one stage."""
+        if name not in STAGES:
+            raise ValueError(f"no stage {name!r}; there are {', '.join(STAGES)}")
+        if name == "target":
+            t = self.target
+            if not t.block_q:
+                return self.engines.partition("\n")[0]  # an engine, with tiles of its own
+            lines = [f"{t.backend}: {_launch(t)}"]
+            if self.awaits:
+                lines[0] += f", until the kernel of {self.awaits} is compiled"
+            # kernels of gradients may have tiles different from those of the forward
+            lines += [f"    {n}: {_launch(part)}" for n in ("dq", "dkv", "dv") if (part := getattr(t, n))]
+            return "\n".join(lines)
+        shown = str(getattr(self, name))
+        if name == "simplified" and self.rules:
+            fired = ", ".join(f"{n} x {c}" if c > 1 else n for n, c in self.rules.most_common())
+            shown += f"\nrules: {fired}"
+        if name == "facts" and self.layout is not None:
+            questions = self.layout.questions
+            shown += "".join(f"\n{n:9} {show(questions[n])}" for n in ("always", "never"))
+        return shown or "library calls"
+
+    def _repr_html_(self) -> str:
+        return sections((name, self.text(name)) for name in STAGES)
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"-- {name} {'-' * (76 - len(name))}\n{self.text(name)}" for name in STAGES)
+
+    __repr__ = __str__
+
+
+def _launch(t: Target) -> str:
+    return f"{t.block_q} queries x {t.block_k} keys, {t.num_warps} warps, {t.num_stages} stages"
 
 
 @dataclass(frozen=True)
@@ -42,10 +107,6 @@ class PlanCompilation:
     engines: str = ""  # which engine runs, and why the others do not, a line each
     awaits: str = ""  # the backend whose kernel is being compiled, or will be, while this one runs
     as_written: ProgramExprs | None = None  # by the user of this one: equal ones share a plan
-
-    @property
-    def written(self) -> ProgramExprs:
-        return self.as_written or self.plan.host_program.exprs
 
     @cached_property
     def target(self) -> Target:
@@ -71,6 +132,13 @@ class PlanCompilation:
             text, target = emit(self.work.plan, target, self.geometry, self.dtype, self.sinks, self.learned, spans)
         return text or self.plan.planner, target
 
+    def stages(self) -> Stages:
+        """The record of all stages."""
+        written, work = self.as_written or self.plan.host_program.exprs, self.work
+        source, target = self.kernel
+        steps = written, work.simplified, work.facts, work.layout, work.plan, target, source
+        return Stages(*steps, work.rules, self.engines, self.awaits)
+
     def now(self) -> PlanCompilation:
         """The compilation of library calls where FRISKET_COMPILE lets no call wait for the kernel; else this one."""
         ahead = RECORDS[self.backend].ahead
@@ -85,13 +153,14 @@ def compiled(call: CheckedCall, options: Options, device: Any = None) -> PlanCom
     learned = [n for n, x in call.plan.device_values.items() if is_tensor(x) and x.is_floating_point()]
     facts = call.plan, call.backend, call.geometry, call.arrays.dtype, options, device
     compilation = PlanCompilation(*facts, framework=call.arrays.framework, learned=learned)
-    if (names := [n for n in Settings.read().show if n in NAMES]) and compilation.target not in call.plan.shown:
+    if (names := [n for n in Settings.read().show if n in STAGES]) and compilation.target not in call.plan.shown:
         call.plan.shown.add(compilation.target)
-        print("\n\n".join(map(stages(compilation).text, names)), file=sys.stderr)
+        print("\n\n".join(map(compilation.stages().text, names)), file=sys.stderr)
     return compilation
 
 
 USUAL = Options()
+SHAPES = (*(f.name for f in fields(Geometry) if f.name not in ("q", "k", "v")), "kv_dtype")
 
 
 class CompileRecord(NamedTuple):
@@ -121,7 +190,7 @@ def record(att: Any, call: CheckedCall, began: float, backend: str) -> None:
     chosen = "" if att.options == USUAL else ", ".join(f"{n} {x}" for n, x in att.options.chosen())
     key = {
         **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts},
-        **{f.name: getattr(call.geometry, f.name) for f in fields(call.geometry)},
+        **{n: getattr(call.geometry, n) for n in SHAPES},
         "dtype": call.arrays.dtype, "device": call.arrays.device, "layout": call.arrays.layout, "backend": backend,
         "sinks": call.sinks is not None, "options": chosen, "origin": str(call.geometry.origin),
         **{n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in values.items()},

@@ -35,6 +35,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import SCORE, SIZES, Expr, free_names, lit, param, substitute, uses, var
 from frisket.lowering import dense
 from frisket.lowering.analysis.tiles import EMPTY
+from frisket.lowering.dtypes import HALVES
 from frisket.lowering.kernels.torch_mask_mod import score_mod
 from frisket.lowering.plan import Problem, needs_int64
 from frisket.lowering.simplify import simplify
@@ -246,7 +247,7 @@ def _flash(device: str, contest: Contest) -> Call:
     from flash_attn import flash_attn_func  # type: ignore[import-not-found,unused-ignore]
 
     _plain(contest, "FlashAttention")
-    if contest.sizes.dtype not in ("float16", "bfloat16"):
+    if contest.sizes.dtype not in HALVES:
         raise NoWordsError(f"FlashAttention computes in 16 bits, not in {contest.sizes.dtype}")
     window = contest.window()
     if window is None and not contest.everything:

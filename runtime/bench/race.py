@@ -30,6 +30,7 @@ from rich.text import Text
 
 from frisket.dsl.errors import BackendError, Undecided
 from frisket.dsl.ir import uses
+from frisket.lowering.dtypes import HALVES, SINGLE
 from frisket.lowering.simplify import ProgramExprs, prepare
 from frisket.runtime.attention.entry import reference
 from frisket.runtime.machine.modules import pip_install
@@ -298,7 +299,7 @@ def standard(sizes: Sizes) -> list[Contest]:
     return contests
 
 
-ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of the largest result, or of 1
+ALLOWED = {SINGLE: 1e-4, **dict.fromkeys(HALVES, 2e-2)}  # of the largest result, or of 1
 
 
 @dataclass

@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
+from frisket.lowering.dtypes import BYTES, FLOATS
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.arrays import BYTES, FLOATS
 from frisket.runtime.machine.parameters import traced
 from frisket.runtime.sharding.partition import names_of, spec_of, split_as
 

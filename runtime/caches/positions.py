@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import FrisketError, ParameterError, ShapeError
-from frisket.dsl.ir import clauses, uses
+from frisket.dsl.ir import clauses, names_of, uses
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
+from frisket.lowering.dtypes import BYTES, FLOATS
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.arrays import BYTES, FLOATS, framework_of
+from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.calls.program import CallProgram, check_used
-from frisket.runtime.machine.parameters import names_of, traced
+from frisket.runtime.machine.parameters import traced
 from frisket.runtime.masks.mask import Mask, mask
 
 Params = Mapping[str, Any]  # keywords of a call of the attention

@@ -19,9 +19,10 @@ from torch.autograd.graph import increment_version
 
 from frisket.dsl.errors import BackwardError, CapacityError, ParameterError, ShapeError
 from frisket.grammar.memo import memo
+from frisket.lowering.dtypes import FLOATS
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.backends.cpp.torch import LARGE, huge
-from frisket.runtime.calls.arrays import FLOATS, WORDS, in_graph, kv_inputs_of
+from frisket.runtime.calls.arrays import WORDS, in_graph, kv_inputs_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import learns
 from frisket.runtime.plans.device import results

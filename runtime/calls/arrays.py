@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from ctypes import c_char, string_at
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -28,7 +28,8 @@ from frisket.dsl.ir import SCORE, Expr, lookup, substitute, var
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
+from frisket.lowering.dtypes import BYTES, FLOATS, SINGLE, accumulate
+from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, OPERANDS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.modules import loaded
 from frisket.runtime.machine.parameters import check_plain, learns, traced
@@ -37,8 +38,6 @@ Array = TypeVar("Array")  # torch's Tensor or JAX's Array, whichever was brought
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
 HEADS_AXIS = {"bhsd": 1, "bshd": 2}  # the axis of heads
 NATURAL = {"torch": "bhsd", "jax": "bshd"}
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")  # of keys and values beside queries of any Float
 COPIED = 1 << 26  # bytes of a table, at most, that is copied to be compared: no dense mask of 16,384 x 16,384
 # in an error; torch's own attention computes both readings alike
 UNBATCHED = {("torch", 3): "\n  q[None] has one batch entry, q[:, None] one head; k and v likewise"}
@@ -174,9 +173,14 @@ class Arrays:
         return q, k, v
 
     def geometry(
-        self, scale: float | None, enable_gqa: bool, origin: Origin | None = None, sizes: Sizes | None = None
+        self,
+        scale: float | None,
+        enable_gqa: bool,
+        origin: Origin | None = None,
+        sizes: Sizes | None = None,
+        scaled: Collection[str] = (),
     ) -> Geometry:
-        """The sizes of the call, or `ShapeError`."""
+        """The sizes of the call, or `ShapeError`; `scaled` has K_SCALE and V_SCALE where there are such."""
         (b, h, s, d), (kb, hkv, n, kd), (vb, hv, vn, dv) = (
             _ordered(x.shape, self.layout) for x in (self.q, self.k, self.v)
         )
@@ -203,7 +207,11 @@ class Arrays:
             start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
         whole: Any = None if sizes is None else tuple(map(as_int, sizes))
         factor = d**-0.5 if scale is None else scale_of(scale, known=True)  # never d = 0, which was refused
-        return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, self.kv_dtype)
+        k = v = OPERANDS[self.kv_dtype or self.dtype]
+        if scaled:  # one scale for each token and head
+            k = replace(k, scale_block=(1, d)) if K_SCALE in scaled else k
+            v = replace(v, scale_block=(1, dv)) if V_SCALE in scaled else v
+        return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, OPERANDS[self.dtype], k, v)
 
     def _paged(self, batch: int, k: tuple[int, int], v: tuple[int, int], shapes: str) -> tuple[tuple[int, int], ...]:
         """(batch, keys) of k and of v, for (pages, tokens of a page) of their pools."""
@@ -569,7 +577,7 @@ def _check(name: str, x: Any, arrays: Arrays) -> None:
                 f"pages are {dtype}; they are int32 [batch, pages of a sequence]: pages{_cast(arrays, 'int32')}"
             )
         return
-    if dtype != "float32" and not dtype == arrays.dtype == "float64":  # kernels load no others
+    if dtype not in (SINGLE, accumulate(arrays.dtype)):  # kernels load no others
         raise ShapeError(f"{word} is {dtype}; it is float32: {word}{_cast(arrays, 'float32')}")
     array = getattr(arrays, of)
     if tuple(x.shape) != tuple(array.shape[:3]):

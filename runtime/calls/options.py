@@ -16,7 +16,9 @@ import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.program import entries_of
-from frisket.lowering.plan import Target
+from frisket.lowering.dtypes import accumulate
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.parameters import check_plain, digest, is_tensor, traced
 from frisket.runtime.machine.settings import choices
 
@@ -233,7 +235,7 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
         raise ShapeError(
             f"sinks are {kind}{list(shape)}; they are one number, or one for each of the {heads} query heads"
         )
-    real = "float64" if dtype == "float64" else "float32"
+    real = accumulate(dtype)
     sinks = sinks.astype(real, copy=False) if host else sinks  # of any order of bytes, and what frameworks do not read
     if framework == "numpy":
         return np.broadcast_to(entries_of(sinks), (heads,)).astype(real)
@@ -247,3 +249,22 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
         return torch.full((heads,), float(sinks), device=device, dtype=getattr(torch, real))
     have = sinks if isinstance(sinks, torch.Tensor) else uploaded(sinks, device)
     return have.to(device=device, dtype=getattr(torch, real)).expand(heads)
+
+
+LONGEST_TILE, LARGEST_TILE = 1 << 16, 1 << 24
+
+
+def check_tile(tile: Any) -> tuple[int, int] | None:
+    """(queries, keys) of a tile, or `ShapeError`."""
+    if tile is None:
+        return None
+    sides = as_int(tile)
+    pair = (sides, sides) if isinstance(sides, int) else tuple(map(as_int, sides)) if np.iterable(sides) else ()
+    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n <= 0 for n in pair):
+        raise ShapeError(f"tile is {tile}; tile sizes are two positive integers (queries, keys), in tokens")
+    if max(pair) > LONGEST_TILE or pair[0] * pair[1] > LARGEST_TILE:
+        raise ShapeError(
+            f"tile is {tile}; a tile has at most {LONGEST_TILE:,} queries or keys and {LARGEST_TILE:,} pairs of them\n"
+            "  its scores are held at once: tiles of 32 to 256 are usual"
+        )
+    return pair

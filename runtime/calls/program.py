@@ -7,21 +7,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import count
 from operator import or_
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import CALLED, MaskSyntaxError, ParameterError, keyword
-from frisket.dsl.ir import COORDINATES, SCORE, Expr, param, renamed, substitute, uses, var, walk
+from frisket.dsl.ir import COORDINATES, SCORE, Expr, names_of, param, renamed, substitute, uses, var, walk
 from frisket.dsl.operators import LEAVES
 from frisket.dsl.program import check_names, read
 from frisket.dsl.types import FLOAT
+from frisket.grammar.memo import own_state
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.plan import Geometry, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.machine import parameters
 from frisket.runtime.machine.caller import warn_once
+from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, for_one_call, mask, only, score
 
 from .arrays import LAYOUTS, Arrays, Stored
@@ -40,17 +42,23 @@ class CallProgram:
     places: tuple[parameters.BoundExpr, ...] | None = None
     stored: Stored | None = None  # how keys and values are stored
     unwritten: bool = False  # keys that no query sees may hold anything, see `LoopPlan`
+    layout_type: ClassVar[type[Layout]] = Layout  # layouts of plans have pictures and exports
 
     def __getstate__(self) -> dict[str, Any]:
-        return parameters.own_state(self)  # what cached properties hold is large, and computed again
+        return own_state(self)  # what cached properties hold is large, and computed again
 
     @property
     def parts(self) -> list[parameters.BoundExpr]:
         return [p for p in (self.mask, self.score, *(self.places or ())) if p is not None]
 
+    @property
+    def reading(self) -> list[Expr]:
+        """The expressions that read tables, as written."""
+        return [p.expr for p in self.parts]
+
     @cached_property
     def names(self) -> frozenset[str]:
-        return frozenset(n for p in self.parts for n in parameters.names_of(p.expr))
+        return frozenset(n for p in self.parts for n in names_of(p.expr))
 
     @property
     def exprs(self) -> ProgramExprs:
@@ -98,8 +106,8 @@ class CallProgram:
         """Float parameters that only the score mod reads: gradients flow to them."""
         if self.score is None:
             return frozenset()
-        seen = set() if self.mask is None else parameters.names_of(self.mask.expr).keys()
-        read = parameters.names_of(self.score.expr)  # a mask has no gradient
+        seen = set() if self.mask is None else names_of(self.mask.expr).keys()
+        read = names_of(self.score.expr)  # a mask has no gradient
         return frozenset(n for n, (_, kind) in read.items() if kind is FLOAT and n not in seen)
 
     @cached_property
@@ -239,7 +247,7 @@ def remap_positions(program: CallProgram, coordinates: Mapping[str, Any]) -> Cal
 
     bindings = {n: parameters.as_value(n, x) for n, x in coordinates.items() if n not in texts}
     positions = {n: parameters.position(n, x, {**defaults, **bindings}) for n, x in texts.items()}
-    if unused := [n for n in bindings if not any(n in parameters.names_of(e) for e in positions.values())]:
+    if unused := [n for n in bindings if not any(n in names_of(e) for e in positions.values())]:
         raise ParameterError(f"`{unused[0]}` is given and no coordinate uses it")
     others: dict[str, str] = {}  # names that mean something else already
     for n in bindings:
@@ -252,7 +260,7 @@ def remap_positions(program: CallProgram, coordinates: Mapping[str, Any]) -> Cal
 
     def put(p: Any) -> Any:
         e = substitute(p.expr, change)
-        names = parameters.names_of(e)
+        names = names_of(e)
         # positions may bring tables of another part, with their facts
         known = replace(origin.renamed({n: n for n in names}), shown=substitute(p.shown, change))
         return type(p)(e, {n: x for n, x in values.items() if n in names}, known)

@@ -19,12 +19,12 @@ from rich.text import Text
 from frisket.dsl.errors import FrisketError, ParameterError, ShapeError, Span
 from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
-from frisket.lowering.pipeline import NAMES
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.draw import terminal
 from frisket.runtime.draw.pixels import SUFFIXES
 from frisket.runtime.explore.answer import slider
 from frisket.runtime.explore.server import Analyst, Server, page
+from frisket.runtime.machine.settings import STAGES
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, Program
 
@@ -154,9 +154,9 @@ def explain_stages(args: argparse.Namespace, console: Console) -> answers.Comman
     q_len = args.q_len or show.LENGTH
     sizes = {"q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads}
     stages = show.compiled(show.read_program(args)).stages(**sizes, head_dim=64, dtype="float32", backend=args.backend)
-    texts = {name: stages.text(name) for name in NAMES}
+    texts = {name: stages.text(name) for name in STAGES}
     text: list[answers.Piece] = []
-    for name in NAMES:
+    for name in STAGES:
         text += ["", Text(f"-- {name} {'-' * (76 - len(name))}", "bold"), shown(name, stages, console)]
     if stages.engines:
         text += ["", Text(f"-- engines {'-' * 69}", "bold"), Text(stages.engines)]

@@ -25,6 +25,8 @@ from rich.text import Text
 import frisket
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, MismatchError, ParameterError
 from frisket.grammar.memo import Info, tables
+from frisket.lowering.architectures import GPUS, H100
+from frisket.lowering.dtypes import HALVES, SINGLE
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.attention import entry as _entry  # noqa: F401 (the tables of a call are listed too)
 from frisket.runtime.attention.report import FLOOR, Report
@@ -34,7 +36,6 @@ from frisket.runtime.backends.engines.proof import CHECKED, COSTS
 from frisket.runtime.backends.registry import backends, check_name, lowerable, printed, ready_text, reason
 from frisket.runtime.backends.registry import choose as choose_backend
 from frisket.runtime.backends.triton import kernels as triton_kernels
-from frisket.runtime.backends.triton.tiles import GPUS
 from frisket.runtime.bench.race import choose, cpu_count, cpu_name, cpus, installed
 from frisket.runtime.machine import cpp_build, cpp_cpu
 from frisket.runtime.machine.modules import pip_install
@@ -46,7 +47,7 @@ from .answer import code, examples, positive, progress, row, rows, table
 from .show import compiled, counted, described, read_program, require_bound, shapes, size
 
 LENGTHS = ((128, 128), (100, 100), (77, 131), (1, 200))  # whole tiles, ragged, fewer queries than keys, one query
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = (SINGLE, *reversed(HALVES))
 HIDDEN = "q % 5 != 3"  # rows without a key
 DIM = 32
 CHECK_HEAD = ("arrays", "backend", "dtype", "cases", "error", "dense", "grads", "dense", "")
@@ -338,7 +339,7 @@ def report(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     check_reports("--report", args.backend)
     reports = RECORDS[args.backend].compile_reports
     assert reports is not None  # checked above
-    architectures = args.arch or ["sm_90"]
+    architectures = args.arch or [H100.name]
     for arch in architectures:
         triton_kernels.check_compiles(arch)  # before anything is compiled
     att, sizes = compiled(read_program(args), args.block), shapes(args)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError, Undecided, misnamed, nearest
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import Expr, names_of
 from frisket.dsl.library import Entry
 from frisket.dsl.library import library as entries
 from frisket.dsl.parse import parse
@@ -33,7 +33,7 @@ from frisket.dsl.show import show as show_text
 from frisket.dsl.types import FLOAT
 from frisket.lowering.simplify import ProgramExprs, prepare
 from frisket.runtime.draw import terminal
-from frisket.runtime.machine.parameters import BoundExpr, names_of
+from frisket.runtime.machine.parameters import BoundExpr
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, Program, mask, program, score
 

@@ -31,6 +31,7 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import Expr, uses
 from frisket.lowering import dense
 from frisket.lowering.aten.expr import TileProgram
+from frisket.lowering.dtypes import ACCELERATED
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.plan import Problem
 from frisket.lowering.simplify import ProgramExprs, prepare
@@ -378,8 +379,7 @@ def add_bench(p: argparse.ArgumentParser) -> None:
     sizes.add_argument("--heads", type=positive, metavar="N", help="of queries; default: 8, of layouts 1")
     sizes.add_argument("--kv-heads", type=positive, metavar="N", help="default: --heads")
     sizes.add_argument("--head-dim", type=positive, metavar="N", help="default: 64, on a GPU or TPU 128")
-    dtypes = ["float32", "float16", "bfloat16"]
-    sizes.add_argument("--dtype", choices=dtypes, help="default: float32, on a GPU or TPU bfloat16")
+    sizes.add_argument("--dtype", choices=ACCELERATED, help="default: float32, on a GPU or TPU bfloat16")
     sizes.add_argument("--rounds", type=positive, metavar="N", help="timed calls of each; default: 9")
     sizes.add_argument("--quick", action="store_true", help=f"{QUICK:,} tokens, 3 rounds")
     out = p.add_argument_group("output")

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Plain
 from matplotlib.patches import Rectangle
 
-from frisket.runtime.layouts.tiling import Tiling
+from frisket.lowering.analysis.tiling import Tiling
 
 from . import terminal
 

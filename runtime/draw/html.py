@@ -33,7 +33,7 @@ from frisket.dsl.show import places
 from frisket.dsl.types import FLOAT
 from frisket.dsl.work import modular
 from frisket.grammar.memo import memo
-from frisket.runtime.layouts.tiling import Array, Tiling
+from frisket.lowering.analysis.tiling import Array, Tiling
 
 from .pixels import DARK, LIGHT, Palette, of_tiles, png, save
 from .terminal import start_of

@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import uses
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
+from frisket.lowering.analysis.tiling import Array, Tiling
 from frisket.lowering.dense import coordinates, visible
-from frisket.runtime.layouts.tiling import Array, Tiling
 from frisket.runtime.machine.modules import extras
 
 from .terminal import of_layout, start_of

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
-from frisket.runtime.layouts.tiling import Tiling
+from frisket.lowering.analysis.tiling import Tiling
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -33,14 +33,13 @@ from numpy.typing import NDArray
 from frisket.dsl import errors
 from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, ShapeError, TextProblem
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, find, uses, var
+from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, find, names_of, uses, var
 from frisket.dsl.library import definitions
 from frisket.dsl.operators import BUILT_IN, CONSTANTS
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.plan import Problem
 from frisket.runtime.draw import html
-from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask, Program, ScoreMod, program
 

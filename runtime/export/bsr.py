@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ExportError
 from frisket.dsl.transfer import distance_only
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL
-from frisket.runtime.layouts.tiling import Array, Tiling
+from frisket.lowering.analysis.tiling import Array, Tiling
 from frisket.runtime.machine.modules import extras
 
 from .tile_lists import BUDGET, distinct, elements, scene, why

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError, MismatchError
+from frisket.lowering.analysis.tiling import Array, Tiling
 from frisket.lowering.engines.flags import packing
-from frisket.runtime.layouts.tiling import Array, Tiling
 
 from .tile_lists import ANY, VisibleRuns, lines, listed, reader, why
 

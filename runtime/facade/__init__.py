@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from frisket.dsl.library import library as library
     from frisket.integrations.sdpa import sdpa as sdpa
     from frisket.integrations.sdpa import sdpa_for as sdpa_for
-    from frisket.lowering.pipeline import Stages as Stages
     from frisket.runtime.attention.attention import Attention as Attention
     from frisket.runtime.attention.entry import attention as attention
     from frisket.runtime.attention.entry import compile as compile
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from frisket.runtime.attention.warm import Warmed as Warmed
     from frisket.runtime.attention.warm import warm as warm
     from frisket.runtime.backends.registry import backends as backends
+    from frisket.runtime.backends.stages import Stages as Stages
     from frisket.runtime.masks.layout import Answer as Answer
     from frisket.runtime.masks.layout import Layout as Layout
     from frisket.runtime.masks.mask import Mask as Mask
@@ -71,7 +71,7 @@ _HOMES = {
     ),
     "frisket.dsl.explain": "Explanation",
     "frisket.dsl.library": "Entry library",
-    "frisket.lowering.pipeline": "Stages",
+    "frisket.runtime.backends.stages": "Stages",
     "frisket.runtime.attention.attention": "Attention",
     "frisket.runtime.backends.registry": "backends",
     "frisket.runtime.attention.entry": "attention compile reference",

@@ -21,6 +21,7 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError, TraceEr
 from frisket.dsl.show import show
 from frisket.grammar.memo import memo
 from frisket.lowering.analysis.decide import Lookup
+from frisket.lowering.dtypes import BYTES
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import scale_of, symbolic
 from frisket.runtime.calls.options import AS_CHOSEN, KERNELS, LaunchOptions, Options, Tuning
@@ -263,18 +264,18 @@ def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
         raise ShapeError(f"query has {b} batch entries, key and value {kb}\n  theirs are as many, or one for all")
 
 
-BYTES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # of keys and values that kernels read as they are
+STORED = tuple(getattr(torch, name) for name in BYTES)  # of keys and values that kernels read as they are
 
 
 def alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """query, key and value in one dtype that holds all three, as torch computes: nothing is rounded to query's."""
-    if key.dtype == value.dtype and (query.dtype == key.dtype or (key.dtype in BYTES and not query.requires_grad)):
+    if key.dtype == value.dtype and (query.dtype == key.dtype or (key.dtype in STORED and not query.requires_grad)):
         return query, key, value
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         return query, key, value  # all of them are cast to its dtype
     widest = query.dtype
     for x in (key, value):
-        if not x.is_floating_point() and x.dtype not in BYTES:
+        if not x.is_floating_point() and x.dtype not in STORED:
             raise ArrayError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}\n  they are Floats")
         widest = widest if x.dtype.itemsize == 1 else torch.promote_types(widest, x.dtype)
     return query.to(widest), key.to(widest), value.to(widest)

@@ -25,7 +25,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import ShapeError, TraceError
 from frisket.dsl.from_python.closure import MODULE_PARTS, is_foreign, names_read
 from frisket.dsl.from_python.trace import trace
-from frisket.dsl.ir import TRUE, B, Expr, conj, lit
+from frisket.dsl.ir import TRUE, B, Expr, conj, lit, names_of
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import Memo, cached_on, remember
 from frisket.runtime.attention.attention import Attention
@@ -34,7 +34,7 @@ from frisket.runtime.calls.arrays import version_of
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import joined
 from frisket.runtime.calls.request import CallArgs
-from frisket.runtime.machine.parameters import as_value, names_of
+from frisket.runtime.machine.parameters import as_value
 from frisket.runtime.masks.mask import Mask, ScoreMod, only
 from frisket.runtime.masks.mask import score as written
 from frisket.runtime.torch import op as torch_op

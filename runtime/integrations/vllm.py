@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from frisket.dsl.errors import MissingPackageError, ParameterError
+from frisket.lowering.dtypes import HALVES
 from frisket.runtime.calls.arrays import MULTIPLE
 
 from .transformers import FIELDS, check_fields
@@ -98,7 +99,7 @@ class VllmBackend(interface.AttentionBackend):  # type: ignore[misc]
     """The description of the backend for vLLM: its classes, and what it can do. Its KV cache is vLLM's."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar = ["auto", *HALVES]
 
     # fmt: off
     @staticmethod

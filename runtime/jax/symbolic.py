@@ -11,13 +11,13 @@ from jax.interpreters import ad, mlir
 
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.ir import FALSE, OPERATORS, TRUE, Expr, conj, walk
-from frisket.dsl.transfer import finite
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import contexts
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.rows import Interval
 from frisket.lowering.kernels.expr import machine
-from frisket.lowering.plan import RATE, SEED, Geometry, KernelInputs, ProgramFacts, make_plan
+from frisket.lowering.pipeline import UNDRAWN, finite_tables, limits_of, loop_plan
+from frisket.lowering.plan import RATE, SEED, Geometry, KernelInputs, ProgramFacts
 from frisket.lowering.planner.planner import planner
 from frisket.lowering.simplify import prepare
 from frisket.lowering.xla.symbolic import TARGET, forward
@@ -29,7 +29,6 @@ from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.compiled import UNDRAWN, limits_of
 from frisket.runtime.plans.device import split_host_device
 
 MAX_SIZE = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested for
@@ -55,12 +54,12 @@ def attend(att: Any, request: CallArgs) -> tuple[Any, ...]:
     sinks = sinks_of(att.options.sinks if sinks is None else sinks, g.heads, "jax", call_arrays.dtype, None)
     program = att.program.without(traced).bind(host)
     values = {**program.scalars, **program.tables, **traced}
-    loop_plan, seen = _planned(program, values, traced, g, bool(rate))
+    plan, seen = _planned(program, values, traced, g, bool(rate))
     _check_lengths(program, values, g)
-    slots = loop_plan.slot_values({**values, **UNDRAWN, **({SEED: seed, RATE: rate} if rate else {})})
-    tables = {t.name: values[t.source] for t in loop_plan.tables}
+    slots = plan.slot_values({**values, **UNDRAWN, **({SEED: seed, RATE: rate} if rate else {})})
+    tables = {t.name: values[t.source] for t in plan.tables}
     q, k, v = (_forward_only.bind(x) for x in call_arrays.transposed("bshd"))
-    inputs = KernelInputs(loop_plan, None, g, TARGET, slots, tables, sinks)
+    inputs = KernelInputs(plan, None, g, TARGET, slots, tables, sinks)
     out, lse, highest = forward(inputs, seen, values, q, k, v)
     return call_arrays.as_called(turn(out, "bshd", call_arrays.layout), lse, highest)
 
@@ -75,12 +74,11 @@ def _planned(
         for n in walk(e):
             if n.op == "segment" or (n.op == "extent" and any(map(named, np.shape(values[n.name[0]])))):
                 raise LoweringError(f"`{n!r}` is found for known lengths" + EACH)
-    sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
+    sane = finite_tables(program.tables)
     exprs = prepare(program.exprs.changed(lambda e: written_out(e, values)), sane)
     limits = limits_of((MAX_SIZE, g.heads, MAX_SIZE, MAX_SIZE), program.scalars, program.tables)
-    facts = ProgramFacts(score_finite=exprs.score is None or finite(exprs.score, sane), limits=limits)
-    loop_plan = make_plan(exprs, program.expanded, facts, **program.plan_arguments(values, dropout))
-    return loop_plan, None if exprs.mask is None else _intervals(exprs.mask, traced, limits)
+    plan = loop_plan(program, exprs, ProgramFacts(limits=limits), sane, values, dropout)
+    return plan, None if exprs.mask is None else _intervals(exprs.mask, traced, limits)
 
 
 def _intervals(mask: Expr, traced: Mapping[str, Any], limits: Mapping[str, float]) -> tuple[Interval, ...]:

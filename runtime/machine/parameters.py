@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl import ir
-from frisket.dsl.errors import EvaluationError, ParameterError, Span, caret, misnamed, nearest
+from frisket.dsl.errors import EvaluationError, ParameterError, Span, caret, looks_like_lengths, misnamed, nearest
 from frisket.dsl.evaluate import evaluate, leaves_64_bits
 from frisket.dsl.from_python.closure import Path, read_again
 from frisket.dsl.ir import Expr
@@ -42,14 +42,6 @@ from .caller import outside
 
 Array = NDArray[Any]
 Number = bool | int | float
-
-
-def names_of(e: Expr) -> dict[str, tuple[int | None, Type]]:
-    """(rank, type) of what an Expr reads; rank 0 is a scalar, None a table of which only the size is used."""
-    scalars, tables = ir.free_names(e)
-    names: dict[str, tuple[int | None, Type]] = {n: (0, t) for n, t in scalars.items()}
-    names |= {name[0]: (None, INT) for op, name, _, _ in ir.named(e) if op == "extent"}
-    return {**names, **tables}
 
 
 def traced(value: Any) -> bool:
@@ -72,11 +64,6 @@ def learns(value: Any) -> bool:
 def with_learned(values: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """`values`, but learned ones as in `params`: they are read again at every call."""
     return {n: params[n] if n in params and learns(params[n]) else x for n, x in values.items()}
-
-
-def own_state(x: Any) -> dict[str, Any]:
-    """The attributes of an object without what its cached properties remember: what copies and pickles have."""
-    return {n: y for n, y in vars(x).items() if not isinstance(getattr(type(x), n, None), cached_property)}
 
 
 def kind_of(x: Number) -> Any:
@@ -200,17 +187,6 @@ def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
     return value
 
 
-def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int]) -> list[tuple[str, Expr, int, int]]:
-    """(coordinate, lookup, axis, its length) wherever a bare coordinate runs past the end of a table."""
-    lookups = ir.find(e, "lookup")
-    return [
-        (index.name, node, axis, have)
-        for node in lookups
-        for axis, (index, have) in enumerate(zip(node.args, tables[node.name].shape, strict=True))
-        if index.op == "var" and sizes.get(index.name, 0) > have
-    ]
-
-
 def digest(value: Any) -> Any:
     """Something hashable that is equal for equal values, Ints of any width; 1, 1.0 and True differ."""
     if isinstance(value, np.ndarray):
@@ -221,13 +197,6 @@ def digest(value: Any) -> Any:
 
 def summary(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
-
-
-def segments_of_coordinates(e: Expr, tables: Mapping[str, Array]) -> list[tuple[str, str, int, int]]:
-    """(coordinate, offsets, the first one, the last one) wherever an Expr asks for the segment of a coordinate."""
-    read = [(n.args[0].name, n.name) for n in ir.find(e, "segment") if n.args[0].op == "var"]
-    read = [(c, name) for c, name in read if c in ir.COORDINATES and name in tables]
-    return [(c, name, int(tables[name][0]), int(tables[name][-1])) for c, name in read]
 
 
 @memo(512)
@@ -290,10 +259,6 @@ def check_offsets(offsets: Mapping[str, str], values: Mapping[str, Any]) -> None
             )
 
 
-def looks_like_lengths(name: str) -> str:
-    return f"these look like lengths: give numpy.cumsum([0, *{name}])"
-
-
 def _decrease(x: Array) -> str:
     """The first entry that is less than the one before it, in words; "" where entries never decrease."""
     falls = np.argwhere(np.asarray(x[..., 1:] < x[..., :-1]))  # a difference of unsigned Ints is never below 0
@@ -346,7 +311,7 @@ class Origin:
         """Facts known of those names that are keys, under their new names."""
         facts: Any = self.declared, self.captured, self.paths
         declared, captured, paths = ({names[n]: x for n, x in values.items() if n in names} for values in facts)
-        needs = {ir.renamed(e, dict(names)): x for e, x in self.needs.items() if names_of(e).keys() <= names.keys()}
+        needs = {ir.renamed(e, dict(names)): x for e, x in self.needs.items() if ir.names_of(e).keys() <= names.keys()}
         return replace(self.names, declared=declared, captured=captured, paths=paths, needs=needs)
 
     def paths_in_copies(self, memo: Mapping[int, Any]) -> dict[str, tuple[Path, ...]]:
@@ -400,7 +365,7 @@ class BoundExpr:
         self.shown = expr if self.origin.shown is None else self.origin.shown
         if learned := {n: x for n, x in (params or {}).items() if learns(x)}:
             self.origin = replace(self.origin, captured={**self.origin.captured, **learned})
-        names = names_of(expr)
+        names = ir.names_of(expr)
         check_names(names)
         values = {n: as_value(n, v) for n, v in (params or {}).items()}
         if unused := [n for n in values if n not in names]:
@@ -443,7 +408,7 @@ class BoundExpr:
     @cached_property
     def unbound(self) -> tuple[str, ...]:
         """The parameters that have no value yet."""
-        return tuple(n for n in names_of(self.expr) if n not in self.params)
+        return tuple(n for n in ir.names_of(self.expr) if n not in self.params)
 
     def bind(self: Self, **params: Any) -> Self:
         """An expression with more parameters bound; a new value replaces an old one."""
@@ -494,7 +459,7 @@ class BoundExpr:
         near = nearest(name, definitions())
         named = misnamed(name) or (f"did you mean `{near}`?" if near else "")
         hint = f" ({named})" if named else ""
-        example = "<array>" if names_of(self.expr)[name][0] != 0 else "..."
+        example = "<array>" if ir.names_of(self.expr)[name][0] != 0 else "..."
         raise ParameterError(f"`{name}` has no value{hint}; give it: {name}={example}")
 
     def _brief(self) -> str:
@@ -593,7 +558,7 @@ def part_of_expression(path: Path) -> str:
 
 def separated(left: Self, right: Self) -> tuple[Self, Self]:
     """Two expressions whose names mean one thing: a name bound differently on the right gets a number."""
-    mine, theirs = names_of(left.expr), names_of(right.expr)
+    mine, theirs = ir.names_of(left.expr), ir.names_of(right.expr)
     names = {*mine, *theirs}
     for name in sorted(mine.keys() & theirs.keys()):
         a, b = left.params.get(name), right.params.get(name)
@@ -614,7 +579,7 @@ def separated(left: Self, right: Self) -> tuple[Self, Self]:
 
 
 def renamed(one: Self, old: str, new: str) -> Self:
-    names = {n: new if n == old else n for n in (*names_of(one.expr), *one.origin.declared)}
+    names = {n: new if n == old else n for n in (*ir.names_of(one.expr), *one.origin.declared)}
     params = {names[n]: x for n, x in one.params.items()}
     return one._as_shown(ir.renamed(one.shown, {old: new}), params, one.origin.renamed(names))
 
@@ -626,7 +591,7 @@ def position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:
     if not isinstance(value, str):
         raise ParameterError(f"{name}= takes a text or an int, not {type(value).__name__}")
     # first without values, to see which the text needs: a text refuses others
-    used = names_of(_lone(read(value, name=name)))
+    used = ir.names_of(_lone(read(value, name=name)))
     known = {n: v for n, v in params.items() if n in used}
     e = _lone(read(value, name=name, params=known))
     if e.type is not INT:
@@ -670,11 +635,16 @@ def locating(*parts: BoundExpr) -> Iterator[None]:
     try:
         yield
     except EvaluationError as error:
-        clause = error.clause
-        for part in parts if clause is not None else ():
-            for span, e in (*reversed(part.sites), *((None, n) for n in ir.walk(part.expr))):
-                if e is clause or literal(e, part.scalars) is clause:
-                    where, picture = caret(part.source, span, part.what) if span else ("", "")
-                    lines = (where, *("  " + x for x in picture.split("\n"))) if span else ()
-                    raise leaves_64_bits(e, "".join(f"\n  {x}" for x in lines), part.expr) from None
+        locate(error, *parts)
         raise
+
+
+def locate(error: EvaluationError, *parts: BoundExpr) -> None:
+    """Raise, for an integer that leaves 64 bits, the error that shows its clause in the text of one of `parts`."""
+    clause = error.clause
+    for part in parts if clause is not None else ():
+        for span, e in (*reversed(part.sites), *((None, n) for n in ir.walk(part.expr))):
+            if e is clause or literal(e, part.scalars) is clause:
+                where, picture = caret(part.source, span, part.what) if span else ("", "")
+                lines = (where, *("  " + x for x in picture.split("\n"))) if span else ()
+                raise leaves_64_bits(e, "".join(f"\n  {x}" for x in lines), part.expr) from None

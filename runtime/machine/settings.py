@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.grammar.memo import memo
-from frisket.lowering.pipeline import NAMES
 
 choices: dict[str, Callable[[], tuple[str, ...]]] = {}  # names that exist, when records of backends are loaded
+# the stages from a text to a kernel, in order, which FRISKET_SHOW names
+STAGES = ("expr", "simplified", "facts", "layout", "plan", "target", "source")
 
 
 def offer(**names: Callable[[], tuple[str, ...]]) -> None:
@@ -34,8 +35,8 @@ class Variable:
 def _stages(text: str) -> tuple[str, ...]:
     names = tuple(n.strip() for n in text.split(",") if n.strip())
     for n in names:
-        if n not in (*NAMES, "compiles"):
-            raise ParameterError(f"FRISKET_SHOW={text}: no stage {n!r}; there are {', '.join(NAMES)}, compiles")
+        if n not in (*STAGES, "compiles"):
+            raise ParameterError(f"FRISKET_SHOW={text}: no stage {n!r}; there are {', '.join(STAGES)}, compiles")
     return names
 
 

@@ -29,10 +29,10 @@ from frisket.lowering.analysis.groups import Beyond
 from frisket.lowering.analysis.layout import AnalysedMask, bind_in_part, grid_of
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import WORK, Grid, Scope, Spent
+from frisket.lowering.analysis.tiling import Tiling, check_block, check_reach
 from frisket.lowering.plan import Problem, Runs
 from frisket.lowering.simplify import ProgramExprs, prepare, simplify
 from frisket.runtime.draw.terminal import draw
-from frisket.runtime.layouts.tiling import Tiling, check_block, check_reach
 from frisket.runtime.machine.caller import outside
 from frisket.runtime.machine.parameters import BoundExpr, separated
 

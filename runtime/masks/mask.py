@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.from_python.closure import paths_to
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import Expr, names_of
 from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.types import BOOL
+from frisket.lowering.analysis.tiling import check_reach
 from frisket.lowering.dense import check_room, coordinates, visible
 from frisket.lowering.plan import Problem, Sizes
 from frisket.lowering.simplify import ProgramExprs, prepare
-from frisket.runtime.layouts.tiling import check_reach
 from frisket.runtime.machine import parameters
 from frisket.runtime.machine.caller import counting, warn_once
 
@@ -434,7 +434,7 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
 
 def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:
     """Values that an Expr reads, by name."""
-    names = parameters.names_of(e)
+    names = names_of(e)
     return {n: x for n, x in values.items() if n in names}
 
 

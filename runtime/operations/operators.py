@@ -18,13 +18,14 @@ import numpy as np
 
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+from frisket.dsl.ir import names_of
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for, stand_in
 from frisket.runtime.backends.base import Backend, backends_of
 from frisket.runtime.calls.arrays import framework_of, scale_of
 from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import call_value, names_of, refuse_additive, traced
+from frisket.runtime.machine.parameters import call_value, refuse_additive, traced
 from frisket.runtime.masks.mask import Mask, ScoreMod, only
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score

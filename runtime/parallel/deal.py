@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
+from frisket.grammar.memo import own_state
 from frisket.lowering.analysis.tiles import FULL
 from frisket.runtime.calls.arrays import framework_of, take
-from frisket.runtime.machine.parameters import digest, own_state
+from frisket.runtime.machine.parameters import digest
 from frisket.runtime.masks.mask import Mask, MaskLike
 from frisket.runtime.masks.mask import mask as as_mask
 

@@ -33,6 +33,7 @@ from frisket.dsl.ir import (
     literal_value,
     lookup,
     make,
+    names_of,
     param,
     substitute,
     uses,
@@ -43,7 +44,7 @@ from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.machine.parameters import BoundExpr, Origin, digest, names_of
+from frisket.runtime.machine.parameters import BoundExpr, Origin, digest
 from frisket.runtime.masks.mask import Mask, ScoreMod
 
 from .deal import Deal

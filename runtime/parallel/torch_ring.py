@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from frisket.dsl.errors import ParameterError, PeerError, ShapeError
+from frisket.lowering.dtypes import accumulate
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import recorded, version_of
 from frisket.runtime.calls.options import seed_of, sinks_of
@@ -243,8 +244,7 @@ def attend(
     seed = seed_of(seed, att.options.dropout, "torch")
     sinks = att.options.sinks if sinks is None else sinks
     if sinks is not None:
-        dtype = "float64" if q.dtype == torch.float64 else "float32"
-        sinks = sinks_of(sinks, q.shape[1], "torch", dtype, q.device)
+        sinks = sinks_of(sinks, q.shape[1], "torch", accumulate(q.dtype), q.device)
     _agree(wire, att, (q, k, v), deal, (variant, sizes), params, sinks)
     for name, axis in (split or {}).items():
         if name not in params:

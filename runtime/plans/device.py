@@ -20,31 +20,31 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.evaluate import decided
-from frisket.dsl.ir import FALSE, Expr, var, walk
+from frisket.dsl.ir import FALSE, Expr, names_of, var, walk
 from frisket.dsl.program import entries_of
 from frisket.dsl.show import show
 from frisket.dsl.sugar import eq
-from frisket.dsl.transfer import distance_only, finite
+from frisket.dsl.transfer import distance_only
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
 from frisket.lowering.analysis.decide import sees_itself
 from frisket.lowering.analysis.layout import bind, grid_of, swap
 from frisket.lowering.analysis.solve import facts_of
 from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.tiling import check_block, check_reach
 from frisket.lowering.features import DENSE
-from frisket.lowering.plan import RUN_LIMIT, Geometry, LoopPlan, Problem, ProgramFacts, Spans, make_plan
+from frisket.lowering.pipeline import UNDRAWN, finite_tables, holds, limits_of, loop_plan, simplified_program
+from frisket.lowering.plan import RUN_LIMIT, Geometry, LoopPlan, Problem, ProgramFacts, Spans
 from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
 from frisket.lowering.simplify import ProgramExprs, prepare, simplify
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.arrays import Arrays, Stored, framework_of, version_of
 from frisket.runtime.calls.options import flag
 from frisket.runtime.calls.program import CallProgram, check_used
-from frisket.runtime.layouts.tiling import check_block, check_reach
-from frisket.runtime.machine.parameters import check_plain, is_tensor, names_of, traced
+from frisket.runtime.machine.parameters import check_plain, is_tensor, traced
 from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask
 
-from .compiled import UNDRAWN, holds, limits_of, simplified_program
 from .host import FEW_TILES, Plan
 from .run import SpanRequest, check_sorted, kernel_tables, on_host, source, spans
 
@@ -443,10 +443,10 @@ def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
     shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.device_specs}
     known = {**program.tables, **shapes}
     written = program.exprs.changed(lambda e: decided(bind(e, known), program.scalars))
-    sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
+    sane = finite_tables(program.tables)
     _check_lengths_of_tables(key, written, known)
     exprs = prepare(program.scored(written), sane, rules)
-    problem, mod = key.problem, exprs.score
+    problem = key.problem
     host = Mask(exprs.visible)
     grid, slice_of = grid_of(host.expr, problem)
     limits = limits_of(problem.full, program.scalars, program.tables) | dict(key.most)
@@ -463,8 +463,8 @@ def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
 
     nonempty = exprs.mask is None or (on_diagonal and sees_itself(exprs.mask))
     table_facts = frozenset(x for x in facts_of(host.expr) if known_fact(*x))
-    facts = ProgramFacts(None, nonempty, mod is None or finite(mod, sane), limits, table_facts)
-    plan = make_plan(exprs, program.expanded, facts, **program.plan_arguments(known, key.dropout))
+    facts = ProgramFacts(rows_nonempty=nonempty, limits=limits, table_facts=table_facts)
+    plan = loop_plan(program, exprs, facts, sane, known, key.dropout)
     _check_segments(exprs, device_names)
     read = names_of(host.expr).keys()
     free = device_names & read

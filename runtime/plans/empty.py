@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from frisket.lowering.dtypes import DOUBLE, accumulate
 from frisket.lowering.plan import Geometry
 from frisket.runtime.calls.arrays import Arrays
 from frisket.runtime.calls.program import CallProgram
@@ -33,7 +34,7 @@ def nothing(call: CheckedCall, learned: Iterable[Any] = ()) -> tuple[Any, Any, A
 def results_of(arrays: Arrays, g: Geometry, sinks: Any = None, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
     q, k, v = arrays.qkv
     # the reference computes in float64
-    real = "float64" if arrays.dtype == "float64" or arrays.framework == "numpy" else "float32"
+    real = DOUBLE if arrays.framework == "numpy" else accumulate(arrays.dtype)
     rows = (g.batch, g.heads, g.q_len)
     out = (*rows, g.v_dim) if arrays.layout == "bhsd" else (g.batch, g.q_len, g.heads, g.v_dim)
     if arrays.framework == "torch":

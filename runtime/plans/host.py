@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from frisket.dsl.errors import EvaluationError
 from frisket.dsl.transfer import distance_only
+from frisket.lowering.pipeline import TiledPlan, simplified_program, work
 from frisket.lowering.plan import Geometry, Problem, Spans, Target
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.calls.arrays import Stored
 from frisket.runtime.calls.program import CallProgram
-
-from .compiled import TiledPlan, simplified_program, work
+from frisket.runtime.machine.parameters import locate
 
 FEW_TILES = 4  # of 128 x 128 that a row of a narrow mask reads at most
 
@@ -67,7 +68,11 @@ class Plan:
         """The compilation for tiles of `block`."""
         tiled = self._works.get((block, proofs))
         if tiled is None:
-            tiled = work(self.program, self.problem, block, proofs=proofs, dropout=self.dropout)
+            try:
+                tiled = work(self.program, self.problem, block, proofs=proofs, dropout=self.dropout)
+            except EvaluationError as error:
+                locate(error, *self.program.parts)
+                raise
             self._works[block, proofs] = tiled
         return tiled
 

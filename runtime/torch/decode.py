@@ -13,6 +13,8 @@ from torch import Tensor
 
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar.memo import remember
+from frisket.lowering.analysis.tiling import segments_of_coordinates, short_tables
+from frisket.lowering.dtypes import accumulate
 from frisket.lowering.plan import KV_INPUTS, PAGES, Sizes, Spans
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
@@ -20,7 +22,7 @@ from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import sinks_of
 from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine.parameters import check_offsets, kind_of, segments_of_coordinates, short_tables
+from frisket.runtime.machine.parameters import check_offsets, kind_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import FlatPlan, Values
 from frisket.runtime.plans.run import Prepared, SpanRequest, function
@@ -95,7 +97,7 @@ class DecodeCall:
                 return (*repeated[:2], None) if lse else (repeated, None, None)
         values = [kv_inputs[n] if n in KV_INPUTS else self.param_values[n] for _, n in ready.kv_inputs]
         if sinks is not None:
-            sinks = sinks_of(sinks, q.shape[1], "torch", "float64" if ready.double else "float32", q.device)
+            sinks = sinks_of(sinks, q.shape[1], "torch", accumulate(ready.real), q.device)
         inputs = ready.inputs_of(q.device, None, sinks, values)
         inputs = replace(inputs, spans=spans, tables={**inputs.tables, **{n: tables[s] for n, s in self.names}})
         return ready.forward(inputs, q, k, v, top=top)  # type: ignore[no-any-return]

@@ -33,8 +33,11 @@ import torch
 from torch.autograd import forward_ad
 
 from frisket.dsl.errors import BackwardError
+from frisket.dsl.ir import names_of
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import cached_on, remember
+from frisket.lowering.dtypes import accumulate
+from frisket.lowering.pipeline import TiledPlan
 from frisket.lowering.plan import KV_INPUTS, RATE, SEED, ForwardResults, KernelInputs, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
@@ -45,9 +48,8 @@ from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.request import CALLS, CallArgs
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back, kernel_step
-from frisket.runtime.machine.parameters import kind_of, names_of
+from frisket.runtime.machine.parameters import kind_of
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.compiled import TiledPlan
 from frisket.runtime.plans.device import CheckedCall, DeviceTiledPlan, refuse_written
 from frisket.runtime.plans.empty import nothing
 
@@ -379,7 +381,7 @@ def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
     work = plan.work((target.block_q, target.block_k), proofs=backend.guarded)
     # Ints are the plan's; Floats come with each call, and gradients flow to them
     named = {n for n, x in plan.device_values.items() if x.is_floating_point()}
-    real = torch.float64 if inputs.dtype == "float64" else torch.float32
+    real = getattr(torch, accumulate(inputs.dtype))
     operands: list[Any] = [*work.plan.tables, *work.plan.slots]
     uses = [x for x in operands if x.source in KV_INPUTS or (x.type is FLOAT and x.source in named)]
     input_names = {x.name for x in uses}  # this call's values are not kept: they may hold its graph

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError
 from frisket.dsl.ir import var, walk
+from frisket.lowering.dtypes import accumulate
 from frisket.lowering.plan import KV_INPUTS, Cotangents, ForwardResults, KernelInputs, Spans, Target
 from frisket.lowering.planner.planner import READS
 from frisket.runtime.backends.base import RECORDS, Backend
@@ -78,8 +79,7 @@ class PreparedCall:
         q, k, v, sinks = request.q, request.k, request.v, options.sinks if request.sinks is None else request.sinks
         seed = seed_of(request.seed, options.dropout, "torch")
         if sinks is not None:
-            heads, dtype = self.inputs.geometry.heads, "float64" if self.double else "float32"
-            sinks = sinks_of(sinks, heads, "torch", dtype, q.device)
+            sinks = sinks_of(sinks, self.inputs.geometry.heads, "torch", accumulate(self.real), q.device)
         return self((q, k, v, sinks, *values), seed, request.top, saving)
 
     def __call__(self, arrays: tuple[Any, ...], seed: Any, top: bool, saving: bool = False) -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ class PreparedCall:
 
     @property
     def double(self) -> bool:
-        return "float64" in str(self.real)
+        return bool(self.real == torch.float64)
 
     @property
     def stored(self) -> bool:
@@ -382,7 +382,8 @@ def _pays(planner: TablePlanner, tables: Mapping[str, Array], host: PreparedCall
     g, target, tiles = host.inputs.geometry, host.inputs.target, _tiles_read(host.inputs.spans)
     bq, bk = target.block_q, target.block_k
     spared = SPARED + SPARED_BY_TILE * -(-g.q_len // bq) * -(-g.kv_len // bk)
-    return _tiles_read(ready.inputs.spans) <= max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
+    most = max(WIDER * tiles, tiles + spared / (bq * bk * (g.head_dim + g.v_dim)))
+    return bool(_tiles_read(ready.inputs.spans) <= most)
 
 
 def _tiles_read(spans: Spans) -> int:
@@ -409,7 +410,7 @@ class VendorCall(PreparedCall):
         arrays, record = call.arrays, RECORDS[proof.backend]
         empty = {n: x.new_empty(0) for n, x in zip("qkv", arrays.qkv)}  # `prepare` is remembered: no call's arrays
         bare = replace(call, arrays=replace(arrays, **empty))
-        real = torch.float64 if arrays.dtype == "float64" else torch.float32
+        real = getattr(torch, accumulate(arrays.dtype))
         # the proof has an engine's arguments: no plan
         inputs = KernelInputs(None, None, call.geometry, Target(proof.backend, 0, 0), {}, {})  # type: ignore[arg-type]
         if record.engine is None:

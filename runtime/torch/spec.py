@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from frisket.dsl.ir import names_of
 from frisket.dsl.program import read
 from frisket.dsl.show import show
 from frisket.grammar.memo import memo
@@ -30,7 +31,7 @@ from frisket.runtime.backends.stages import new_history
 from frisket.runtime.calls.options import Options, Tuning
 from frisket.runtime.calls.program import CallProgram, joined
 from frisket.runtime.calls.request import attention_by
-from frisket.runtime.machine.parameters import BoundExpr, Origin, names_of
+from frisket.runtime.machine.parameters import BoundExpr, Origin
 from frisket.runtime.masks.mask import Program, program
 
 WORDS = ("scale", "gqa", "backend", "tile", "dropout", "tuning", "deterministic", "engines", "unwritten", "score", "at")

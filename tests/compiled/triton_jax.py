@@ -30,6 +30,7 @@ import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import k, q
+from frisket.lowering.architectures import architecture_of
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, KernelInputs, LoopPlan, ProgramFacts, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
@@ -253,7 +254,7 @@ def check_amd() -> None:
     """As far as it goes without a device: compiled for gfx942, where JAX's plugin of CUDA takes the result for PTX."""
     device = jax_triton.triton_kernel_call_lib
     device.get_arch_details, device.get_compute_capability = lambda device: "gfx942", lambda device: 94
-    triton_tiles._first_of_jax = lambda: triton_tiles.Gpu("gfx942", 304, 0)
+    triton_tiles._first_of_jax = lambda: triton_tiles.Gpu(architecture_of("gfx942"), 304, 0)
     with compiler.watched() as (kernels, _):
         try:
             assert calls(forward(WHOLE, platform="rocm")) == 1

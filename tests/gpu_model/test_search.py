@@ -11,6 +11,7 @@ from gpu_sim import search
 from gpu_sim.ours import Tile
 from gpu_sim.search import Cell
 
+from frisket.lowering.architectures import GPUS
 from frisket.runtime.backends.triton import tiles
 
 
@@ -26,7 +27,7 @@ def test_tile_candidates_fit_into_shared_memory(arch, kernel, dim):
     for t in found:
         own, walked = (t.block_k, t.block_q) if kernel == "dkv" else (t.block_q, t.block_k)
         assert walked <= own
-        assert tiles.shared(kernel, dim, own, walked, t.stages) <= tiles.SHARED[arch]
+        assert tiles.shared(kernel, dim, own, walked, t.stages) <= GPUS[arch].shared
 
 
 def test_published_best_tiles_are_candidates():

@@ -20,10 +20,10 @@ from frisket.dsl.sugar import b, eq, function, h, k, maximum, minimum, q, score,
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.dense import coordinates
 from frisket.lowering.derive import DERIVATIVES, FLAT, backward_of, derivatives, over
+from frisket.lowering.pipeline import work
 from frisket.lowering.plan import Problem
 from frisket.lowering.simplify import simplify
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.plans.compiled import work
 
 RNG = np.random.default_rng(3)
 X, Y = param("x", FLOAT), param("y", FLOAT)

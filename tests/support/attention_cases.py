@@ -19,6 +19,7 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
 from frisket.lowering.analysis.solve import Fact, facts_of
 from frisket.lowering.analysis.table import Table
+from frisket.lowering.pipeline import holds
 from frisket.lowering.plan import (
     Bounds,
     Geometry,
@@ -31,7 +32,6 @@ from frisket.lowering.plan import (
     make_plan,
 )
 from frisket.lowering.simplify import ProgramExprs
-from frisket.runtime.plans.compiled import holds
 from support.lowering import brute
 
 rng = np.random.default_rng(7)

@@ -32,6 +32,7 @@ from frisket.dsl.ir import (
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
+from frisket.lowering.dtypes import BYTES, DOUBLE, DTYPES, FLOATS, HALVES, SUMS
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.text import Names, filled, parts
@@ -41,8 +42,6 @@ from . import call as cpp_call
 from . import expr as expr_cpp
 from .tiles import tallest
 
-DTYPES = {"float32": ("float", 0), "float64": ("double", 0), "bfloat16": ("uint16_t", 1), "float16": ("uint16_t", 2)}
-EIGHT = {"int8": ("int8_t", 1), "float8_e4m3fn": ("uint8_t", 2), "float8_e5m2": ("uint8_t", 3)}  # of k and v alone
 KEYWORDS = (
     "alignas alignof and asm auto bool break case catch char class const constexpr continue decltype default delete do "
     "double else enum explicit extern false float for friend goto if inline int long mutable namespace new noexcept "
@@ -81,11 +80,13 @@ class CppKernel:
 
     def __init__(self, plan: LoopPlan, target: Target, arrays: CppArrays, named: bool = True) -> None:
         dtype, kv_dtype = arrays.dtype, arrays.kv_dtype
-        if dtype not in DTYPES:
-            raise LoweringError(f"the C++ kernels take {', '.join(DTYPES)}, not {dtype}; convert q, k and v")
-        if kv_dtype not in ("", dtype, *EIGHT):
+        if dtype not in FLOATS:
             raise LoweringError(
-                f"the C++ kernels take k and v of {dtype} with such a q, or of {', '.join(EIGHT)}, not {kv_dtype}; "
+                f"the C++ kernels take {', '.join((*SUMS, *reversed(HALVES)))}, not {dtype}; convert q, k and v"
+            )
+        if kv_dtype not in ("", dtype, *BYTES):
+            raise LoweringError(
+                f"the C++ kernels take k and v of {dtype} with such a q, or of {', '.join(BYTES)}, not {kv_dtype}; "
                 "convert k and v"
             )
         if target.block_k % KEYS or target.block_q < 1:  # a vector of keys must not cross the end of a tile
@@ -94,7 +95,7 @@ class CppKernel:
                 f"{target.block_k} keys; take 64 by 64"
             )
         self.plan, self.target, self.arrays, self.named = plan, target, arrays, named
-        self.kv_dtype, self.double = kv_dtype or dtype, dtype == "float64"
+        self.kv_dtype, self.double = kv_dtype or dtype, dtype == DOUBLE
         self.roots = self.source_roots()  # a method, since a backward has more functions
         language = expr_cpp.language(self.double, plan.int64)
         paged = [t.name for t in plan.tables if plan.pages is not None and t.source in SCALES]
@@ -163,23 +164,22 @@ class CppKernel:
     # -- the source -------------------------------------------------------------------------------
 
     def source(self) -> str:
+        whole = DTYPES[self.kv_dtype].kind == "int8"  # numbers that a matrix unit multiplies without rounding
         parts = [
             self.head(),
             *map(part, ARITHMETIC),
             self.expressions(),
             self.storage(),
-            *map(
-                part, ("scores", "forward", *(["bytes"] if self.kv_dtype == "int8" else []), "forward_work", "decode")
-            ),
+            *map(part, ("scores", "forward", *["bytes"] * whole, "forward_work", "decode")),
             self.entries(),
         ]
         return "\n".join(parts)
 
     def head(self) -> str:
         """The head of the source: a comment, the constants, and the record of a call."""
-        real, half = DTYPES[self.arrays.dtype]
+        own, other = DTYPES[self.arrays.dtype], DTYPES[self.kv_dtype]
         dim, v_dim, dtype = self.arrays.head_dim, self.arrays.v_dim, self.arrays.dtype
-        entry, eight = EIGHT.get(self.kv_dtype, ("Entry", 0))
+        entry, eight = (other.cpp, other.cpp_form) if other.bytes == 1 else ("Entry", 0)
         text = filled(
             TEXT["head"],
             mask=[f"//     {line}" for line in self._shown().split("\n")],
@@ -187,10 +187,10 @@ class CppKernel:
             dtype=dtype,
             note="" if self.kv_dtype == dtype else f" beside keys and values of {self.kv_dtype}",
             block_k=self.target.block_k, real_bytes=8 if self.double else 4, int_bytes=8 if self.plan.int64 else 4,
-            half=half, six=self.target.precision == "bf16x6", real="double" if self.double else "float",
+            half=own.cpp_form, six=self.target.precision == "bf16x6", real="double" if self.double else "float",
             int="int64_t" if self.plan.int64 else "int32_t", eight=eight,
-            kinds=", ".join(["0: as those of q", *(f"{n}: {x}" for x, (_, n) in EIGHT.items())]),
-            entry=real, stored=entry,
+            kinds=", ".join(["0: as those of q", *(f"{DTYPES[n].cpp_form}: {n}" for n in BYTES)]),
+            entry=own.cpp, stored=entry,
             constants=[f"const int {name} = {value};" for name, value in self.constants().items()],
             scored=_boolean("modified" in self.ready), dropped=_boolean("kept" in self.ready),
             scaled=_boolean("scale_of_value" in self.ready), by_head=_boolean("h" in self.used),

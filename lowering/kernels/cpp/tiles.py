@@ -23,6 +23,7 @@ import os
 
 from frisket.dsl.ir import Expr, uses, walk
 from frisket.grammar.memo import memo
+from frisket.lowering.dtypes import DTYPES, HALVES, SINGLE, accumulate
 from frisket.lowering.plan import MAX_DECODE_QUERIES, Geometry
 from frisket.lowering.simplify.affine import is_int_comparison, relation
 
@@ -33,7 +34,7 @@ SIX_QUERIES, SIX_KEYS, SIX_DIM = 64, 1024, 64  # of a call whose float32 a matri
 def pays(g: Geometry, dtype: str, is_local_window: bool) -> bool:
     """Whether a matrix unit of bfloat16 multiplies float32 faster than vectors do, in six products."""
     long = g.q_len >= SIX_QUERIES and g.kv_len >= SIX_KEYS and min(g.head_dim, g.v_dim) >= SIX_DIM
-    return dtype == "float32" and not g.kv_dtype and not is_local_window and long
+    return dtype == SINGLE and not g.kv_dtype and not is_local_window and long
 
 
 @memo(group="expressions")
@@ -67,8 +68,8 @@ def tiles(g: Geometry, dtype: str, is_local_window: bool, six: bool = False) -> 
     text."""
     if six:
         return next((n for n in (192, 128) if g.batch * g.heads * -(-g.q_len // n) >= ITEMS * n // 192), 64), 64
-    entry = 8 if dtype == "float64" else 4
-    keys = 128 if dtype in ("bfloat16", "float16") or max(g.head_dim, g.v_dim) > 128 else 64
+    entry = DTYPES[accumulate(dtype)].bytes
+    keys = 128 if dtype in HALVES or max(g.head_dim, g.v_dim) > 128 else 64
     many = g.q_len > MAX_DECODE_QUERIES and g.kv_len >= 1024
     keys = 256 if dtype == "bfloat16" and not is_local_window and many else keys
     while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:

@@ -22,17 +22,18 @@ from typing import Any
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses
 from frisket.dsl.work import HEAVY
+from frisket.lowering.architectures import architecture_of
 from frisket.lowering.features import GLUON, missing
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, levels
 from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.kernels.triton.forward import NO_ARRAYS, OptionalArrays
 from frisket.lowering.kernels.triton.rows import RowKernel
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, KernelTraits, TritonKernel, arguments, module, padded
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.plan import LoopPlan
 
 FORWARD, BLACKWELL, MODULE = (skeleton(__package__, name) for name in ("forward", "blackwell", "module"))
-ARCHITECTURES = ("sm_90", "sm_100")
 INSTEAD = "take backend='triton'"
 OF_SLOT = ("k_full", "k_free", "v_full", "v_free")  # barriers of a slot of the rings
 PART = 64  # columns of the sums that a warp group reads from tensor memory at once
@@ -74,7 +75,7 @@ def emit(plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays = 
     if target.block_q != groups * rows or target.block_k not in (32, 64, 128):
         tile = f"{target.block_q} x {target.block_k}"
         raise LoweringError(f"the Gluon kernel tiles {groups * rows} queries and 32, 64 or 128 keys, not {tile}")
-    kernel = BlackwellForward if target.arch == "sm_100" else GluonForward
+    kernel = GluonForward if architecture_of(target.arch).products == "wgmma" else BlackwellForward
     writer = kernel(plan, target, dims, optional)
     return translated(module("Attention forward", plan, dims, [writer.kernel()], MODULE))
 
@@ -82,9 +83,8 @@ def emit(plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays = 
 def groups_of(arch: str, head_dim: int, v_dim: int) -> tuple[int, int]:
     """(warp groups that compute, queries of each). Tensor memory has 512 columns: for 128 queries, sums take a column
     for each dim of the head, and scores a column for each key of a tile."""
-    if arch == "sm_90":
-        return 2, 64
-    return (2 if max(head_dim, v_dim) <= 128 else 1), 128
+    known = architecture_of(arch)
+    return 2 if known.products == "wgmma" or max(head_dim, v_dim) <= 128 else 1, known.rows
 
 
 def translated(text: str) -> str:

@@ -24,7 +24,6 @@ from .walk import TpuOptions, TpuProgram, locate, names, passed, static_argument
 TEXT = parts(__package__, "kernel")
 LANES = 128
 PARTS, LONGEST = 8, 1024  # pages and keys of a tile of pages, at most: each page is an operand
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def refused(plan: LoopPlan, dtype: str) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 from frisket.dsl.errors import LoweringError
 from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import fields, filled, skeleton
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import LoopPlan
 
 from . import writer
 from .cotangents import GradientKernel, sums

@@ -22,8 +22,9 @@ from frisket.lowering.derive import Gradient, alone, backward_of
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
 from frisket.lowering.kernels.text import fields, skeleton
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.units import machine
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.plan import LoopPlan
 
 from .forward import PartSums
 from .rows import RowKernel

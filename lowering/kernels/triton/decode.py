@@ -12,7 +12,8 @@ from typing import Any
 
 from frisket.dsl.ir import Expr, build, transform, var
 from frisket.lowering.kernels.text import fields, skeleton
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import LoopPlan
 
 from .forward import NO_ARRAYS, ForwardKernel, OptionalArrays, combine
 from .writer import Dims, KernelTraits, TritonKernel, check_tile, module, padded
@@ -60,7 +61,7 @@ def rows_of_a_tile(dims: Dims) -> int:
     which read keys and values once. Where keys have 8 bits, two programs of 64 rows would take a tenth less time by the
     model of an H100, and read them twice. A key head with more heads than this may have a larger tile."""
     dim = padded(max(dims.head_dim, dims.v_dim))
-    return 128 if dim <= 128 and dims.dtype != "float32" else 64 if dim <= 256 else 16
+    return 128 if dim <= 128 and dims.half else 64 if dim <= 256 else 16
 
 
 class DecodeKernel(ForwardKernel):

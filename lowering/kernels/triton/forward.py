@@ -23,8 +23,9 @@ from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN
 from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import fields, filled, skeleton
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.units import machine
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.plan import LoopPlan
 
 from .rows import RowKernel
 from .writer import Dims, KernelTraits, TritonKernel, check_tile, launched, masked, module, padded, parts, wrapped
@@ -78,7 +79,7 @@ def describable(plan: LoopPlan, dims: Dims) -> bool:
     """Whether a kernel of `plan` can read its arrays through tensor descriptors: 16-bit numbers, in one part along the
     head dimension, neither in pages nor such that keys which no query sees may hold anything."""
     whole = len(parts(dims.head_dim)) == len(parts(dims.v_dim)) == 1
-    return whole and dims.dtype != "float32" and not dims.kv_dtype and plan.pages is None and not plan.unwritten
+    return whole and dims.half and not dims.kv_dtype and plan.pages is None and not plan.unwritten
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class ForwardKernel(RowKernel):
     def cast(self) -> str:
         """The conversion of keys of 8 bits for a product. GPUs convert float8 to float16, and from there to float32 by
         an addition; a conversion to bfloat16 has a quarter of the rate of other instructions."""
-        wide = self.dims.kv_dtype.startswith("float8") and self.dims.dtype == "bfloat16"
+        wide = self.dims.fp8 and self.dims.dtype == "bfloat16"
         return ".to(tl.float32)" * wide + ".to(Q.dtype.element_ty)" * bool(self.dims.kv_dtype)
 
     def kernel(self) -> TritonKernel:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import LoopPlan
 
 from . import backward as triton_backward
 from . import cotangents as triton_captured

@@ -14,8 +14,9 @@ from frisket.lowering.analysis.solve import Ends
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.text import fields, filled
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.units import ALONG, by_distance, last_factor, machine
-from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.plan import LoopPlan
 
 from .writer import LINE, Dims, KernelTraits, Parameters, TritonWriter, bounds_of, conjuncts, wrapped
 

@@ -22,14 +22,16 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.dtypes import ACCELERATED, BYTES, DTYPES
 from frisket.lowering.features import TRITON
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.language import COMPARISON, PRECEDENCE, Text
 from frisket.lowering.kernels.legalise import legalise
 from frisket.lowering.kernels.text import Names, Page, filled, skeleton, words
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.units import ALONG, GATHERED, Q_LINE, START
-from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Target
+from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan
 
 from . import expr as expr_triton
 
@@ -201,8 +203,6 @@ class Parameters:
         }
 
 
-DTYPES = ("float32", "float16", "bfloat16")
-KV_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside any queries, in the forward
 EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
 LINE = 105  # of a load, before its indentation
 MODULE = skeleton(__package__, "module")
@@ -224,18 +224,28 @@ class Dims:
     by_length: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
+        if self.dtype not in ACCELERATED:
             raise LoweringError(TRITON["float64"].format(dtype=self.dtype))
-        if self.kv_dtype and self.kv_dtype not in KV_DTYPES:
+        if self.kv_dtype and self.kv_dtype not in BYTES:
             raise LoweringError(
                 "the Triton kernel takes keys and values in the dtype of the queries, or in "
-                f"{', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}; they are {self.kv_dtype}, queries {self.dtype}"
+                f"{', '.join(BYTES[:-1])} or {BYTES[-1]}; they are {self.kv_dtype}, queries {self.dtype}"
             )
 
     @property
     def half(self) -> bool:
         """Whether queries have 16 bits."""
-        return self.dtype != "float32"
+        return DTYPES[self.dtype].half
+
+    @property
+    def fp8(self) -> bool:
+        """Whether keys and values are Floats of 8 bits."""
+        return self.kv_dtype != "" and DTYPES[self.kv_dtype].kind == "fp8"
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of an entry of keys and values."""
+        return DTYPES[self.kv_dtype or self.dtype].bytes
 
     def __str__(self) -> str:
         size = str(self.head_dim) if self.head_dim == self.v_dim else f"{self.head_dim} (values {self.v_dim})"
@@ -347,7 +357,7 @@ class TritonWriter:
     ) -> None:
         self.plan, self.dims, self.traits = plan, dims, traits
         self.wide = ".to(tl.int64)" if plan.int64 else ""
-        self.precision = f', input_precision="{target.precision}"' if dims.dtype == "float32" else ""
+        self.precision = f', input_precision="{target.precision}"' if not dims.half else ""
         self.e, self.v = ("d", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "V_DIM")  # along the values' axis
         if traits.swapped:
             when = {**when, "q": when["k"], "k": when["q"]}

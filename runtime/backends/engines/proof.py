@@ -17,16 +17,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from frisket.lowering.dtypes import ACCELERATED, HALVES
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
 from frisket.lowering.features import STORED, missing
+from frisket.lowering.pipeline import simplified_program
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, Backend, capability_of, ranked
 from frisket.runtime.backends.engines import LACKS
 from frisket.runtime.backends.registry import automatic
 from frisket.runtime.calls.options import AS_CHOSEN, Options
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.compiled import simplified_program
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,6 @@ def lost(engine: str, call: EngineCall) -> str:
     return f"generated kernels are faster here: {rows[0][1].where}"
 
 
-HALVES = ("float16", "bfloat16")
 HEAD_DIMS = (64, 128)
 FLEX = (
     "PyTorch's post FlexAttention + FlashAttention-4: 1.6 to 3.2 times flex_attention's Triton kernels forward and "
@@ -254,5 +254,5 @@ COSTS = (
     CostRow(engine="flash", capability=(10, 0), source=FLASH_PAPER, **_LONG),
     CostRow(engine="cudnn", capability=(9, 0), queries=(1024, math.inf), where=CUDNN, source=ON_H100, **_CUDA),
     CostRow(engine="flash", capability=(9, 0), source=FLEX, **_LONG),
-    CostRow(engine="sdpa", platform="cpu", dtypes=("float32", *HALVES), source=ON_XEON, **_SHORT),
+    CostRow(engine="sdpa", platform="cpu", dtypes=ACCELERATED, source=ON_XEON, **_SHORT),
 )

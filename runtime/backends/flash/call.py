@@ -27,6 +27,7 @@ from frisket.dsl.errors import BackendError, LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, free_names
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
+from frisket.lowering.architectures import WRITTEN, architecture_of
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.features import FLASH, missing
@@ -44,7 +45,6 @@ from frisket.runtime.plans.device import CallPlan, Values
 Tensor = Any
 READ = "4.0.0b36"  # the version whose source and compiled kernels the calls are held against
 SMALLEST_TILE = 64  # keys of a tile, whatever the heads
-ARCHITECTURES = ("sm_90", "sm_100")
 INSTEAD = "take backend='triton'"
 
 
@@ -123,12 +123,12 @@ def refuse_tiles(g: Geometry, target: Target, gradients: bool, deterministic: bo
     """Raise where the engine has no gradients of a mask that is given as code and tiles."""
     if not gradients:
         return
-    if target.arch == "sm_90" and deterministic:
+    if not blackwell(target.arch) and deterministic:
         raise BackendError(
             "FlashAttention 4 adds up gradients of queries in any order on Hopper where the mask is tiles\n"
             f"  give deterministic=False, or {INSTEAD}"
         )
-    if target.arch == "sm_100" and g.head_dim == 256:
+    if blackwell(target.arch) and g.head_dim == 256:
         raise BackendError(
             f"FlashAttention 4 has no gradients of heads of 256 on Blackwell where the mask is tiles\n  {INSTEAD}"
         )
@@ -343,7 +343,7 @@ def engine_of_plans(call: EngineCall) -> tuple[Flags | str, FlashArguments, tupl
 
 def no_gradients(g: Geometry, chosen: Target, deterministic: bool, by_flags: bool) -> str:
     """A reason why the engine has not every gradient of a call; "" where it has."""
-    if chosen.arch == "sm_100" and g.head_dim == 256:
+    if blackwell(chosen.arch) and g.head_dim == 256:
         return "heads of 256 on Blackwell have no gradient of lse"
     try:
         if not by_flags:
@@ -366,10 +366,10 @@ def call_target(
     arch: str | None = None,
 ) -> Target:
     """The target of a call; `dq` has the tiles of the backward. The engine has its own: a `tile` must be that."""
-    if arch and arch not in ARCHITECTURES:
-        raise BackendError(f"FlashAttention 4 is checked on {' and '.join(ARCHITECTURES)}, not {arch}; {INSTEAD}")
+    if arch and arch not in WRITTEN:
+        raise BackendError(f"FlashAttention 4 is checked on {' and '.join(WRITTEN)}, not {arch}; {INSTEAD}")
     gpu = arch or architecture(device)
-    gpu = gpu if gpu in ARCHITECTURES else ARCHITECTURES[0]  # whose source can be printed anywhere
+    gpu = gpu if gpu in WRITTEN else WRITTEN[0]  # whose source can be printed anywhere
     if why := refused_heads(g, gpu):
         raise BackendError(f"{why}\n  {INSTEAD}")
     block = forward_block(g, gpu)
@@ -379,9 +379,14 @@ def call_target(
     return Target("flash", *block, num_warps=12, arch=gpu, dq=back)
 
 
+def blackwell(arch: str) -> bool:
+    """Whether the engine has its kernels for Blackwell there, and not those for Hopper."""
+    return architecture_of(arch).products == "tcgen05"
+
+
 def forward_block(g: Geometry, arch: str) -> Block:
     """The queries and keys of a tile of the forward's lists."""
-    if arch == "sm_100":
+    if blackwell(arch):
         return 256, 128
     if g.head_dim <= 96:
         return 192, 128
@@ -392,7 +397,7 @@ def forward_block(g: Geometry, arch: str) -> Block:
 
 def backward_block(g: Geometry, arch: str) -> Block:
     """The queries and keys of a tile of the backward's lists."""
-    if arch == "sm_100":  # heads of 192 have two blocks of threads for 256 keys
+    if blackwell(arch):  # heads of 192 have two blocks of threads for 256 keys
         return 128, 256 if g.head_dim == 192 else 128
     if g.head_dim <= 64:
         return 128, 128
@@ -404,7 +409,7 @@ def backward_block(g: Geometry, arch: str) -> Block:
 def refused_heads(g: Geometry, arch: str) -> str:
     """A reason why the engine does not take heads of these sizes; "" where it does."""
     d, v = g.head_dim, g.v_dim
-    if arch == "sm_90" or d % 8 or v % 8:
+    if not blackwell(arch) or d % 8 or v % 8:
         return missing(FLASH, arrays=g)
     known = (min(d, v) >= 8 and max(d, v) <= 128) or (d, v) in ((192, 128), (256, 256))
     which = "from 8 to 128, 192 with values of 128, and 256"

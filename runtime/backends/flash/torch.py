@@ -14,7 +14,7 @@ from frisket.lowering.features import FLASH, missing
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names
 from frisket.runtime.machine.modules import load_source
 
-from .call import INSTEAD, FlashCall, call_of, check
+from .call import INSTEAD, FlashCall, blackwell, call_of, check
 
 Tensor = Any
 
@@ -37,7 +37,7 @@ def backward(
 ) -> dict[str, Tensor]:
     """Gradients of q, k and v, of those that are wanted; sinks are part of lse already."""
     call = checks_gradients(inputs, q.device, grad_names)
-    if cotangents.dlse is not None and inputs.target.arch == "sm_100" and inputs.geometry.head_dim == 256:
+    if cotangents.dlse is not None and blackwell(inputs.target.arch) and inputs.geometry.head_dim == 256:
         raise BackwardError(f"FlashAttention 4 has no gradient of lse for heads of 256 on Blackwell\n  {INSTEAD}")
     q, k, v, out, dout = (x.resolve_neg() for x in (q, k, v, results.out, cotangents.dout.to(q.dtype)))
     results, cotangents = replace(results, out=out), Cotangents(dout, cotangents.dlse)

@@ -26,11 +26,14 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import TRUE, Expr, uses, walk
 from frisket.dsl.types import BOOL, INT
 from frisket.lowering.analysis.solve import ends_of
+from frisket.lowering.architectures import GPUS, H100, WRITTEN, architecture_of
+from frisket.lowering.dtypes import DTYPES, HALVES
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
-from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, emit, groups_of
+from frisket.lowering.kernels.gluon.forward import INSTEAD, emit, groups_of
 from frisket.lowering.kernels.triton.forward import OptionalArrays
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, padded
-from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, SpanSource, Target
+from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, SpanSource
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton import torch as triton_torch
@@ -46,8 +49,7 @@ SHARED = 232_448 - 2048  # bytes of a block, less barriers and what partitions h
 STAGES = 4  # at most: more of them wait for nothing
 SHORTEST = 1024  # queries of a call
 LONG = 16_384  # keys where no formula says how many a query sees
-MMA = {"sm_90": r"\bHGMMA\.", "sm_100": r"\bUTCHMMA\b"}
-SHORT = {"float16": "fp16", "bfloat16": "bf16"}
+MMA = {"wgmma": r"\bHGMMA\.", "tcgen05": r"\bUTCHMMA\b"}  # of 16 bits, by the kind of products
 
 
 def text(
@@ -106,7 +108,7 @@ class GluonLaunch(triton_launch.Launch):
         return TensorDescriptor(x, plain.shape, plain.strides, list(block), in_shared)
 
 
-def compile_reports(source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90") -> Reports:
+def compile_reports(source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = H100.name) -> Reports:
     """Compile the forward kernel of a module and say which resources of a GPU it takes.
 
     `compile_reports(emit(plan, target, dims), plan, target, dims)`. Registers are those of a thread before warp groups
@@ -115,10 +117,10 @@ def compile_reports(source: str, plan: LoopPlan, target: Target, dims: Dims, arc
     if arch != target.arch:
         raise BackendError(f"the text is written for {target.arch}, not {arch}; {INSTEAD}")
     compiled = compiled_for(vars(load(source))["attention_forward"], plan, target, dims)
-    registers, spills, mma = resources(compiled, MMA[arch])
+    registers, spills, mma = resources(compiled, MMA[GPUS[arch].products])
     shared, warps = int(compiled.metadata.shared), int(compiled.metadata.num_warps)
     block = target.block_q, target.block_k, warps, target.num_stages
-    yield KernelReport("attention_forward", arch, *block, registers, spills, shared, triton_tiles.SHARED[arch], mma)
+    yield KernelReport("attention_forward", arch, *block, registers, spills, shared, GPUS[arch].shared, mma)
 
 
 def compiled_for(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any:
@@ -128,10 +130,10 @@ def compiled_for(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any
     from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
 
     types, constants = signature(kernel, plan, target, dims, STAGES=target.num_stages)
-    short, blocks = SHORT[dims.dtype], blocks_of(target, dims)
+    short, blocks = DTYPES[dims.dtype].triton, blocks_of(target, dims)
     types |= {n: f"tensordesc<{short}{list(x)},{layout(x, dims.dtype)!r}>" for n, x in blocks.items()}
     hints = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
-    gpu = GPUTarget("cuda", int(target.arch[3:]), 32)
+    gpu = GPUTarget(*architecture_of(target.arch).compiler)
     options = {"num_warps": target.num_warps, "enable_fp_fusion": True}
     return triton.compile(GluonASTSource(kernel, types, constants, hints), target=gpu, options=options)
 
@@ -164,10 +166,10 @@ def call_target(
 ) -> Target:
     """The target of a call, whose backward is Triton's. `tile` is the user's, of the forward alone."""
     theirs = triton_tiles.target(plan, g, dtype, None, tuning, device, arch)
-    if arch and arch not in ARCHITECTURES:
-        raise BackendError(f"the Gluon kernels are written for {' and '.join(ARCHITECTURES)}, not {arch}; {INSTEAD}")
+    if arch and arch not in WRITTEN:
+        raise BackendError(f"the Gluon kernels are written for {' and '.join(WRITTEN)}, not {arch}; {INSTEAD}")
     gpu = arch or triton_tiles.architecture(device)
-    gpu = gpu if gpu in ARCHITECTURES else ARCHITECTURES[0]  # whose source can be printed anywhere
+    gpu = gpu if gpu in WRITTEN else WRITTEN[0]  # whose source can be printed anywhere
     groups, rows = groups_of(gpu, g.head_dim, g.v_dim)
     block = tile or (groups * rows, keys_of(plan, g, gpu))
     forward = Target("gluon", *block, num_warps=4, num_stages=stages(g, *block), arch=gpu)
@@ -183,7 +185,7 @@ def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
     of 32 keys 0.97 to 1.14 times. Score mods with tables by key have not been measured, nor has it run on Blackwell."""
     import torch
 
-    if torch.cuda.get_device_capability() != (9, 0) or dtype not in ("float16", "bfloat16") or plan.dropout:
+    if torch.cuda.get_device_capability() != (9, 0) or dtype not in HALVES or plan.dropout:
         return False
     sizes = {padded(g.head_dim), padded(g.v_dim)}
     if sizes not in ({128}, {256}) or g.head_dim % 8 or g.v_dim % 8 or g.q_len < SHORTEST:
@@ -192,7 +194,7 @@ def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
     if g.kv_dtype or program.stored is not None or program.unwritten:
         return False
     mask, score = plan.simplified.mask, plan.simplified.score
-    if reads_by_key(score) or keys_of(plan, g, "sm_90") < 64:
+    if reads_by_key(score) or keys_of(plan, g, H100.name) < 64:
         return False
     if mask is None:
         return True
@@ -201,17 +203,18 @@ def pays(plan: CallPlan, g: Geometry, dtype: str) -> bool:
         return keys > triton_tiles.MEDIUM
     if g.kv_len < LONG:
         return False
-    rows = plan.rows((128, keys_of(plan, g, "sm_90")))  # long ones among them Triton's forward divides
+    rows = plan.rows((128, keys_of(plan, g, H100.name)))  # long ones among them Triton's forward divides
     return not (isinstance(rows, Spans) and row_parts(rows, torch.cuda.get_device_properties(0).multi_processor_count))
 
 
 def keys_of(plan: CallPlan | None, g: Geometry, arch: str) -> int:
     """The keys of a tile."""
     mask, score = (None, None) if plan is None else (plan.simplified.mask, plan.simplified.score)
+    hopper = architecture_of(arch).products == "wgmma"
     more = reads_by_key(mask, score) or (plan is not None and plan.dropout)
     if max(padded(g.head_dim), padded(g.v_dim)) > 128:
-        return 32 if more or (arch == "sm_90" and by_pair(mask, score)) else 64
-    more = more or (arch == "sm_100" and (score is not None or holds_positions(mask)))
+        return 32 if more or (hopper and by_pair(mask, score)) else 64
+    more = more or (not hopper and (score is not None or holds_positions(mask)))
     if more or mask is None or plan is None:
         return 64 if more else 128
     seen, _ = triton_tiles.keys_seen(mask, tuple(sorted(plan.scalars.items())))

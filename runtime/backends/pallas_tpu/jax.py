@@ -15,6 +15,7 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, uses
 from frisket.grammar.memo import memo
+from frisket.lowering.architectures import tpu_of
 from frisket.lowering.derive import Gradient, alone, backward_of, captured
 from frisket.lowering.kernels.inputs import TableInputs
 from frisket.lowering.kernels.jnp_expr import evaluate
@@ -121,7 +122,7 @@ def strided(platform: str) -> bool:
     import jax
 
     kinds = {d.device_kind for d in jax.local_devices()} if platform == jax.default_backend() == "tpu" else set()
-    return not any(kind.startswith(("TPU v2", "TPU v3", "TPU v4")) and "lite" not in kind for kind in kinds)
+    return all(tpu_of(kind).rolls for kind in kinds)
 
 
 def together(geometry: Geometry, dtype: str, block_q: int) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from frisket.lowering.dtypes import HALVES
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.plan import Cotangents, ForwardResults
 from frisket.runtime.backends.base import Backend, Executors, absent
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from frisket.runtime.backends.engines.proof import EngineCall
 
 Tensor = Any
-HALVES = ("float16", "bfloat16")
 ONE_SIZE = "values of {arrays.v_dim} numbers and keys of {arrays.head_dim}; SDPA's flash kernel takes one head dim"
 
 

@@ -22,6 +22,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import COORDINATES, SCORE, SIZES, Expr, uses, walk
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, alone, backward_of
+from frisket.lowering.dtypes import DTYPES
 from frisket.lowering.kernels.triton import cotangents
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import forward as triton_forward
@@ -29,8 +30,9 @@ from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.decode import packed, rows_of_a_tile
 from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.rows import axes_of
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, padded
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource
 from frisket.runtime.plans.device import FlatPlan, Values
 
 from . import tiles as triton_tiles
@@ -419,8 +421,7 @@ def _costs(g: Geometry, dims: Dims, rows: int, keys: int) -> tuple[int, int, int
     """The costs of reading a tile of keys, of a tile, and of a part's results, which are written once and read once. A
     cost is a number of bytes; that of a tile is its bytes, or the bytes that could be read while it is multiplied."""
     width = g.head_dim + g.v_dim
-    of_key = 1 if dims.kv_dtype else 4 if dims.dtype == "float32" else 2
-    read = keys * width * of_key
+    read = keys * width * dims.kv_bytes
     return read, max(read, keys * width * 2 * rows // FLOP), 8 * rows * (g.v_dim + 2)
 
 
@@ -434,7 +435,7 @@ def _whole_groups(g: Geometry) -> bool:
 def _hurried(target: Target, dims: Dims, rows: int, paged: bool) -> Target:
     """The target of few queries, which wait for memory: more stages of loads, where they fit, and no more warps than
     rows need. With pages five stages do what three do without, as the number of a page is loaded before its keys."""
-    of_entry = 4 if dims.dtype == "float32" else 1 if dims.kv_dtype else 2
+    of_entry = dims.kv_bytes if dims.half else DTYPES[dims.dtype].bytes
     stage = 2 * padded(dims.head_dim) * target.block_k * of_entry
     fits = target.num_stages > 1 and 3 * stage <= min(DEEP, target.limit or DEEP)
     stages = max(target.num_stages, 5 if paged else 3) if fits else target.num_stages

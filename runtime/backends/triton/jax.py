@@ -410,7 +410,7 @@ def span_operands(spans: Any, names: Sequence[str]) -> dict[str, Array]:
 
 def capability(platform: str) -> int | None:
     """The capability that jax-triton compiles for: 90 for sm_90. On AMD's GPUs it asks the device."""
-    return int(jax_gpu().arch[3:]) if platform != "rocm" else None
+    return jax_gpu().arch.capability if platform != "rocm" else None
 
 
 def check(platform: str, dtype: str) -> None:

@@ -17,10 +17,13 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.architectures import GPUS, H100
+from frisket.lowering.dtypes import DTYPES
 from frisket.lowering.kernels.triton import decode, module
 from frisket.lowering.kernels.triton.forward import OptionalArrays
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, arguments
-from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource
 from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.machine.triton_source import load
 
@@ -29,8 +32,6 @@ from .grids import OF_GRADIENTS, PACK, of_kernels, shares
 from .launch import blocks
 
 call_target, target, pays = tiles.target, tiles.jax_target, tiles.pays
-POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8"}
-POINTERS |= {"float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5"}
 # int32; what else begins with a capital and is no array is float32
 INTEGERS = ("Spans", "Count", "Order", "SliceOf", "Parts", "Rows", "At")
 QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
@@ -94,11 +95,11 @@ class KernelReport:
         return {**asdict(self), "fits": self.fits}
 
 
-def compile_reports(source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90") -> Reports:
+def compile_reports(source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = H100.name) -> Reports:
     """`compile_reports(emit(plan, target, dims), plan, target, dims, "gfx942")`: every kernel of a module, one by one
     as they are compiled, with the tiles that `target` gives it.
 
-    BackendError for an architecture that is not in tiles.GPUS, where triton is missing, and where it interprets.
+    BackendError for an architecture that is not in GPUS, where triton is missing, and where it interprets.
     """
     check_compiles(arch)
     for name, kernel in vars(load(source)).items():
@@ -108,10 +109,11 @@ def compile_reports(source: str, plan: LoopPlan, target: Target, dims: Dims, arc
             raise BackendError("TRITON_INTERPRET=1 is set: start Python without it to compile kernels")
         mine = tiles.of_kernel(name, target)
         compiled = compiled_for(arch, kernel, plan, mine, dims)
-        registers, spills, mma = (_amd if arch.startswith("gfx") else resources)(compiled, tiles.GPUS[arch]["mma"])
+        gpu = GPUS[arch]
+        registers, spills, mma = (_amd if gpu.vendor == "amd" else resources)(compiled, gpu.mma)
         shared = int(compiled.metadata.shared)
         block = mine.block_q, mine.block_k, mine.num_warps, mine.num_stages
-        yield KernelReport(name, arch, *block, registers, spills, shared, tiles.SHARED[arch], mma)
+        yield KernelReport(name, arch, *block, registers, spills, shared, gpu.shared, mma)
 
 
 Reports = Iterator[KernelReport]
@@ -119,8 +121,8 @@ Reports = Iterator[KernelReport]
 
 def check_compiles(arch: str) -> None:
     """Raise where no kernel can be compiled for `arch`."""
-    if arch not in tiles.GPUS:
-        raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(tiles.GPUS)}")
+    if arch not in GPUS:
+        raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(GPUS)}")
     if not find_spec("triton"):
         raise BackendError(f"triton is not installed: {pip_install('triton')}")
 
@@ -134,7 +136,7 @@ def compiled_for(arch: str, kernel: Any, plan: LoopPlan, target: Target, dims: D
     types, constants = signature(kernel, plan, target, dims)
     aligned = [type[0] == "*" or (n.startswith("stride_") and n not in constants) for n, type in types.items()]
     hints: dict[tuple[int, ...], Any] = {(i,): [["tt.divisibility", 16]] for i, hint in enumerate(aligned) if hint}
-    gpu = GPUTarget(*(("cuda", int(arch[3:])) if arch[:3] == "sm_" else ("hip", arch)), tiles.GPUS[arch]["warp"])
+    gpu = GPUTarget(*GPUS[arch].compiler)
     options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
     return triton.compile(ASTSource(kernel, types, constants, hints), target=gpu, options=options)
 
@@ -148,7 +150,8 @@ def signature(
     parameters = arguments(plan)
     known: dict[str, str] = dict.fromkeys(SIZES, "i32") | dict.fromkeys(INTEGERS, "*i32") | {"scale": "fp32"}
     known["Counted"] = "*i64"
-    known |= dict.fromkeys(QUERIES, POINTERS[dims.dtype]) | dict.fromkeys(KEYS, POINTERS[dims.kv_dtype or dims.dtype])
+    of_queries, of_keys = (f"*{DTYPES[n].triton}" for n in (dims.dtype, dims.kv_dtype or dims.dtype))
+    known |= dict.fromkeys(QUERIES, of_queries) | dict.fromkeys(KEYS, of_keys)
     known |= {parameters[s.name].name: "*fp32" if s.name in dims.device_slots else scalar[s.type] for s in plan.slots}
     known |= {parameters[t.name].name: pointer[t.type] for t in plan.every_table}
     values: dict[str, Any] = {n: 1 for n in kernel.arg_names if re.fullmatch(r"stride_\w+d", n)}

@@ -34,17 +34,19 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from frisket.dsl.errors import FrisketError
-from frisket.dsl.ir import Expr, build, uses, walk
+from frisket.dsl.ir import Expr, build, names_of, uses, walk
 from frisket.grammar.memo import memo
+from frisket.lowering.architectures import GPUS, H100, Architecture, architecture_of, gpu_of, name_of
+from frisket.lowering.dtypes import HALVES
 from frisket.lowering.kernels.expr import LEVELS, POSITION, levels
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.cotangents import NAMES, square
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import padded
 from frisket.lowering.kernels.units import ALONG, GATHERED, by_distance
-from frisket.lowering.plan import Geometry, LoopPlan, Problem, Target, score_class
+from frisket.lowering.plan import Geometry, LoopPlan, Problem, score_class
 from frisket.runtime.backends.base import RECORDS, Block
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
-from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import make_layout
 from frisket.runtime.masks.mask import Mask
 from frisket.runtime.plans.device import CallPlan
@@ -88,13 +90,10 @@ APART: dict[tuple[str, int], tuple[Tile, Tile]] = {("sm_90", 256): ((32, 128, 8,
 # what was measured. Triton 3.6 has wider tiles, with which other versions spill. The other rows are tiles that fit.
 BY_HAND: dict[str, dict[str, dict[str, Any]]] = _loaded("tiles_by_hand.json")
 SINGLE = BY_HAND["float32"]
-# By architecture: `tiles`, the one in TABLE whose tiles it takes; `shared`, the bytes of shared memory of a block by
-# the vendors' documents. `warp` counts threads, `mma` matches matrix instructions, `kinds` are parts of GPUs' names.
-GPUS: dict[str, dict[str, Any]] = _loaded("gpus.json")
-SHARED = {arch: gpu["shared"] for arch, gpu in GPUS.items()}
+BY_HAND_SHARED = 101_376  # bytes of shared memory that these tiles fit
 HEADS_AT_A_TIME = 32  # key heads whose keys are read at the same time
 LONGEST_BY_HEAD = 1 << 20  # tokens: beyond, rows of 16 are more than the second axis of a grid counts
-PROCESSORS, ENDS_LATE = 132, 0.05  # of an H100, which runs two programs of four warps at a time on each
+ENDS_LATE = 0.05  # of the time of a launch
 # Keys of a tile for few queries, by padded head size. They wait for memory, not for products: narrow tiles leave room
 # for three stages, and spill nothing.
 KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
@@ -140,13 +139,13 @@ def default_target(
     dtype: str,
     traits: ProgramTraits = ProgramTraits(),
     *,
-    arch: str = "sm_90",
+    arch: str = H100.name,
     descriptors: bool = True,
     limit: int = 0,
 ) -> Target:
     """The target of the forward, which holds those of the backward and of few queries, on a GPU of this `arch`.
 
-    Its blocks have `limit` bytes of shared memory, or those of SHARED. Without `descriptors` arrays are read by
+    Its blocks have `limit` bytes of shared memory, or those of `arch`. Without `descriptors` arrays are read by
     pointers.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
@@ -154,20 +153,21 @@ def default_target(
     >>> [t.block_q, t.block_k, t.num_warps, t.num_stages] == TABLE["sm_90"]["forward"]["short"]["128"][:4]
     True
     """
-    curved, reads, stored = traits.curved, traits.reads, traits.stored
+    curved, reads, stored, half = traits.curved, traits.reads, traits.stored, dtype in HALVES
     whole = max(padded(g.head_dim), padded(g.v_dim))
     dim, large = max(64, min(256, whole)), whole > 256
     window = window_of(traits.keys)
     if reads == "distance" and window == "long":  # the table's addresses and entries take registers as well as the keys
         window = "medium"
-    limit = limit or gpu_of(arch)["shared"]
-    name = listed = gpu_of(arch)["tiles"]
+    gpu = architecture_of(arch)
+    limit = limit or gpu.shared
+    name = listed = gpu.tiles
     table = TABLE[name]
     if not descriptors and f"{name} by pointers" in TABLE:
         name = f"{name} by pointers"
         table = TABLE[name]
     cached = CACHED.get(arch, {}).get((dim, 1 if g.kv_dtype else 2))
-    if dtype == "float32":
+    if not half:
         tiles = {n: SINGLE[n][str(max(dim, min(whole, 512)))] for n in SINGLE}
     elif large:
         described = reads != "each" and g.head_dim == g.v_dim == whole
@@ -175,19 +175,18 @@ def default_target(
         size = str(min(whole, 1024))
         tiles = dict(next(BY_HAND[n][size] for n in (*names, "others") if size in BY_HAND.get(n, {})))
     else:
-        tiles = {n: _carried(n, table[n], window, dim, curved, reads, arch) for n in SINGLE}
+        tiles = {n: _carried(n, table[n], window, dim, curved, reads, gpu) for n in SINGLE}
         if reads != "each" and (arch, dim) in APART:
             tiles["dkv"], tiles["dv"] = APART[arch, dim]
         if descriptors and reads == "axis" and not curved:
             measured = OF_TRITON.get((triton_version(), arch), {})
             tiles |= {n: measured[n, window, dim] for n in tiles if (n, window, dim) in measured}
-    many = (stored or traits.unwritten) and window != "short" and reads != "each" and dtype != "float32" and cached
+    many = (stored or traits.unwritten) and window != "short" and reads != "each" and half and cached
     if many:
         tiles["forward"] = (*many, STORED_STAGES if stored else CACHED_STAGES, 0)
-    # tiles of BY_HAND fit 99 KiB
-    fits = min(SHARED[listed], SHARED["sm_89"] if large or dtype == "float32" else 1 << 20)
+    fits = min(GPUS[listed].shared, BY_HAND_SHARED if large or not half else 1 << 20)
     if limit < fits:
-        entry = 4 if dtype == "float32" or (dtype, arch[:4]) == ("bfloat16", "sm_7") else 2  # Turing converts bfloat16
+        entry = 4 if not half or (dtype == "bfloat16" and not gpu.bfloat16) else 2
         tiles = {n: _fitted(n, tile, limit, max(dim, whole), entry) for n, tile in tiles.items()}
     shortened = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
     forward, dq, dkv, *dv = (
@@ -195,26 +194,20 @@ def default_target(
         for block_q, block_k, warps, stages, described in shortened.values()
     )
     plain = tiles["forward"]
-    if curved and dtype != "float32" and not large:  # a score mod costs few queries little
-        plain = _carried("forward", table["forward"], window, dim, False, reads, arch)
+    if curved and half and not large:  # a score mod costs few queries little
+        plain = _carried("forward", table["forward"], window, dim, False, reads, gpu)
     keys_of_few = min(plain[1], (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim], 32 if reads == "each" else 64)
-    wide = g.kv_dtype and dtype != "float32" and dim == 128 and arch.startswith("sm_")
+    wide = g.kv_dtype and half and dim == 128 and gpu.vendor == "nvidia"
     if wide and 16 * traits.paged < g.q_len * g.heads // g.kv_heads <= 32 and limit >= WIDE_SHARED:
         keys_of_few = WIDE_OF_FEW
-    stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
+    stages = 3 if forward.descriptors and gpu.products == "wgmma" and dim < 256 else min(forward.num_stages, 3)
     few = replace(forward, descriptors=False, block_k=keys_of_few, num_stages=stages)
     if stored and not many:
         most = STORED_NARROW.get((listed, dim), STORED)
         forward = replace(forward, block_k=min(forward.block_k, most))
     side = 16 if large else CAPTURED_SIDES.get((listed, dim), 64)
     parts: dict[str, Any] = {"dq": dq, "dkv": dkv, "dv": dv[0] if dv else None, "decode": few}
-    return replace(forward, words=has_words(arch), square=side, **parts).everywhere(limit=limit)
-
-
-def gpu_of(arch: str) -> dict[str, Any]:
-    """The record of an architecture in GPUS. One that is not listed takes the vendor's record with the least memory,
-    whose tiles are an A100's, which need no warp groups, or an MI300's."""
-    return GPUS.get(arch) or GPUS["gfx90a" if arch.startswith("gfx") else "sm_75"]
+    return replace(forward, words=gpu.words, square=side, **parts).everywhere(limit=limit)
 
 
 @memo(1)
@@ -226,13 +219,7 @@ def triton_version() -> str:
         return ""
 
 
-def has_words(arch: str) -> bool:
-    """Whether the forward for an architecture tests bits of words. Blackwell makes words too, but spills with them in
-    a window's tile of 64 x 64, and no model says what they gain there."""
-    return arch.startswith(("sm_8", "sm_9"))
-
-
-def _carried(kernel: str, rows: Rows, window: Window, dim: int, curved: bool, reads: Reads, arch: str) -> Tile:
+def _carried(kernel: str, rows: Rows, window: Window, dim: int, curved: bool, reads: Reads, gpu: Architecture) -> Tile:
     """The tile of a kernel, from its `rows` of the table."""
     row: str = "curved" if curved and window == "long" else window
     searched = {"long": "each", "medium": "each medium"}.get(row, "")
@@ -244,9 +231,9 @@ def _carried(kernel: str, rows: Rows, window: Window, dim: int, curved: bool, re
         walked = min(walked, 32)
     if reads == "each":  # Triton stages such a table through shared memory too
         walked, stages = min(walked, 32), min(stages, 2)
-        if kernel == "dkv" and arch != "sm_90":
-            owned, warps = min(owned, 64), 4 if arch.startswith("gfx") else warps
-    if reads == "distance" and kernel == "dkv" and arch != "sm_90":
+        if kernel == "dkv" and gpu.products != "wgmma":
+            owned, warps = min(owned, 64), 4 if gpu.vendor == "amd" else warps
+    if reads == "distance" and kernel == "dkv" and gpu.products != "wgmma":
         walked = min(walked, 32)
     return (walked, owned, warps, stages, described) if kernel == "dkv" else (owned, walked, warps, stages, described)
 
@@ -314,8 +301,8 @@ def of_kernel(name: str, target: Target) -> Target:
 
 def of_tile(tile: tuple[int, int], g: Geometry, dtype: str, arch: str) -> Target:
     """The target of a tile that the user gives, for every kernel."""
-    wide = dtype != "float32" and tile[0] >= 128 and max(g.head_dim, g.v_dim) > 64
-    return Target("triton", *tile, num_warps=8 if wide else 4, words=has_words(arch))
+    wide = dtype in HALVES and tile[0] >= 128 and max(g.head_dim, g.v_dim) > 64
+    return Target("triton", *tile, num_warps=8 if wide else 4, words=architecture_of(arch).words)
 
 
 # -- of a call ------------------------------------------------------------------------------------
@@ -363,7 +350,7 @@ def ordered(target: Target, g: Geometry) -> Target:
     their rows share keys in L2; but the last head's longest row may end long behind all others. Where that is ENDS_LATE
     of a launch's time, the longest rows of all heads start first: neighbouring rows of such a mask see almost the same
     keys, so on an H100 that costs nothing at 8,192 tokens."""
-    rows, slots = -(-g.q_len // target.block_q), PROCESSORS * (2 if target.num_warps == 4 else 1)
+    rows, slots = -(-g.q_len // target.block_q), H100.processors * (2 if target.num_warps == 4 else 1)
     late = 2 * slots - rows > ENDS_LATE * g.batch * g.heads * rows
     few = g.heads > 1 and g.kv_heads <= HEADS_AT_A_TIME and max(g.q_len, g.kv_len) < LONGEST_BY_HEAD
     return target.everywhere(order="longest-of-all-first") if late and few else target
@@ -374,7 +361,7 @@ def with_precision(target: Target, dtype: str, arch: str) -> Target:
     `torch.set_float32_matmul_precision` asks for: exact for "highest", the default, in TF32 for "high" and "medium".
     AMD's GPUs have no TF32. A `Tuning` takes precedence."""
     torch = sys.modules.get("torch")
-    if dtype != "float32":
+    if dtype in HALVES:
         return with_tanh(target, arch)
     if torch is None or torch.version.hip or torch.get_float32_matmul_precision() == "highest":
         return target
@@ -384,7 +371,7 @@ def with_precision(target: Target, dtype: str, arch: str) -> Target:
 def with_tanh(target: Target, arch: str) -> Target:
     """A target with the tanh instruction of NVIDIA's GPUs, for 16-bit inputs. Its relative error is at most 2**-11,
     where rounding an input to float16 costs 2**-12 and to bfloat16 2**-9. `Tuning.tanh` takes precedence."""
-    return target.everywhere(tanh="approximate") if arch.startswith("sm_") else target
+    return target.everywhere(tanh="approximate") if architecture_of(arch).vendor == "nvidia" else target
 
 
 @memo(group="expressions")
@@ -423,18 +410,17 @@ def reads_of(*roots: Expr | None) -> Reads:
 
 
 def architecture(device: Any = None) -> str:
-    """The architecture of a torch device, of the first GPU where none is named, and "sm_90" where there is none."""
+    """The architecture of a torch device, of the first GPU where none is named, and an H100's where there is none."""
     gpu = _gpu(device)
     if gpu is None:
-        return "sm_90"
-    amd = str(getattr(gpu, "gcnArchName", "")).split(":")[0]
-    return amd if amd.startswith("gfx") else f"sm_{gpu.major}{gpu.minor}"
+        return H100.name
+    return name_of(str(getattr(gpu, "gcnArchName", "")), f"{gpu.major}.{gpu.minor}")
 
 
 def processors(device: Any = None) -> int:
     """Streaming multiprocessors, or compute units; those of an H100 where there is no GPU."""
     gpu = _gpu(device)
-    return 132 if gpu is None else int(gpu.multi_processor_count)
+    return H100.processors if gpu is None else int(gpu.multi_processor_count)
 
 
 def _gpu(device: Any) -> Any:
@@ -468,13 +454,13 @@ def jax_target(plan: LoopPlan, g: Geometry, dtype: str, tile: Block | None = Non
     """The target of a call for the GPU of `jax_gpu`; `narrow` says that rows see a few hundred keys at most."""
     gpu = jax_gpu()
     if tile is not None:
-        return _precise(of_tile(tile, g, dtype, gpu.arch), dtype, gpu.arch)
+        return _precise(of_tile(tile, g, dtype, gpu.arch.name), dtype, gpu.arch.name)
     keys, curved, reads = _keys_of(plan, narrow), plan.score_class == "general", reads_of(plan.mask, plan.score)
     stored, paged = g.kv_dtype != "" or plan.weight is not None or plan.pages is not None, plan.pages is not None
     traits = ProgramTraits(keys, curved, reads, stored, paged, plan.unwritten)
     # jax-triton passes no descriptors
-    chosen = default_target(g, dtype, traits, arch=gpu.arch, descriptors=False, limit=gpu.shared)
-    return _precise(chosen, dtype, gpu.arch)
+    chosen = default_target(g, dtype, traits, arch=gpu.arch.name, descriptors=False, limit=gpu.shared)
+    return _precise(chosen, dtype, gpu.arch.name)
 
 
 def _keys_of(plan: LoopPlan, narrow: bool) -> float:
@@ -503,7 +489,7 @@ def _precise(target: Target, dtype: str, arch: str) -> Target:
     import jax
 
     precision = str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009 - mypy knows it not
-    if dtype != "float32":
+    if dtype in HALVES:
         return target if precision == "highest" else with_tanh(target, arch)
     return target.everywhere(precision="tf32") if precision in TF32 else target
 
@@ -515,26 +501,22 @@ def interpreted() -> bool:
 class Gpu(NamedTuple):
     """A GPU as tiles are chosen for it."""
 
-    arch: str  # as in `GPUS`
+    arch: Architecture
     processors: int  # streaming multiprocessors or compute units
     shared: int  # bytes of shared memory that a block may have; 0: not known
 
 
-NOWHERE = Gpu("sm_90", 132, 0)  # where there is no GPU: an H100
-# parts of GPUs' names -> architecture, for JAX's abstract devices, which have nothing but a name
-KINDS = {kind: arch for arch, gpu in GPUS.items() for kind in gpu["kinds"]}
+NOWHERE = Gpu(H100, H100.processors, 0)  # where there is no GPU
 
 
 def jax_gpu() -> Gpu:
     """The GPU of the current mesh where JAX lowers for an abstract device, else the first one, else an H100."""
     import jax
 
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract is not None and abstract.platform in ("gpu", "cuda", "rocm", None):
-        kind = next((n for n in sorted(KINDS, key=len, reverse=True) if n in abstract.device_kind), "")
-        if kind:
-            return Gpu(KINDS[kind], abstract.num_cores or NOWHERE.processors, 0)
-    return _first_of_jax()
+    abstract: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    named = abstract is not None and abstract.platform in ("gpu", "cuda", "rocm", None)
+    arch = gpu_of(abstract.device_kind) if named else None  # abstract devices have nothing but a name
+    return _first_of_jax() if arch is None else Gpu(arch, abstract.num_cores or H100.processors, 0)
 
 
 @memo(group="once")
@@ -545,7 +527,6 @@ def _first_of_jax() -> Gpu:
         device: Any = jax.devices("gpu")[0]
     except RuntimeError:
         return NOWHERE
-    of_amd = str(device.compute_capability).split(":")[0]
-    name = of_amd if of_amd.startswith("gfx") else f"sm_{str(device.compute_capability).replace('.', '')}"
+    arch = architecture_of(name_of(str(device.compute_capability), str(device.compute_capability)))
     cores = getattr(device, "core_count", NOWHERE.processors)
-    return Gpu(name, int(cores), int(getattr(device, "shared_memory_per_block_optin", 0)))
+    return Gpu(arch, int(cores), int(getattr(device, "shared_memory_per_block_optin", 0)))

@@ -105,7 +105,7 @@ def check_keys(dims: Dims, device: Any) -> None:
     """Raise where a GPU of NVIDIA is too old to convert keys of 8 bits."""
     import torch
 
-    if dims.kv_dtype.startswith("float8") and device.type == "cuda" and not torch.version.hip:
+    if dims.fp8 and device.type == "cuda" and not torch.version.hip:
         have = torch.cuda.get_device_capability(device)
         if have < (8, 9):
             raise BackendError(

@@ -12,9 +12,9 @@ from frisket.dsl.evaluate import evaluate
 from frisket.lowering.dense import coordinates
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
+from frisket.lowering.pipeline import simplified_program
 from frisket.lowering.plan import Geometry, Problem
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.plans.compiled import simplified_program
 
 CASES = {n: c for s in (48, 70) for n, c in ((f"{n}, {s}", c) for n, c in cases.masks(s).items())}
 SMALLEST = 22  # masks of the library that are flags for whole sequences

@@ -13,10 +13,10 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr
 from frisket.lowering.dense import coordinates
 from frisket.lowering.engines.forms import CLAUSES, Clause, EngineForm, NoForm, form_of
+from frisket.lowering.pipeline import simplified_program
 from frisket.lowering.plan import Problem
 from frisket.lowering.simplify import ProgramExprs, simplify
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.plans.compiled import simplified_program
 
 LENGTHS = [(1, 1), (5, 5), (4, 7), (7, 4)]
 RECOGNISED = 36  # of 85 masks; a clause more may raise it

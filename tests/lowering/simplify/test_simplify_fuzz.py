@@ -118,8 +118,8 @@ def test_simplification_works_without_any_single_rule():
 
 def test_rules_are_counted_where_people_look():
     import frisket as fk
-    from frisket.lowering.pipeline import Stages
     from frisket.lowering.simplify import ProgramExprs
+    from frisket.runtime.backends.stages import Stages
 
     written = fk.mask("~(q < k) & q - k < 256 & q - k < 512").expr
     run = Simplifier()

@@ -5,10 +5,10 @@ import pytest
 
 import frisket as fk
 from frisket.grammar.memo import clear
+from frisket.lowering import pipeline as bind
 from frisket.runtime.backends.cpp import torch as native_torch
 from frisket.runtime.calls.request import CALLS
 from frisket.runtime.machine.cpp_build import reason
-from frisket.runtime.plans import compiled as bind
 
 torch = pytest.importorskip("torch")
 NATIVE = pytest.mark.skipif(bool(reason()), reason="no compiler")

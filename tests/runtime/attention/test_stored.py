@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
+from frisket.lowering.pipeline import _values, simplified_program
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.caches.positions import APPENDED
 from frisket.runtime.caches.positions import placed as placed_in
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.masks.mask import Mask, ScoreMod
-from frisket.runtime.plans.compiled import _values, simplified_program
 from frisket.runtime.torch.spec import attention_of, spec_of
 
 FRAMEWORKS = ("torch", "jax")

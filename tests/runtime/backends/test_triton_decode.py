@@ -13,8 +13,9 @@ from frisket.dsl import ir
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Geometry, Pages, ProgramFacts, Spans, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, Operand, Pages, ProgramFacts, Spans, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import tiles as triton_tiles
@@ -114,7 +115,7 @@ def test_parts_are_few_and_full():
 
 def test_products_of_packed_heads_count_where_keys_have_8_bits():
     """128 rows take longer to multiply with a key of 8 bits than the key takes to be read."""
-    g = Geometry(6, 64, 8, 12, 6000, 128, 128, 0.1, kv_dtype="int8")
+    g = Geometry(6, 64, 8, 12, 6000, 128, 128, 0.1, k=Operand("int8"), v=Operand("int8"))
     found = shares(CAUSAL, None, g, TILE, Dims(128, 128, "bfloat16", 8, "int8"), H200)
     assert (found.target.block_q, found.target.splits) == (128, 5)
 
@@ -204,7 +205,7 @@ def test_tiles_of_few_queries_leave_room_for_three_stages(dim, keys):
 @pytest.mark.parametrize(("q_len", "paged", "keys"), [(1, False, 128), (1, True, 64), (4, True, 128), (5, False, 64)])
 def test_few_keys_of_8_bits_have_wide_tiles(q_len, paged, keys):
     """Of 8, 32 and 40 rows. In pages one query was not faster with them on an H100."""
-    g = Geometry(8, 64, 8, q_len, 32768, 128, 128, 0.1, kv_dtype="int8")
+    g = Geometry(8, 64, 8, q_len, 32768, 128, 128, 0.1, k=Operand("int8"), v=Operand("int8"))
     assert default_target(g, "bfloat16", ProgramTraits(stored=True, paged=paged)).decode.block_k == keys
 
 

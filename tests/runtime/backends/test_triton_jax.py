@@ -3,6 +3,7 @@ some in every run); here what needs no kernel to run. tests/compiled/triton_jax.
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +20,12 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT
+from frisket.lowering.architectures import architecture_of
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton import writer as triton_writer
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, Form
-from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, Geometry, ProgramFacts, Target, make_plan
+from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, Geometry, ProgramFacts, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton import tiles as triton_tiles
@@ -141,7 +144,7 @@ def test_jax_tiles_fit_the_gpu_that_is_here(monkeypatch):
     device = SimpleNamespace(compute_capability="12.1", core_count=48, shared_memory_per_block_optin=101_376)
     monkeypatch.setattr(jax, "devices", lambda kind: [device])
     monkeypatch.setattr(triton_tiles, "_first_of_jax", triton_tiles._first_of_jax.__wrapped__)
-    assert triton_tiles.jax_gpu() == ("sm_121", 48, 101_376)
+    assert triton_tiles.jax_gpu() == (architecture_of("sm_121"), 48, 101_376)
     found = triton_tiles.jax_target(closed(causal), G, "bfloat16")
     assert found.limit == 101_376
     assert shared("forward", 128, found.block_q, found.block_k, found.num_stages) <= 101_376
@@ -156,13 +159,13 @@ def test_float32_is_multiplied_as_jax_is_told():
 
 
 def test_a_gpu_that_is_not_here_is_named_by_the_mesh():
-    assert triton_tiles.jax_gpu() == ("sm_90", 132, 0)
+    assert triton_tiles.jax_gpu() == (architecture_of("sm_90"), 132, 0)
     named = {"NVIDIA A100-SXM4-80GB": "sm_80", "NVIDIA L40S": "sm_89", "AMD Instinct MI300X": "gfx942"}
     named |= {"NVIDIA GB10": "sm_121", "NVIDIA GB200": "sm_100", "Tesla T4": "sm_75", "NVIDIA Thor": "sm_110"}
     for kind, arch in named.items():
         device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=100)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-            assert triton_tiles.jax_gpu()[:2] == (arch, 100)
+            assert triton_tiles.jax_gpu()[:2] == (architecture_of(arch), 100)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,7 @@ def test_a_gpu_that_is_not_here_is_named_by_the_mesh():
     ],
 )
 def test_triton_jax_refuses_unsupported_calls(changes, dtype, expected):
-    found = triton_jax.refuses(make_plan(ProgramExprs(causal)), Geometry(**{**vars(G), **changes}), dtype, {})
+    found = triton_jax.refuses(make_plan(ProgramExprs(causal)), replace(G, **changes), dtype, {})
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import frisket as fk
+from frisket.lowering.architectures import GPUS
 from frisket.lowering.kernels.triton.cotangents import square
-from frisket.lowering.plan import Geometry, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.triton import tiles
 from frisket.runtime.backends.triton.grids import of_backward, of_forward
 from frisket.runtime.backends.triton.launch import GRID
@@ -223,7 +225,7 @@ def test_triton_tile_table_has_each_kernel_and_window():
     each = {"sm_90": ["each", "each medium"], "sm_90 by pointers": ["each"]}
     for name, rows in tiles.TABLE.items():
         arch, pointers, _ = name.partition(" by pointers")
-        assert arch in tiles.SHARED
+        assert arch in GPUS
         assert set(rows) == kernels == set(tiles.SINGLE)
         for by_window in rows.values():
             assert list(by_window) == ["long", "medium", "short", "curved", *each.get(name, [])]
@@ -232,7 +234,7 @@ def test_triton_tile_table_has_each_kernel_and_window():
                 assert len(t) == 5
                 assert t[2] in (4, 8)
                 assert t[4] in ((0,) if pointers or arch not in ("sm_90", "sm_100") else (0, 1))
-    assert {gpu["tiles"] for gpu in tiles.GPUS.values()} <= set(tiles.TABLE)
+    assert {gpu.tiles for gpu in GPUS.values()} <= set(tiles.TABLE)
 
 
 @pytest.mark.parametrize(("arch", "same"), [
@@ -273,7 +275,7 @@ def test_smaller_tiles_have_fewer_stages_then_fewer_keys():
     assert tiles.smaller(least, "attention_dkv", 0.1) is tiles.smaller(made, "attention_delta", 0.5) is None
 
 
-@pytest.mark.parametrize("arch", tiles.SHARED)
+@pytest.mark.parametrize("arch", GPUS)
 def test_triton_tiles_fit_into_shared_memory(arch):
     for dim, keys in product((64, 96, 128, 192, 256), (128, 512, math.inf)):
         check_fits(dim, keys, arch)
@@ -284,7 +286,7 @@ def check_fits(dim, keys, arch):
     for kernel, t, own, walked in of_kernels(made):
         assert {own, walked} <= {16, 32, 64, 128}
         wide = 2 ** math.ceil(math.log2(dim))
-        assert tiles.shared(kernel, wide, own, walked, t.num_stages) <= tiles.SHARED[arch]
+        assert tiles.shared(kernel, wide, own, walked, t.num_stages) <= GPUS[arch].shared
 
 
 def of_kernels(made):
@@ -324,7 +326,7 @@ def test_callers_without_descriptors_have_tiles_of_their_own():
     own = tiles.default_target(g, "float16", descriptors=False)
     rows = tiles.TABLE["sm_90 by pointers"]
     assert [row_of(t) for t in (own, own.dq, own.dkv)] == [rows[n]["long"]["128"] for n in tiles.SINGLE]
-    for arch in tiles.SHARED:
+    for arch in GPUS:
         made = tiles.default_target(g, "float16", ProgramTraits(128), descriptors=False, arch=arch)
         assert not any(t.descriptors for t in (made, made.dq, made.dkv, made.decode))
     stored = tiles.default_target(g, "float16", ProgramTraits(128, stored=True))

@@ -11,9 +11,8 @@ from support.native.compiler import needs_compiler
 import frisket as fk
 from frisket.caches import PagePool
 from frisket.dsl.errors import BackwardError
+from frisket.lowering import pipeline as bind
 from frisket.runtime.machine.cpp_build import reason
-from frisket.runtime.plans import compiled as bind
-from frisket.runtime.plans import device as flat_laid
 
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
@@ -250,7 +249,7 @@ def test_growing_plans_and_compiles_nothing(kind, monkeypatch):
     token = [x[:, :, :1] for x in (q, k, v)]
     cache.attention(att, *token)
     counted = []
-    for module, name in ((bind, "make_plan"), (flat_laid, "make_plan"), (native_torch, "library"), (bind, "work")):
+    for module, name in ((bind, "make_plan"), (native_torch, "library"), (bind, "work")):
         run = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, run=run, name=name, **b: counted.append(name) or run(*a, **b))
     at = cache.k.data_ptr()

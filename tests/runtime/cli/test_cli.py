@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from support.tiers import default_only
 
+from frisket.lowering.analysis.tiling import Facts
 from frisket.runtime.backends import base
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.cli.main import main
-from frisket.runtime.layouts.tiling import Facts
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.modules import pip_install
@@ -455,7 +455,7 @@ def test_doctor_on_caches(run):
     status, out, err = run("doctor", "--caches", "--json")
     assert (status, err) == (0, "")
     found = {t["name"]: t for t in json.loads(out)["tables"]}
-    assert {"expressions", "sources", "runtime.plans.compiled.work"} <= found.keys()
+    assert {"expressions", "sources", "lowering.pipeline.work"} <= found.keys()
     assert all(0 <= t["entries"] <= t["bound"] for t in found.values())
     assert found["expressions"]["entries"] > 0
     assert found["expressions"]["bytes"] > 0

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions  # noqa: E402
 from frisket.dsl.errors import ParameterError  # noqa: E402
 from frisket.flex import create_block_mask, flex_attention  # noqa: E402
 from frisket.grammar.memo import cached_on  # noqa: E402
-from frisket.lowering.plan import Target  # noqa: E402
+from frisket.lowering.kernels.triton.target import TritonTarget as Target  # noqa: E402
 from frisket.runtime.calls.options import LaunchOptions, Tuning  # noqa: E402
 from frisket.runtime.flex import score_mod  # noqa: E402
 from frisket.runtime.flex.checks import KNOWN, REFUSED, options_of, read  # noqa: E402

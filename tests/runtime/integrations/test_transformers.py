@@ -19,8 +19,8 @@ from transformers import AutoModel, BartConfig, BeitConfig, BertConfig, DynamicC
 import frisket as fk
 from frisket.dsl.errors import MissingPackageError
 from frisket.integrations.transformers import OLDEST, attention, register
+from frisket.lowering import pipeline as bind
 from frisket.runtime.machine.modules import pip_install
-from frisket.runtime.plans import compiled as bind
 
 CALLS = {
     "plain": {},

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime.layouts import tiling
+from frisket.lowering.analysis import tiling
 
 torch = pytest.importorskip("torch")
 

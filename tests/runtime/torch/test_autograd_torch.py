@@ -118,7 +118,7 @@ def test_only_the_wanted_gradients_are_made(monkeypatch):
 
 
 def test_learned_values_are_read_anew_and_planned_once(monkeypatch):
-    from frisket.runtime.plans import compiled as bind
+    from frisket.lowering import pipeline as bind
     from frisket.runtime.plans import device as flat_laid
 
     class Layer(torch.nn.Module):

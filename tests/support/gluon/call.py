@@ -9,7 +9,8 @@ from support.gluon import language
 
 from frisket.dsl.ir import COORDINATES, SIZES
 from frisket.lowering import dense
-from frisket.lowering.plan import RATE, SEED, KernelInputs, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import RATE, SEED, KernelInputs, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.gluon import torch as gluon_launch
 from frisket.runtime.backends.triton import launch as triton_launch
@@ -45,7 +46,7 @@ def run(
 ):
     made = made or cases.plan(case)
     tables = {n: torch.as_tensor(np.array(a)) for n, a in made.table_values(case.tables).items()}
-    target = Target("gluon", *case.block, 4, stages, order, arch=arch)
+    target = Target("gluon", *case.block, 4, stages, order=order, arch=arch)
     sinks = None if sinks is None else torch.as_tensor(sinks)
     values = made.slot_values({**case.slots, **DROPPED}), tables, sinks
     inputs = KernelInputs(made, spans or cases.Source(case), cases.geometry(case), target, *values)

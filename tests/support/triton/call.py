@@ -6,7 +6,8 @@ from support import attention_cases as cases
 from support.triton import bf16 as triton_bf16
 
 from frisket.lowering import dense
-from frisket.lowering.plan import RATE, SEED, KernelInputs, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import RATE, SEED, KernelInputs, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import torch as triton_torch
 

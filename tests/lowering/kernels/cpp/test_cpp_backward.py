@@ -11,6 +11,7 @@ from support.native import call as native_call
 from support.tiers import default_only
 
 from frisket.lowering import dense, derive
+from frisket.lowering import pipeline as bind
 from frisket.lowering.kernels.cpp import backward as cpp_backward
 from frisket.lowering.kernels.cpp.forward import CppArrays
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
@@ -18,7 +19,6 @@ from frisket.lowering.plan import Problem as Place
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
-from frisket.runtime.plans import compiled as bind
 from lowering.kernels.cpp import test_cpp_forward
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())

@@ -10,12 +10,12 @@ from support.native import call as native_call
 from support.tiers import default_only
 
 from frisket.lowering import dense
+from frisket.lowering import pipeline as bind
 from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
-from frisket.runtime.plans import compiled as bind
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 

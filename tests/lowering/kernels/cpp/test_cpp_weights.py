@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support.native import call as native_call
 
+from frisket.lowering import pipeline as bind
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
-from frisket.runtime.plans import compiled as bind
 from lowering.kernels.cpp import test_cpp_forward
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())

@@ -16,7 +16,7 @@ from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.dsl.sugar import b, k
-from frisket.lowering.plan import PAGES, Geometry
+from frisket.lowering.plan import OPERANDS, PAGES, Geometry
 from frisket.runtime.backends.cpp import torch as native_torch
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.machine import cpp_build, cpp_cpu
@@ -458,7 +458,7 @@ def test_large_float32_calls_take_six_products_of_bfloat16(monkeypatch):
         {"kv_len": 1023},
         {"v_dim": 63},
         {"dtype": "float16"},
-        {"kv_dtype": "int8"},
+        {"k": OPERANDS["int8"], "v": OPERANDS["int8"]},
         {"lacks": "no unit"},
     ):
         assert precision(**changed) == ["ieee"] * 2

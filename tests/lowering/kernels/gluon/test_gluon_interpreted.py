@@ -16,7 +16,8 @@ from frisket.dsl import ir
 from frisket.dsl.ir import lit, var
 from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.lowering import dense
-from frisket.lowering.plan import Bounds, KernelInputs, ProgramFacts, Target, make_plan
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import Bounds, KernelInputs, ProgramFacts, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends import gluon
 from frisket.runtime.backends.gluon import torch as gluon_launch

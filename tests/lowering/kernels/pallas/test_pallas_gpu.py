@@ -28,7 +28,18 @@ from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.pallas_gpu.expr import Expressions
 from frisket.lowering.kernels.pallas_gpu.kernel import TEXT
 from frisket.lowering.kernels.text import filled
-from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Problem, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.plan import (
+    RATE,
+    SEED,
+    Geometry,
+    Operand,
+    Pages,
+    Problem,
+    ProgramFacts,
+    Target,
+    make_plan,
+    survives,
+)
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.pallas_gpu import jax as runtime
@@ -438,7 +449,7 @@ def test_pallas_gpu_kernel_refuses_unsupported_calls():
     assert "head dims of kernels for Hopper are at most 256, not 320" in refusal(CASES["causal"], head_dim=320)
     assert "`sees` is indexed by q and k together" in refusal(CASES["relation"])
     assert "may leave 32 bits" in refusal(Case(causal & (q * q * q * q > k)))
-    assert refusal(CASES["causal"], kv_dtype="int8") == (
+    assert refusal(CASES["causal"], k=Operand("int8"), v=Operand("int8")) == (
         'kernels for Hopper read keys and values as they are, and this call has those of int8; use backend="triton"'
     )
     for what, plan in (

@@ -25,8 +25,9 @@ from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.kernels.triton import module as triton
 from frisket.lowering.kernels.triton.forward import OptionalArrays, emit
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, arguments
-from frisket.lowering.plan import Bounds, Geometry, Pages, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.plan import Bounds, Geometry, Pages, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import tiles
 

@@ -17,8 +17,9 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton.backward import emit
 from frisket.lowering.kernels.triton.cotangents import square, sums
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.plan import Bounds, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 
 TARGET = Target("triton", 128, 128, 8, 2, dq=Target("triton", 128, 64, 8, 2), dkv=Target("triton", 64, 128, 8, 2))

@@ -12,8 +12,9 @@ from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.derive import alone, backward_of
 from frisket.lowering.kernels.triton import module as triton
 from frisket.lowering.kernels.triton.cotangents import diagonal, plane, scatter, square
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.plan import Bounds, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 
 TARGET, DIMS = square(Target("triton", 128, 64, 8, 3)), Dims(64, 64, "bfloat16", group=4)

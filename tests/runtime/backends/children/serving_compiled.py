@@ -14,7 +14,7 @@ from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton import decode
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Geometry, Pages, make_plan
+from frisket.lowering.plan import Geometry, Operand, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.grids import shares
 from frisket.runtime.backends.triton.kernels import compiled_for
@@ -62,7 +62,7 @@ def loops(text):
 )
 def test_a_tile_loads_its_keys_and_values_once(queries, kv, page):
     plan, dims = plan_of(kv, page), Dims(DIM, DIM, "bfloat16", GROUP, kv)
-    g = Geometry(1, GROUP * KEY_HEADS, KEY_HEADS, queries, LENGTH, DIM, DIM, DIM**-0.5, kv_dtype=kv)
+    g = Geometry(1, GROUP * KEY_HEADS, KEY_HEADS, queries, LENGTH, DIM, DIM, DIM**-0.5, k=Operand(kv), v=Operand(kv))
     traits = ProgramTraits(keys=MEDIUM, stored=bool(kv or page), paged=bool(page))
     tile = default_target(g, "bfloat16", traits, arch="sm_90")
     few = shares(plan, None, g, tile, dims, PROCESSORS)

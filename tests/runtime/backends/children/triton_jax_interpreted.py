@@ -20,6 +20,7 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, eq, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
+from frisket.lowering.kernels.triton.target import TritonTarget
 from frisket.lowering.plan import (
     RATE,
     SEED,
@@ -28,7 +29,6 @@ from frisket.lowering.plan import (
     ForwardResults,
     KernelInputs,
     ProgramFacts,
-    Target,
     make_plan,
     survives,
 )
@@ -45,12 +45,12 @@ DROPPED = {SEED: 11, RATE: 0.3}
 def forward(case, made=None, sinks=None, spans=None, **target):
     made = made or cases.plan(case)
     fields = {"spans": spans or cases.Source(case), "slots": made.slot_values({**case.slots, **DROPPED})}
-    inputs = cases.kernel_inputs(case, Target("triton", *case.block, **target), made, sinks=sinks, **fields)
+    inputs = cases.kernel_inputs(case, TritonTarget("triton", *case.block, **target), made, sinks=sinks, **fields)
     return triton_jax.forward(inputs, *cases.arrays(case))
 
 
 def gradients(case, made=None, dv=None, **options):
-    target = Target("triton", *case.block, dv=dv)
+    target = TritonTarget("triton", *case.block, dv=dv)
     return jax_gradients.run(triton_jax.backward, case, target, made, **options)
 
 
@@ -87,7 +87,7 @@ def test_jax_dv_in_a_separate_kernel_equals_the_reference(name, monkeypatch):
     ran = []
     run = triton_jax.JaxTritonCall.run
     monkeypatch.setattr(triton_jax.JaxTritonCall, "run", lambda *a, go=run, **m: ran.append(a[2].name) or go(*a, **m))
-    compare(*gradients(smaller(ALL[name]).but(batch=1), dv=Target("triton", 16, 64)))
+    compare(*gradients(smaller(ALL[name]).but(batch=1), dv=TritonTarget("triton", 16, 64)))
     assert ran == ["attention_delta", "attention_dq", "attention_dkv", "attention_dv"]
 
 
@@ -166,7 +166,7 @@ def test_stored_keys_and_values(name, splits):
     stored = STORED[name]
     made = stored_cases.problem(stored, "bshd")
     tables = {n: jnp.asarray(x) for n, x in made.plan.table_values(made.tables).items()}
-    target = Target("triton", *stored.case.block, splits=splits)
+    target = TritonTarget("triton", *stored.case.block, splits=splits)
     inputs = cases.kernel_inputs(stored.case, target, made.plan, slots={}, tables=tables)
     out, lse, _ = triton_jax.forward(inputs, *map(jnp.asarray, (made.q, made.k, made.v)))
     assert out.dtype == stored.case.dtype
@@ -185,7 +185,7 @@ def test_stored_keys_in_parts_in_proportion(monkeypatch, queries):
     stored = Stored(decode((300, 0, 1), queries, kv_len=304), "int8", page=16)
     made = stored_cases.problem(stored, "bshd")
     tables = {n: jnp.asarray(x) for n, x in made.plan.table_values(made.tables).items()}
-    target = Target("triton", *stored.case.block)
+    target = TritonTarget("triton", *stored.case.block)
     inputs = cases.kernel_inputs(stored.case, target, made.plan, slots={}, tables=tables)
     arrays = [jnp.asarray(x) for x in (made.q, made.k, made.v)]
     first, again = (triton_jax.forward(inputs, *arrays) for _ in range(2))
@@ -200,7 +200,7 @@ def test_closed_form_bounds_read_no_table(place):
     case = Case(causal & (q - k < w), slots={"w": 40}, q_len=90, kv_len=90, block=(32, 32), origin=place,
                 sizes=(1, 4, 200, 210))  # fmt: skip
     made = make_plan(ProgramExprs(case.mask), facts=ProgramFacts(bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1)))
-    inputs = cases.kernel_inputs(case, Target("triton", 32, 32, splits=1), made, spans=None, tables={})
+    inputs = cases.kernel_inputs(case, TritonTarget("triton", 32, 32, splits=1), made, spans=None, tables={})
     out, lse, _ = triton_jax.forward(inputs, *cases.arrays(case))
     cases.check(case, out, lse)
 
@@ -234,7 +234,7 @@ def test_traced_values_make_no_other_kernel():
     def run(qkv, slots, tables, origin, rows, columns):
         spans = Given(rows, columns)
         place = replace(g, origin=(0, 0, *origin))
-        target = Target("triton", 32, 32, splits=1)
+        target = TritonTarget("triton", 32, 32, splits=1)
         inputs = KernelInputs(made, spans, place, target, slots, tables)
         out, lse, _ = triton_jax.forward(inputs, *qkv)
         given = ForwardResults(out, lse), Cotangents(out)

@@ -12,7 +12,7 @@ from support.torch.gradients import MODS
 from support.triton.call import check, run, with_everything
 
 from frisket.dsl.sugar import b, h, k, q
-from frisket.lowering.plan import Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import torch as triton_torch
 

@@ -12,6 +12,7 @@ import frisket as fk  # noqa: E402
 from frisket.dsl.errors import BackendError  # noqa: E402
 from frisket.lowering.engines.flags import Flags, flags_of  # noqa: E402
 from frisket.lowering.engines.forms import EngineForm, form_of  # noqa: E402
+from frisket.lowering.pipeline import simplified_program  # noqa: E402
 from frisket.lowering.plan import Geometry  # noqa: E402
 from frisket.runtime.backends import sdpa  # noqa: E402
 from frisket.runtime.backends.base import RECORDS, register  # noqa: E402
@@ -20,7 +21,6 @@ from frisket.runtime.backends.engines import SquareMask, proof, square  # noqa: 
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
 from frisket.runtime.calls.request import CallArgs  # noqa: E402
-from frisket.runtime.plans.compiled import simplified_program  # noqa: E402
 from frisket.runtime.torch.ready import PreparedCall, engine_call  # noqa: E402
 
 KNOWN = [("full", None), ("causal", None), ("k < 33", None), ("causal & k < 33", None), ("k >= 5 & k < 40", None),

@@ -10,11 +10,11 @@ import frisket as fk  # noqa: E402
 from frisket.dsl.errors import BackendError  # noqa: E402
 from frisket.lowering.engines.flags import Flags, flags_of  # noqa: E402
 from frisket.lowering.engines.forms import EngineForm, form_of  # noqa: E402
+from frisket.lowering.pipeline import simplified_program  # noqa: E402
 from frisket.lowering.plan import Geometry  # noqa: E402
 from frisket.runtime.backends.engines.proof import EngineCall  # noqa: E402
 from frisket.runtime.backends.splash import SplashArguments, arguments  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
-from frisket.runtime.plans.compiled import simplified_program  # noqa: E402
 
 DOC = np.repeat([0, 1, 2], [100, 70, 86])
 pytestmark = pytest.mark.filterwarnings("ignore:backend 'splash' runs in Pallas' interpreter")

@@ -14,7 +14,8 @@ from support.triton.call import poisoned
 from triton.runtime.interpreter import InterpreterBuilder
 
 from frisket.dsl.sugar import h
-from frisket.lowering.plan import KernelInputs, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import KernelInputs
 from frisket.runtime.backends.triton import torch as triton_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")

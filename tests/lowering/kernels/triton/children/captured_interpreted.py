@@ -20,6 +20,7 @@ from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.aten import forward as aten
 from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import backward_of
+from frisket.lowering.kernels.triton.target import TritonTarget
 from frisket.lowering.plan import Bounds, KernelInputs, ProgramFacts, Target, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import grids as triton_grids
@@ -151,7 +152,7 @@ class Tables(torch_gradients.Both):
         lse = torch.where(seen, self.lse * math.log2(math.e), 0.0)
         stats = torch.stack([lse, torch.ones_like(lse), delta, torch.full_like(lse, math.nan)], -1)
         gradients = [g for g in backward_of(self.plan).gradients if g.index]
-        target = Target("triton", *self.case.block)
+        target = TritonTarget("triton", *self.case.block)
         inputs = replace(self.inputs, spans=self.source, target=target, deterministic=self.deterministic)
         buffers = captured(inputs, *self.qkv, self.dout, stats, gradients)
         return folded(gradients, buffers, self.g, self.slots, self.tables)
@@ -276,7 +277,7 @@ def test_captured_gradients_ignore_hidden_nan():
 def test_beside_all_other_gradients():
     class Both(torch_gradients.Both):
         forward, backward = staticmethod(triton_torch.forward), staticmethod(triton_torch.backward)
-        target, spans = Target("triton", 32, 32), property(lambda self: Source(self.case))
+        target, spans = TritonTarget("triton", 32, 32), property(lambda self: Source(self.case))
 
     mod = score + t(q - k) + t(q + k) + lookup("u", (q, k), FLOAT) + lookup("u", (h, k), FLOAT)
     case = near.but(score=mod, heads=2, kv_heads=1, tables={"t": learned(99), "u": learned((70, 70))})

@@ -13,11 +13,12 @@ import pytest
 from lowering.kernels.triton.children.tiles_compiled import stored
 
 import frisket as fk
+from frisket.lowering.architectures import GPUS
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton.cotangents import plane, square
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.backends.triton.kernels import compiled_for
-from frisket.runtime.backends.triton.tiles import GPUS, SHARED, of_kernel
+from frisket.runtime.backends.triton.tiles import of_kernel
 from frisket.runtime.machine.triton_source import load
 
 LENGTH, HEADS, MOST = 512, 8, 300
@@ -79,4 +80,4 @@ def test_default_tiles_fit_by_the_compiler(arch, kernel, dim, dtype, mask):
     for name, found, plan, target, dims in launched:
         shared = int(compiled_for(arch, found, plan, target, dims).metadata.shared)
         tile = target.block_q, target.block_k, target.num_warps, target.num_stages
-        assert shared <= SHARED[arch], f"{name} {tile}: {shared} of {SHARED[arch]} bytes"
+        assert shared <= GPUS[arch].shared, f"{name} {tile}: {shared} of {GPUS[arch].shared} bytes"

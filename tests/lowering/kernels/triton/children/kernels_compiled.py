@@ -26,8 +26,9 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton.forward import OptionalArrays, emit
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, Target, make_plan, survives
+from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.kernels import compile_reports, compiled_for
 from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, ProgramTraits, default_target, of_kernel, reads_of

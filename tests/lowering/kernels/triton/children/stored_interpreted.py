@@ -9,7 +9,8 @@ from support import stored_cases
 from support.stored_cases import SOFTCAP, STORED, Stored, decode
 from support.triton.call import poisoned
 
-from frisket.lowering.plan import KernelInputs, Target
+from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.plan import KernelInputs
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import torch as triton_torch
 

@@ -18,7 +18,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.decode import emit as emit_decode
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Geometry, Pages, make_plan
+from frisket.lowering.plan import Geometry, Operand, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton.kernels import compile_reports
@@ -73,7 +73,8 @@ def stored(arch, dims, q_len, kv_heads):
     key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
     mask = (k <= q + lookup("start", (b,))) & (k < lookup("end", (b,)))
     plan = make_plan(ProgramExprs(mask, score * key), weight=value, pages=Pages("pages", 16))
-    g = Geometry(1, HEADS, kv_heads, q_len, LENGTH, dims.head_dim, dims.v_dim, 0.1, kv_dtype=dims.kv_dtype)
+    kv = Operand(dims.kv_dtype)
+    g = Geometry(1, HEADS, kv_heads, q_len, LENGTH, dims.head_dim, dims.v_dim, 0.1, k=kv, v=kv)
     target = default_target(g, dims.dtype, ProgramTraits(MEDIUM, stored=True, paged=True), arch=arch)
     few = triton_grids.shares(plan, None, g, target, dims, 132) if q_len == 1 else None
     if few is None:

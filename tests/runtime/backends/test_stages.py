@@ -2,15 +2,17 @@
 
 import io
 from contextlib import redirect_stderr
+from dataclasses import fields
 
 import pytest
 
 import frisket as fk
-from frisket.lowering.pipeline import NAMES, PIPELINE
+from frisket.runtime.backends.stages import Stages
+from frisket.runtime.machine.settings import STAGES
 
 
 def test_pipeline_lists_each_stage_in_order():
-    assert tuple(stage.__name__ for stage in PIPELINE) == NAMES
+    assert tuple(field.name for field in fields(Stages))[: len(STAGES)] == STAGES
 
 
 def test_a_call_shows_the_stages_that_are_printed_without_it(monkeypatch):

@@ -14,11 +14,12 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
+from frisket.dsl.errors import BudgetError, ParameterError, ShapeError, looks_like_lengths
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
-from frisket.dsl.ir import TRUE, Expr, clauses, conj, make, substitute, uses, var, walk
+from frisket.dsl.ir import COORDINATES, TRUE, Expr, clauses, conj, make, names_of, substitute, uses, var, walk
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL
+from frisket.grammar.memo import own_state
 from frisket.lowering.analysis.decide import Lookup, guards, lookups, no_row_empty, pair_counts, row_counts
 from frisket.lowering.analysis.layout import (
     AnalysedMask,
@@ -36,7 +37,6 @@ from frisket.lowering.analysis.table import Table, TableFacts
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.plan import Bounds, Problem, Runs, Spans, from_records, is_positive, is_start
 from frisket.lowering.simplify import simplify
-from frisket.runtime.machine import parameters
 
 Array = NDArray[Any]
 At = int | None
@@ -138,7 +138,7 @@ class Tiling:
         return Side(analysis.spans, self.columns)
 
     def __getstate__(self) -> dict[str, Any]:
-        return parameters.own_state(self)
+        return own_state(self)
 
     @cached_property
     def counts(self) -> Counts:
@@ -459,7 +459,7 @@ def check_reach(
     for e in readers:
         reader = bind_in_part(e, known)
         grid, _ = grid_of(reader, problem)
-        left = parameters.short_tables(reader, known, stops)
+        left = short_tables(reader, known, stops)
         shown: dict[Any, bool | None] = {}
         while left and len(shown) != len(left):  # a lookup that never leaves its table may guard others
             when = guards(reader, {node for _, node, _, _ in left}, shapes, grid, scope)
@@ -467,7 +467,7 @@ def check_reach(
             for short in left:
                 coordinate, node, _, have = short
                 beyond = simplify(conj(visible, substitute(when[node], diagonal), var(coordinate) >= have))
-                if not parameters.names_of(beyond).keys() & shapes.keys():
+                if not names_of(beyond).keys() & shapes.keys():
                     analysis = analyse(beyond, problem, (128, 128), Scope(env, known_tables))
                     # not known, and so not refused
                     shown[short] = bool(analysis.spans.count.any()) if analysis.exact else None
@@ -482,9 +482,9 @@ def check_reach(
             text = f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
             raise ParameterError(f"{text}{advice}")
     for e in readers:
-        segments = parameters.segments_of_coordinates(e, tables)
+        segments = segments_of_coordinates(e, tables)
         outside = {n: stops[c] for c, n, first, last in segments if starts[c] < first or stops[c] > last}
-        if not outside or parameters.names_of(e).keys() & shapes.keys():
+        if not outside or names_of(e).keys() & shapes.keys():
             continue
         reader, seen = bind_in_part(e, tables), TRUE if e.type is BOOL else visible
         grid, _ = grid_of(make("both", (reader, seen)), problem)
@@ -494,9 +494,27 @@ def check_reach(
                 raise ParameterError(f"{one}\n  {advice}")
 
 
+def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int]) -> list[tuple[str, Expr, int, int]]:
+    """(coordinate, lookup, axis, its length) wherever a bare coordinate runs past the end of a table."""
+    lookups = [node for node in walk(e) if node.op == "lookup"]
+    return [
+        (index.name, node, axis, have)
+        for node in lookups
+        for axis, (index, have) in enumerate(zip(node.args, tables[node.name].shape, strict=True))
+        if index.op == "var" and sizes.get(index.name, 0) > have
+    ]
+
+
+def segments_of_coordinates(e: Expr, tables: Mapping[str, Array]) -> list[tuple[str, str, int, int]]:
+    """(coordinate, offsets, the first one, the last one) wherever an Expr asks for the segment of a coordinate."""
+    read = [(n.args[0].name, n.name) for n in walk(e) if n.op == "segment" and n.args[0].op == "var"]
+    read = [(c, name) for c, name in read if c in COORDINATES and name in tables]
+    return [(c, name, int(tables[name][0]), int(tables[name][-1])) for c, name in read]
+
+
 def _advice(name: str, offsets: Array, stop: int) -> str:
     """The remedy for offsets that do not hold all positions below `stop`."""
-    lengths = parameters.looks_like_lengths(name)
+    lengths = looks_like_lengths(name)
     if offsets[0] <= 0:
         text = f"`{name}[{len(offsets) - 1}]` = {offsets[-1]} is where the last segment ends: give the end, "
         return f"{text}[*{name}, {stop}], or hide what lies beyond"
