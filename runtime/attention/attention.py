@@ -28,9 +28,8 @@ from frisket.runtime.backends.registry import check_name, choose, library, print
 from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, new_history, records
 from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.calls.arrays import Array, Arrays, Stored
-from frisket.runtime.calls.options import Options, seed_of, sinks_of
+from frisket.runtime.calls.options import CALLS, CallArgs, Options, register, seed_of, sinks_of, stacked_values
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, remap_positions
-from frisket.runtime.calls.request import CALLS, CallArgs, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.machine.caller import counting

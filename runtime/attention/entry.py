@@ -12,9 +12,8 @@ from frisket.grammar.memo import Memo
 from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime.backends.registry import check_name
 from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, kv_format, kv_inputs_of, scale_of, turn
-from frisket.runtime.calls.options import Options, engines_named, flag, rate_of, seed_of, sinks_of
+from frisket.runtime.calls.options import CallArgs, Options, engines_named, flag, rate_of, register, seed_of, sinks_of
 from frisket.runtime.calls.program import check_order, program_of
-from frisket.runtime.calls.request import CallArgs, register
 from frisket.runtime.machine.parameters import as_value, call_value, is_tensor, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
 from frisket.runtime.plans.compiled import check_tile

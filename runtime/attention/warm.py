@@ -14,7 +14,7 @@ from frisket.dsl.errors import BackendError, FrisketError, ParameterError
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import automatic, reason
 from frisket.runtime.backends.stages import compiled
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.cpp_build import build_ahead
 from frisket.runtime.machine.cpp_build import source as threads

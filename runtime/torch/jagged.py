@@ -18,8 +18,8 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, lookup, segment, var
 from frisket.dsl.program import entries_of
 from frisket.lowering.plan import Problem
+from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.layouts.tiling import check_reach
 from frisket.runtime.machine.parameters import BoundExpr, as_value, is_tensor, short_tables
 from frisket.runtime.masks.mask import Mask

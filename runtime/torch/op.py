@@ -41,9 +41,8 @@ from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.registry import automatic, library, quickest, target_of, warn_slow
 from frisket.runtime.backends.stages import compiled, record
 from frisket.runtime.calls.arrays import COPIED, NATURAL, arrays, transpose_to, uploaded
-from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.options import CALLS, CallArgs, Options
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import CALLS, CallArgs
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back, kernel_step
 from frisket.runtime.machine.parameters import kind_of, names_of
 from frisket.runtime.machine.settings import Settings

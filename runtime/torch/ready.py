@@ -25,8 +25,7 @@ from frisket.runtime.backends.cpp.torch import FastPath, lse_of
 from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.calls.arrays import NATURAL
 from frisket.runtime.calls.arrays import refuse_gradients as refuse_stored
-from frisket.runtime.calls.options import Options, seed_of, sinks_of
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs, Options, seed_of, sinks_of
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
 from frisket.runtime.plans.device import CallPlan, CheckedCall, FlatPlan
 from frisket.runtime.plans.run import DTYPES, Prepared, SpanRequest, function, kernel_tables

@@ -39,8 +39,7 @@ from frisket.lowering.plan import (
     Target,
 )
 from frisket.runtime.calls.arrays import TokenPermutation
-from frisket.runtime.machine.cpp_build import ONE_THREAD, library, of_torch
-from frisket.runtime.machine.cpp_cpu import lacking
+from frisket.runtime.machine.cpp_build import ONE_THREAD, lacking, library, of_torch
 from frisket.runtime.plans.device import Values
 
 Tensor = Any

@@ -25,7 +25,7 @@ from frisket.lowering.kernels.triton.writer import near as near_rows
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.calls.arrays import uploaded
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file
 from frisket.runtime.plans.device import Values
 
 from .tiles import smaller
@@ -49,7 +49,7 @@ class TooLargeError(BackendError):
 
 
 # equal texts are one kernel: what Triton compiled for one serves all
-loaded_kernels = memo(group="kernels")(load)
+loaded_kernels = memo(group="kernels")(load_from_file)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import frisket as fk
 from frisket.grammar.memo import clear
 from frisket.runtime.backends.cpp import torch as native_torch
-from frisket.runtime.calls.request import CALLS
+from frisket.runtime.calls.options import CALLS
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.plans import compiled as bind
 

@@ -21,7 +21,7 @@ from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import tiles
 from frisket.runtime.calls import arrays as frameworks
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.torch import op as torch_op
 from frisket.runtime.torch.ready import PreparedCall
 

@@ -18,8 +18,8 @@ from frisket.runtime.backends.base import RECORDS, register  # noqa: E402
 from frisket.runtime.backends.cudnn import CudnnArguments, fitted  # noqa: E402
 from frisket.runtime.backends.engines import SquareMask, proof, square  # noqa: E402
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine  # noqa: E402
+from frisket.runtime.calls.options import CallArgs  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
-from frisket.runtime.calls.request import CallArgs  # noqa: E402
 from frisket.runtime.plans.compiled import simplified_program  # noqa: E402
 from frisket.runtime.torch.ready import PreparedCall, engine_call  # noqa: E402
 

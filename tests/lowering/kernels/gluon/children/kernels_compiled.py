@@ -21,7 +21,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, Target, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.gluon.torch import compile_reports, compiled_for, stages
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file as load
 
 RESULTS = Path(__file__).parents[5] / "benchmarks" / "results" / "compiled"
 VERSION = ".".join(triton.__version__.split(".")[:2])

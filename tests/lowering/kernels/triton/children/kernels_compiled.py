@@ -32,7 +32,7 @@ from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.kernels import compile_reports, compiled_for
 from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, ProgramTraits, default_target, of_kernel, reads_of
 from frisket.runtime.backends.triton.torch import forward
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file as load
 
 causal = q >= k
 softcap = 50 * function("tanh", score / 50)
