@@ -1,5 +1,5 @@
-"""CallArgs: the arguments of a call, as users write them. Options: what `compile` fixes. Dropout and its seed, attention
-sinks, launch options of kernels; makers of attentions, by name.
+"""CallArgs: the arguments of a call, as users write them. Options: what `compile` fixes. Dropout and its seed,
+attention sinks, launch options of kernels. Makers of attentions, by name.
 
 `runtime/attention` registers two makers for modules below it. "program" takes a program and options. "texts" takes the
 texts of a mask and a score mod, options and parameters, as `frisket.attention` does.
