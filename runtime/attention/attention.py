@@ -341,8 +341,9 @@ class Attention:
         q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
         kv_inputs, params = call_arrays.split_kv_args(params) if params else ({}, {})
         # arrays of numpy become JAX's where anything of the call is
-        known = self._frameworks(request) if any(isinstance(x, np.ndarray) for x in (q, k, v)) else ()
-        arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES), known=known)
+        if any(isinstance(x, np.ndarray) for x in (q, k, v)):
+            q, k, v = call_arrays.all_of_jax(q, k, v, self._frameworks(request))
+        arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES))
         if plan is None:
             geometry = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
         else:
@@ -602,7 +603,9 @@ class Attention:
         plan = Plan(program, g.problem, bool(self.options.dropout), partial(engines_text, self.options))
         sinks = self.options.sinks is not None
         where = ("torch", "") if q is None else (arrays.framework, arrays.device)
-        chosen = engines_for(plan, g, dtype, *where, name, self.options, named=backend is not None)
+        # generated kernels that this call names are asked for, as those of the options
+        named = backend is not None and not RECORDS[name].is_engine
+        chosen = None if named else engines_for(plan, g, dtype, *where, name, self.options)
         if chosen is not None and chosen.proof is not None:
             name = chosen.proof.backend
         elif backend is None and where[0] == "torch":

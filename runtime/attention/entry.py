@@ -24,7 +24,7 @@ from frisket.runtime.torch.jagged import is_jagged
 from .attention import Attention
 from .order import Order
 from .ordered import OrderedAttention
-from .report import oracle
+from .report import dense_call, oracle
 
 
 def compile(
@@ -222,7 +222,8 @@ def reference(
         outputs = results_of(replace(inputs, framework="numpy"), g, sinks)  # arrays of any framework give numpy's
     else:
         _, kv_inputs = kv_format(inputs, g, kv_inputs_of(k_scale, v_scale, pages))
-        out, lse, top = oracle(inputs, g, program, rate, seed, sinks, kv_inputs)
+        program.require_bound()
+        out, lse, top = oracle(inputs, dense_call(program, g, rate, seed, sinks), kv_inputs)
         outputs = turn(out, "bhsd", inputs.layout), lse, top
     return results(inputs.as_called(*outputs), return_lse, return_max)
 

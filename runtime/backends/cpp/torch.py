@@ -18,7 +18,7 @@ import numpy as np
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.grammar.memo import memo
+from frisket.grammar.memo import Memo, memo
 from frisket.lowering.aten.captured import folded
 from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.derive import Gradient, backward_of, norm_width
@@ -34,11 +34,9 @@ from frisket.lowering.plan import (
     KernelInputs,
     LoopPlan,
     Names,
-    Spans,
     TableUse,
     Target,
 )
-from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine.cpp_build import ONE_THREAD, lacking, library, of_torch
 from frisket.runtime.plans.device import Values
 
@@ -236,8 +234,7 @@ class NativeKernel:
         dtype, stored = dtypes
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
         names = [str(x).removeprefix("torch.") for x in dtypes]
-        arrays = CppArrays(*dims, names[0], names[1] if stored != dtype else "", permuted)
-        self.text = plan, target, arrays
+        self.text = plan, target, CppArrays(*dims, names[0], names[1] if stored != dtype else "", permuted)
         self.functions: dict[str, tuple[Any, struct.Struct, tuple[float, ...]]] = {}
         self.converted: dict[str, tuple[Any, int, Tensor]] = {}
         floats = [s.type is FLOAT for s in plan.slots]
@@ -252,8 +249,8 @@ class NativeKernel:
         """The kernel, the record of its slots, and the literals that end it."""
         function = self.functions.get(name)
         if function is None:
-            text, literals = _text(name, *self.text)
-            run = getattr(library(text), name)
+            emitted = KERNELS[name.removeprefix("frisket_")](*self.text, named=False)
+            run, literals = getattr(library(emitted.source()), name), emitted.literals
             # bytes are passed by address: nothing is copied
             run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
             function = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
@@ -283,24 +280,23 @@ class NativeKernel:
             return conversion
         conversion = tensor.to(dtype).resolve_neg()
         if not tensor.is_inference():
-            self.converted[use.name] = (ref(tensor), tensor._version, conversion)
+            # the conversion goes with its tensor: many calls share the kernel, and it stays
+            owner = ref(tensor, lambda gone: self._forget(use.name, gone))
+            self.converted[use.name] = owner, tensor._version, conversion
         return conversion
+
+    def _forget(self, name: str, owner: Any) -> None:
+        """Let the conversion of a tensor go that is no more, unless another took its place."""
+        if self.converted.get(name, (None,))[0] is owner:
+            self.converted.pop(name, None)
 
 
 class NativeLaunch:
     """A kernel, and the part of its record that is equal from call to call."""
 
-    def __init__(
-        self,
-        plan: LoopPlan,
-        spans: Spans,
-        g: Geometry,
-        target: Target,
-        dtype: Any,
-        stored: Any,
-        rows: TokenPermutation | None,
-    ) -> None:
-        kernel = _kernel(plan, target, (g.head_dim, g.v_dim), (dtype, stored), rows is not None)
+    def __init__(self, inputs: KernelInputs, dtype: Any, stored: Any) -> None:
+        spans, g, target, rows = inputs.spans, inputs.geometry, inputs.target, inputs.rows
+        kernel = _kernel(inputs.plan, target, (g.head_dim, g.v_dim), (dtype, stored), rows is not None)
         self.kernel, self.spans, self.geometry, self.real = kernel, spans, g, kernel.real
         origins = [np.array([x] if type(x) is int else x, np.int64).reshape(-1) for x in g.origin[2:]]
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
@@ -339,19 +335,17 @@ class NativeLaunch:
         return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words, read)
 
 
-@memo(group="sources")  # by value: calls of other lengths have equal plans, and a text takes a quarter of a first call
-def _text(name: str, plan: LoopPlan, target: Target, arrays: CppArrays) -> tuple[str, tuple[float, ...]]:
-    emitted = KERNELS[name.removeprefix("frisket_")](plan, target, arrays, named=False)
-    return emitted.source(), emitted.literals
-
-
-_kernel = memo(KEPT, by="weak")(NativeKernel)  # of a plan by its identity
-prepared = memo(KEPT, by="identity", weigh=lambda _, call, owners: call.weight)(NativeLaunch)
+# by value: calls of other lengths have equal plans, and a text takes a quarter of a first call
+_kernel = memo(group="kernels")(NativeKernel)
+_launches = Memo("runtime.backends.cpp.torch.NativeLaunch", KEPT, weigh=lambda _, launch, owners: launch.weight)
 
 
 def launch_of(inputs: KernelInputs, dtype: Any, stored: Any) -> NativeLaunch:
     """The launch of calls with such inputs, of q's dtype and that of stored keys."""
-    return prepared(inputs.plan, inputs.spans, inputs.geometry, inputs.target, dtype, stored, inputs.rows)
+    owners = inputs.plan, inputs.spans, inputs.geometry, inputs.target, inputs.rows
+    key = (*map(id, owners), dtype, stored)
+    launch: NativeLaunch | None = _launches.get(key)
+    return launch or _launches.put(key, NativeLaunch(inputs, dtype, stored), owners)
 
 
 # -- calls like one before ---------------------------------------------------------------------------

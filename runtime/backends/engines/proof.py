@@ -151,11 +151,11 @@ def allowed(options: Options) -> bool | tuple[str, ...]:
 
 
 def engines_for(
-    plan: Any, g: Geometry, dtype: str, framework: str, device: str, generated: str, options: Options, named: bool
+    plan: Any, g: Geometry, dtype: str, framework: str, device: str, generated: str, options: Options
 ) -> EngineChoice | None:
     """The engines for a plan of the host, beside the usual backend; None where generated kernels are asked for."""
     record = RECORDS[generated]
-    if not record.is_engine and (named or asked_for(options)):
+    if not record.is_engine and asked_for(options):
         return None
     platform = device or (record.platforms or ("cpu",))[0]
     asks: dict[str, Any] = {"dropout": bool(options.dropout), "sinks": options.sinks is not None}
@@ -169,7 +169,7 @@ def engines_for(
 
 def engines_text(options: Options, plan: Any, geometry: Geometry, dtype: str, framework: str, device: str) -> str:
     """The engines for a plan of the host, a line each: `Plan.engines`."""
-    choice = engines_for(plan, geometry, dtype, framework, device, automatic(framework, device), options, named=False)
+    choice = engines_for(plan, geometry, dtype, framework, device, automatic(framework, device), options)
     return "generated kernels are asked for" if choice is None else str(choice)
 
 

@@ -1,5 +1,5 @@
-"""Library calls of torch, on the CPU, and of JAX, on every platform; the float64 reference, which all others are checked
-against."""
+"""Library calls of torch, on the CPU, and of JAX, on every platform; the float64 reference, against which all others
+are checked."""
 
 from frisket.runtime.backends.base import LIBRARY, Backend, Executors, absent
 

@@ -285,13 +285,13 @@ def test_declared_facts_are_checked_on_the_device(monkeypatch):
 def test_calls_under_jit_are_checked_when_they_run(monkeypatch):
     monkeypatch.setenv("FRISKET_CHECK", "1")
     att, seen = fk.compile("causal & same(doc)"), []
-    compared = module.compared
+    report = module.report
 
     def watched(*args, **terms):
-        seen.append(compared(*args, **terms))
+        seen.append(report(*args, **terms))
         return seen[-1]
 
-    monkeypatch.setattr(module, "compared", watched)
+    monkeypatch.setattr(module, "report", watched)
     jax.jit(lambda q, doc: att(q.astype("bfloat16"), *(x.astype("bfloat16") for x in (K, V)), doc=doc))(Q, DOCS[2])
     jax.jit(lambda q: att(q, K, V, doc=DOCS[2]))(Q)
     jax.effects_barrier()
