@@ -93,7 +93,7 @@ class Attention:
         self._views: dict[Any, Any] = {}  # attentions that `at` made, by its texts, `jagged`, and `now`
         torch = sys.modules.get("torch")
         if hasattr(torch, "compile"):  # imported, and whole: the first call does not wait for the modules that run it
-            _operators("torch")
+            operators_of("torch")
         self.captured = program.captured
         self.traced = {n: x for n, x in self.captured.items() if traced(x)}  # by JAX, of functions
         learned = {n: x for n, x in self.captured.items() if learns(x)}
@@ -313,7 +313,7 @@ class Attention:
 
             return results(attend(self, request, return_lse or return_max), return_lse, return_max)
         if isinstance(q, getattr(sys.modules.get("torch"), "Tensor", ())):
-            outputs = _operators("torch").attend(self, request, False, return_lse)
+            outputs = operators_of("torch").attend(self, request, False, return_lse)
         elif call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework
             from frisket.runtime.torch.graph import record
 
@@ -333,7 +333,7 @@ class Attention:
 
     def _as_run(self, call: CheckedCall) -> CheckedCall:
         """`call`, by the engine that runs it: dense attention beside it rounds what that engine rounds."""
-        proof = _operators("torch").engine_call(call, self.options) if call.arrays.framework == "torch" else None
+        proof = operators_of("torch").engine_call(call, self.options) if call.arrays.framework == "torch" else None
         return call if proof is None else replace(call, backend=proof.backend)  # engines round scores, too
 
     def call(self, request: CallArgs) -> CheckedCall:
@@ -361,7 +361,7 @@ class Attention:
         if sinks is not None:
             sinks = sinks_of(sinks, geometry.heads, arrays.framework, arrays.dtype, getattr(arrays.q, "device", None))
         if arrays.framework == "torch" and (params or self.captured):
-            _operators("torch").refuse_ambiguous(self.program, {**self.captured, **params})
+            operators_of("torch").refuse_ambiguous(self.program, {**self.captured, **params})
         if geometry.is_empty:
             check_used(params, self.program.names)  # a plan would have checked both
             check_bound(self.program, {**self.constants, **self.traced, **params})
@@ -383,7 +383,7 @@ class Attention:
             return nothing(call)
         if RECORDS[call.backend].oracle:
             return interpreted(call)
-        result: tuple[Any, Any, Any] = _operators(call.arrays.framework).execute(call, self)
+        result: tuple[Any, Any, Any] = operators_of(call.arrays.framework).execute(call, self)
         return result
 
     def _frameworks(self, request: CallArgs) -> Iterator[str | None]:
@@ -652,7 +652,7 @@ class Attention:
 
 
 @memo(2)
-def _operators(framework: str) -> Any:
+def operators_of(framework: str) -> Any:
     """The module that runs checked calls: the one place where a framework is chosen."""
     if framework == "torch":
         from frisket.runtime.torch import op as torch_op

@@ -63,7 +63,7 @@ def forward(
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real) if top else None
     known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=kernel_call.real) if softmax_stats else None
-    sinks = _real(inputs.sinks, kernel_call.real)
+    sinks = None if inputs.sinks is None else _real(inputs.sinks, kernel_call.real)
     words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, pages]
     words += [*_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3]]
     kernel_call.call("frisket_forward", inputs, [*words, *_NOTHING])
@@ -214,6 +214,9 @@ def out_of_memory(name: str) -> BackendError:
 Stable = tuple[bytes, Any, int]  # content, its home, its address: who holds the tuple keeps the address good
 
 
+NO_WORDS: Stable = (b"", None, 0)
+
+
 def _stable(last: Stable, content: bytes) -> Stable:
     """Bytes that a record points to: `last` where they are the same, whatever other threads do."""
     if last[0] == content:
@@ -240,8 +243,7 @@ class NativeKernel:
         floats = [s.type is FLOAT for s in plan.slots]
         self.slots = [(s.name, float if f else int) for s, f in zip(plan.slots, floats, strict=True)]
         self.slot_form = "".join("d" if f else "q" for f in floats)
-        self.slot_words: Stable = (b"", None, 0)
-        self.table_words: Stable = (b"", None, 0)
+        self.slot_words = self.table_words = NO_WORDS
         dtypes_of = {FLOAT: self.real, BOOL: torch.bool, INT: torch.int64 if plan.int64 else torch.int32}
         self.tables = [(t, dtypes_of[t.type], struct.Struct(f"{1 + 2 * t.rank}q")) for t in plan.tables]
 
@@ -318,9 +320,8 @@ class NativeLaunch:
         """Run a kernel; `rest` are the words from `sinks` on."""
         kernel = self.kernel
         run, values = kernel.slots_of(name, inputs.slots)
-        words, _ = kernel.words(inputs.tables)
-        failed = run(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest))
-        if failed:
+        words = kernel.words(inputs.tables)[0] if kernel.tables else NO_WORDS
+        if run(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest)):
             raise out_of_memory(name)
 
     def frozen(self, name: str, slots: Values, tables: Values | None) -> tuple[Any, bytes, Any]:

@@ -79,10 +79,9 @@ class EngineChoice:
 
 def may_win(framework: str, platform: str, dtype: str, g: Geometry, generated: str) -> bool:
     """Whether a cost row says that an engine wins on such arrays. Without one no engine is asked what it computes."""
-    rows = [row for row in COSTS if row.pays(platform, dtype, g, generated)]
-    return bool(rows) and not {row.engine for row in rows}.isdisjoint(
-        e.name for e in ranked(framework, platform, engines=True)
-    )
+    rows = [row for row in COSTS if row.platform == platform and row.generated in ("", generated)]
+    winners = {row.engine for row in rows if row.pays(platform, dtype, g, generated)}
+    return bool(winners) and not winners.isdisjoint(e.name for e in ranked(framework, platform, engines=True))
 
 
 def choose_engine(call: EngineCall, explain: bool = True) -> EngineChoice:

@@ -94,11 +94,14 @@ def emitted_kernels(
 # -- what calls have in common ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KernelArgs:
     """Slots and tables of a call as kernels read them, in the order of the plan. `tensors` are the tables, then the
     `device_slots`, whose values are on the device; `key` is all of them that a compiled kernel depends on. `spans`
-    refers to the source of the call's spans, where every call may have another, `span_tensors` holds what it gave."""
+    refers to the source of the call's spans, where every call may have another, `span_tensors` holds what it gave.
+
+    The fields never change. The class is not frozen, because it would take five times as long to make, and every call
+    with a learned table makes one."""
 
     sources: tuple[Mapping[str, Any], Mapping[str, Tensor]]
     numbers: tuple[Any, ...]
