@@ -151,12 +151,12 @@ class PreparedCall:
                 if source in KV_INPUTS:
                     tables[name] = value
                 elif self.loads:
-                    (tables if value.ndim else slots)[name] = value.to(device)
+                    (tables if value.ndim else slots)[name] = value if value.device == device else value.to(device)
                 elif value.ndim:
                     tables[name] = value.to(device, self.real)
                 else:
                     slots[name] = float(value)  # kernels take numbers of the host
-        return KernelInputs(**{**vars(x), "slots": slots, "tables": tables, "sinks": sinks})
+        return _with_values(x, x.spans, slots, tables, sinks)
 
     def check_gradients(self, arrays: tuple[Any, ...], seed: Any, grad_names: frozenset[str]) -> None:
         """Raise where the backward would refuse gradients of q, k and v, or of the tables and slots that are wanted.
@@ -201,9 +201,14 @@ class PreparedCall:
     def with_tables(self, spans: Any, tables: Mapping[str, Any], template: FlatPlan | None = None) -> PreparedCall:
         """A prepared call with other spans and tables."""
         # every call with a plan comes here: `replace` takes twice as long, and constructors of frozen classes too
-        inputs = KernelInputs(**{**vars(self.inputs), "spans": spans, "tables": tables})
+        inputs = _with_values(self.inputs, spans, self.inputs.slots, tables, self.inputs.sinks)
         how = self.forward, self.backward, self.real, self.bshd, self.kv_inputs, self.loads, self.seed
         return PreparedCall(inputs, *how, self.stats_kind, self.check, self.awaits, template)
+
+
+def _with_values(x: KernelInputs, spans: Any, slots: Any, tables: Any, sinks: Any) -> KernelInputs:
+    """Inputs with the spans and values of a call. Fields in their order take half the time of fields by name."""
+    return KernelInputs(x.plan, spans, x.geometry, x.target, slots, tables, sinks, x.rows, x.deterministic, x.platform)
 
 
 def readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, Tensor]:
