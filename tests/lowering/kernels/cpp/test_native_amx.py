@@ -474,7 +474,7 @@ def test_large_float32_calls_take_six_products_of_bfloat16(monkeypatch):
      ("causal & (q - k < 9 | k < n)", False), ("causal | k == n", False), ("blocks[q // 16, k // 16]", False)],
 )  # fmt: skip
 def test_masks_that_take_six_products(mask, there, monkeypatch):
-    """Those under which rows see long runs of keys, on plans with tables and without, of torch and of JAX."""
+    """Masks under which rows see long runs of keys, on plans with tables and without, of torch and of JAX."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(native_torch, "lacking", lambda variant: "")
     tables = {

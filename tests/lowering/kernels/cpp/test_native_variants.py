@@ -103,7 +103,7 @@ SANITIZERS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of the programs that sanitizers watch: each is built once."""
+    """The folder of the programs that sanitizers watch: each is built once."""
     return tmp_path_factory.mktemp("sanitizers")
 
 

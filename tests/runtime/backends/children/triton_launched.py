@@ -111,13 +111,13 @@ def test_long_rows_are_launched_in_parts(learned, monkeypatch):
 
 
 def odd(x):
-    """The same, from an address that 16 does not divide."""
+    """The array from an address that 16 does not divide."""
     whole = torch.zeros(x.numel() + 1, dtype=x.dtype)
     return whole[1:].view(x.shape)
 
 
 def padded(x):
-    """The same, with strides that 16 does not divide."""
+    """The array with strides that 16 does not divide."""
     return torch.zeros(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype)[..., :-1]
 
 
