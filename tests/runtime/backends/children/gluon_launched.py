@@ -64,7 +64,7 @@ LOOKS = {
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("turn", range(3))
 def test_descriptors_are_of_the_arrays(look, turn):
-    """Descriptors of the first call, which Triton's launcher binds, and of the second, which has its arguments laid out."""
+    """Descriptors of the first call, which Triton's launcher binds, and of the second, whose arguments are laid out."""
     make, stays = LOOKS[look]
     given = [make(x.detach()) if i == turn else x.detach() for i, x in enumerate(arrays())]
     for _ in range(2):
