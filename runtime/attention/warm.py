@@ -97,7 +97,7 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
     if framework == "torch":
         kernels[threads()] = "threads of torch"  # every call loads this library, too
     else:
-        kernels[loaded(RECORDS["cpp"].executors["jax"].module).bridge_source()] = "calls of XLA"
+        kernels[loaded("frisket.runtime.backends.cpp.jax").bridge_source()] = "calls of XLA"
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # threads suffice: the compiler is a process
         return Warmed((*rows, *pool.map(_row, kernels.values(), kernels)))
 

@@ -28,7 +28,7 @@ LIMITS = {
     "comments": (18,),
     "parameters": (10,),
     "skips": (31,),
-    "strings": (26,),
+    "strings": (27,),
     "code": (40_369, 22_665),
     "classes": (2,),
     "docstrings": (0,),
