@@ -159,8 +159,8 @@ def _torch_call(att: Attention, s: dict[str, Any]) -> tuple[Any, Any]:
 
     at = [(s["heads"], s["q_len"], s["head_dim"]), *((s["kv_heads"], s["kv_len"], s[n]) for n in ("head_dim", "v_dim"))]
     # no entry is read: a call is checked and planned, and does not run
-    qkv = (torch.empty((s["batch"], *x), dtype=getattr(torch, s["dtype"])) for x in at)
-    call = att.call(CallArgs(*qkv)._replace(seed=0))  # a seed, for dropout: none is drawn
+    q, k, v = (torch.empty((s["batch"], *x), dtype=getattr(torch, s["dtype"])) for x in at)
+    call = att.call(CallArgs(q, k, v, seed=0))  # a seed, for dropout: none is drawn
     proof = operators_of("torch").engine_call(call, att.options)
     named = proof is not None and call.backend == proof.backend
     # its backward may be the generated kernels'
@@ -171,8 +171,9 @@ def _jax_call(att: Attention, s: dict[str, Any]) -> tuple[Any, None]:
     import jax
 
     calls: list[Any] = []
+    shape: Any = jax.ShapeDtypeStruct  # JAX leaves some of its functions untyped
     at = [(s["q_len"], s["heads"], s["head_dim"]), *((s["kv_len"], s["kv_heads"], s[n]) for n in ("head_dim", "v_dim"))]
-    arrays = [jax.ShapeDtypeStruct((s["batch"], *x), jax.numpy.dtype(s["dtype"])) for x in at]
+    arrays = [shape((s["batch"], *x), jax.numpy.dtype(s["dtype"])) for x in at]
     # shapes alone, no memory
     jax.eval_shape(lambda *qkv: calls.append(att.call(CallArgs(*qkv)._replace(seed=0))), *arrays)
     return calls[0] if att.options.backend else replace(calls[0], backend=automatic("jax", "cpu")), None
