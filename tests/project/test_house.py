@@ -29,7 +29,7 @@ LIMITS = {
     "parameters": (10,),
     "skips": (31,),
     "strings": (27,),
-    "code": (40_369, 22_665),
+    "code": (40_370, 22_666),
     "classes": (2,),
     "docstrings": (0,),
     "tour": (0, 0),
