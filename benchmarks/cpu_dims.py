@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
 from frisket.runtime.bench.race import fresh, median_ratio, processor_seconds, rounds_of
-from frisket.runtime.machine import cpp_cpu
+from frisket.runtime.machine import cpp_build
 
 CASES = [(mask, 4096, dim) for mask in ("True", "causal") for dim in (40, 64, 80, 128, 256)]
 CASES += [("True", 16384, 64), ("causal", 16384, 64), ("causal", 512, 64), ("causal", 128, 64)]
@@ -40,7 +40,7 @@ print(json.dumps(cpu_dims.compared({case!r}, {backward}, {rounds}, {dtype!r})))
 def compared(case: tuple[str, int, int], backward: bool, rounds: int, dtype: str) -> dict[str, Any]:
     """The row of a case: milliseconds of both, and their ratio."""
     if variant := os.environ.get("CPU_DIMS"):
-        cpp_cpu.VARIANTS["native"] = cpp_cpu.VARIANTS[variant]
+        cpp_build.VARIANTS["native"] = cpp_build.VARIANTS[variant]
     torch.set_num_threads(1)
     mask, length, dim = case
     given = {"dtype": getattr(torch, dtype)}
@@ -80,7 +80,7 @@ def rows(part: str, rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 if __name__ == "__main__":
-    names = ["native", "avx2", *(["xeon", "amx"] if not cpp_cpu.lacking("amx") else [])]
+    names = ["native", "avx2", *(["xeon", "amx"] if not cpp_build.lacking("amx") else [])]
     parts = {name: partial(rows, name) for name in names}
     run_parts(
         __doc__, parts, "cpu-dims",

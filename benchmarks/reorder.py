@@ -33,7 +33,7 @@ import frisket as fk
 from frisket.runtime.attention.order import CPU
 from frisket.runtime.attention.ordered import KINDS, LANES, TIMES, work
 from frisket.runtime.bench.race import median_ratio, processor_seconds, rounds_of
-from frisket.runtime.machine.cpp_cpu import VARIANTS, lacking
+from frisket.runtime.machine.cpp_build import VARIANTS, lacking
 
 CASES = {  # mask, length, the least gain that is wanted
     "natten2d 13 x 13 on 256 x 256": ("natten2d(256, 256, 13, 13)", 65536, 2.2),

@@ -282,7 +282,8 @@ def weight(*things: Any) -> int:
         if len(seen) > PARTS:
             break
         try:
-            size = getattr(x, "nbytes", None)
+            # of the type: objects may answer for any name
+            size = x.nbytes if hasattr(type(x), "nbytes") else None
         except RuntimeError:  # torch counts no bytes of sparse tensors, and of zeros that have no memory
             size = None
         total += size if type(size) is int else sys.getsizeof(x, 64)

@@ -18,7 +18,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.tiles import TABLE, of_kernel, ordered
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file
 
 from .compiled import Compiled, kept
 
@@ -178,7 +178,7 @@ def compiled(ours: Ours, tile: Tile) -> Compiled:
     )  # fmt: skip
     dims = Dims(ours.dim, ours.dim, ours.dtype, ours.group)
     source, name = _emitted(ours.part if ours.listed else "", plan, whole, dims), f"attention_{ours.part}"
-    kernel = vars(load(source))[name]
+    kernel = vars(load_from_file(source))[name]
     key = (_one(source, name), triton_kernels.signature(kernel, plan, mine, dims), mine, dims)
     found = kept(
         name, ours.arch, tile.warps, key, lambda: triton_kernels.compiled_for(ours.arch, kernel, plan, mine, dims)

@@ -31,7 +31,7 @@ from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.grids import Shares, shares
 from frisket.runtime.backends.triton.tiles import MEDIUM, ProgramTraits, default_target, of_kernel
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file
 
 from . import flex as flex_kernels
 from .compiled import Compiled, kept, remembered
@@ -193,7 +193,7 @@ def made(name: str, step: Step, chosen: Shares) -> Compiled:
         source = forward.emit(plan, target, step.dims)
     else:
         source = decode.emit(plan, target, step.dims, packs=chosen.pack > 1, balanced=chosen.balanced)
-    kernel = vars(load(source))[name]
+    kernel = vars(load_from_file(source))[name]
     own = of_kernel(name, target)
     key = (source, name, triton_kernels.signature(kernel, plan, own, step.dims), own, step.dims)
     found = kept(

@@ -16,7 +16,7 @@ import frisket as fk
 from frisket.lowering.kernels.gluon import forward
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.backends.gluon.torch import compiled_for
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file
 
 from .compiled import kept
 from .ours import HEADS, LENGTH, MASKS
@@ -59,7 +59,7 @@ def busy(name: str, dim: int) -> tuple[dict[str, float], dict[str, float]]:
         backend="gluon", arch="sm_100", q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS, head_dim=dim,
         dtype="bfloat16",
     )  # fmt: skip
-    kernel, dims = vars(load(made.source))["attention_forward"], Dims(dim, dim, "bfloat16")
+    kernel, dims = vars(load_from_file(made.source))["attention_forward"], Dims(dim, dim, "bfloat16")
     found = kept(
         "attention_forward", "sm_100", 4, (made.source, made.target, dims),
         lambda: compiled_for(kernel, made.plan, made.target, dims),

@@ -27,9 +27,8 @@ from frisket.runtime.backends.registry import check_name, choose, library, print
 from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, Stages, new_history, records
 from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.calls.arrays import Array, Arrays, Stored
-from frisket.runtime.calls.options import Options, seed_of, sinks_of
+from frisket.runtime.calls.options import CALLS, CallArgs, Options, register, seed_of, sinks_of, stacked_values
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, remap_positions
-from frisket.runtime.calls.request import CALLS, CallArgs, register, stacked_values
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.machine.caller import counting
@@ -93,7 +92,7 @@ class Attention:
         self._views: dict[Any, Any] = {}  # attentions that `at` made, by its texts, `jagged`, and `now`
         torch = sys.modules.get("torch")
         if hasattr(torch, "compile"):  # imported, and whole: the first call does not wait for the modules that run it
-            _operators("torch")
+            operators_of("torch")
         self.captured = program.captured
         self.traced = {n: x for n, x in self.captured.items() if traced(x)}  # by JAX, of functions
         learned = {n: x for n, x in self.captured.items() if learns(x)}
@@ -313,7 +312,7 @@ class Attention:
 
             return results(attend(self, request, return_lse or return_max), return_lse, return_max)
         if isinstance(q, getattr(sys.modules.get("torch"), "Tensor", ())):
-            outputs = _operators("torch").attend(self, request, False, return_lse)
+            outputs = operators_of("torch").attend(self, request, False, return_lse)
         elif call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework
             from frisket.runtime.torch.graph import record
 
@@ -333,7 +332,7 @@ class Attention:
 
     def _as_run(self, call: CheckedCall) -> CheckedCall:
         """`call`, by the engine that runs it: dense attention beside it rounds what that engine rounds."""
-        proof = _operators("torch").engine_call(call, self.options) if call.arrays.framework == "torch" else None
+        proof = operators_of("torch").engine_call(call, self.options) if call.arrays.framework == "torch" else None
         return call if proof is None else replace(call, backend=proof.backend)  # engines round scores, too
 
     def call(self, request: CallArgs) -> CheckedCall:
@@ -341,8 +340,9 @@ class Attention:
         q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
         kv_inputs, params = call_arrays.split_kv_args(params) if params else ({}, {})
         # arrays of numpy become JAX's where anything of the call is
-        known = self._frameworks(request) if any(isinstance(x, np.ndarray) for x in (q, k, v)) else ()
-        arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES), known=known)
+        if any(isinstance(x, np.ndarray) for x in (q, k, v)):
+            q, k, v = call_arrays.all_of_jax(q, k, v, self._frameworks(request))
+        arrays = call_arrays.arrays(q, k, v, layout, pages=kv_inputs.get(PAGES))
         if plan is None:
             geometry = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes, kv_inputs)
         else:
@@ -360,7 +360,7 @@ class Attention:
         if sinks is not None:
             sinks = sinks_of(sinks, geometry.heads, arrays.framework, arrays.dtype, getattr(arrays.q, "device", None))
         if arrays.framework == "torch" and (params or self.captured):
-            _operators("torch").refuse_ambiguous(self.program, {**self.captured, **params})
+            operators_of("torch").refuse_ambiguous(self.program, {**self.captured, **params})
         if geometry.is_empty:
             check_used(params, self.program.names)  # a plan would have checked both
             check_bound(self.program, {**self.constants, **self.traced, **params})
@@ -382,7 +382,7 @@ class Attention:
             return nothing(call)
         if RECORDS[call.backend].oracle:
             return interpreted(call)
-        result: tuple[Any, Any, Any] = _operators(call.arrays.framework).execute(call, self)
+        result: tuple[Any, Any, Any] = operators_of(call.arrays.framework).execute(call, self)
         return result
 
     def _frameworks(self, request: CallArgs) -> Iterator[str | None]:
@@ -605,7 +605,9 @@ class Attention:
         plan = Plan(program, g.problem, bool(self.options.dropout), partial(engines_text, self.options))
         sinks = self.options.sinks is not None
         where = ("torch", "") if q is None else (arrays.framework, arrays.device)
-        chosen = engines_for(plan, g, dtype, *where, name, self.options, named=backend is not None)
+        # generated kernels that this call names are asked for, as those of the options
+        named = backend is not None and not RECORDS[name].is_engine
+        chosen = None if named else engines_for(plan, g, dtype, *where, name, self.options)
         if chosen is not None and chosen.proof is not None:
             name = chosen.proof.backend
         elif backend is None and where[0] == "torch":
@@ -652,7 +654,7 @@ class Attention:
 
 
 @memo(2)
-def _operators(framework: str) -> Any:
+def operators_of(framework: str) -> Any:
     """The module that runs checked calls: the one place where a framework is chosen."""
     if framework == "torch":
         from frisket.runtime.torch import op as torch_op

@@ -12,9 +12,18 @@ from frisket.grammar.memo import Memo
 from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime.backends.registry import check_name
 from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, kv_format, kv_inputs_of, scale_of, turn
-from frisket.runtime.calls.options import Options, check_tile, engines_named, flag, rate_of, seed_of, sinks_of
+from frisket.runtime.calls.options import (
+    CallArgs,
+    Options,
+    check_tile,
+    engines_named,
+    flag,
+    rate_of,
+    register,
+    seed_of,
+    sinks_of,
+)
 from frisket.runtime.calls.program import check_order, program_of
-from frisket.runtime.calls.request import CallArgs, register
 from frisket.runtime.machine.parameters import as_value, call_value, is_tensor, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
 from frisket.runtime.plans.device import results
@@ -24,7 +33,7 @@ from frisket.runtime.torch.jagged import is_jagged
 from .attention import Attention
 from .order import Order
 from .ordered import OrderedAttention
-from .report import oracle
+from .report import dense_call, oracle
 
 
 def compile(
@@ -222,7 +231,8 @@ def reference(
         outputs = results_of(replace(inputs, framework="numpy"), g, sinks)  # arrays of any framework give numpy's
     else:
         _, kv_inputs = kv_format(inputs, g, kv_inputs_of(k_scale, v_scale, pages))
-        out, lse, top = oracle(inputs, g, program, rate, seed, sinks, kv_inputs)
+        program.require_bound()
+        out, lse, top = oracle(inputs, dense_call(program, g, rate, seed, sinks), kv_inputs)
         outputs = turn(out, "bhsd", inputs.layout), lse, top
     return results(inputs.as_called(*outputs), return_lse, return_max)
 

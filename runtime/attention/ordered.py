@@ -23,11 +23,10 @@ from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.backends.stages import Stages
 from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, in_graph
-from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.options import CallArgs, Options
 from frisket.runtime.calls.program import CallProgram, remap_positions
-from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.caller import counting
-from frisket.runtime.machine.cpp_cpu import best
+from frisket.runtime.machine.cpp_build import best_variant
 from frisket.runtime.machine.parameters import as_value, digest, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.masks.mask import Mask
@@ -270,7 +269,7 @@ TIMES = {"avx512": (2.58, 5932.7, 1.25, 1.31, 15.3), "avx2": (2.78, 7064.59, 1.9
 
 def time_of(mask: Mask, q_len: int, kv_len: int, moves: int = 0) -> float:
     """Nanoseconds of the forward of one head of size 64, `moves` rows reordered; CPUs without AVX-512 as AVX2."""
-    variant = best()
+    variant = best_variant()
     times = TIMES["avx2" if variant in LANES else "avx512"]
     return float(work(mask, q_len, kv_len, LANES.get(variant, 16)) @ times[:-1] + moves * times[-1])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, MismatchError, ParameterError
-from frisket.dsl.ir import Expr
 from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
 from frisket.lowering.dtypes import DOUBLE, HALVES, SINGLE, accumulate
@@ -108,26 +107,28 @@ class CheckedGradients:
     gradients: Mapping[str, Any]
 
 
-def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any]:
-    """The fields of a `DenseCall` for dropout; the names of `keep_mask` are found in `params`."""
-    if not rate:
-        return {"params": {}}
-    return {"keep_mask": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
-
-
-def compared(
-    arrays: Arrays, g: Geometry, program: CallProgram, out: Array, lse: Array, *, sinks: Any = None,
-    keep_mask: Expr | None = None, rate: float = 0.0, params: Mapping[str, Any] | None = None,
-    cotangents: CheckedGradients | None = None, kv_inputs: Mapping[str, Any] | None = None,
-    stored: Collection[str] = (),
-) -> Report:  # fmt: skip
-    """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
-    values of names that only `keep_mask` has, `kv_inputs` the scales and pages of stored keys and values. `stored`
-    names what dense attention rounds as these kernels do: "out", from which delta is taken, and "scores"."""
-    q, k, v = dequantize_and_gather(arrays, kv_inputs or {})
+def dense_call(program: CallProgram, g: Geometry, rate: float, seed: Any, sinks: Any) -> dense.DenseCall:
+    """The call of the float64 reference that has a program, with dropout at its positions."""
+    params, keep_mask = dict(program.scalars), None
+    if rate:
+        params |= {SEED: int(seed), RATE: rate}
+        keep_mask = survives(program.positions)
     sinks = None if sinks is None else to_numpy(sinks)
-    values = {**program.scalars, **(params or {})}
-    call = dense.DenseCall(program.exprs, g.scale, values, program.tables, g.problem, sinks, keep_mask, rate)
+    return dense.DenseCall(program.exprs, g.scale, params, program.tables, g.problem, sinks, keep_mask, rate)
+
+
+def report(
+    checked: CheckedCall, out: Any, lse: Any, cotangents: CheckedGradients | None = None, program: Any = None
+) -> Report:
+    """The result of a call compared with the interpreter's, of the call's program unless another is given. A record of
+    a backend says what dense attention rounds as its kernels do: "out", from which delta is taken, and "scores"."""
+    program = checked.plan.program if program is None else program
+    _check_pages(checked, program)
+    arrays, record = checked.arrays, RECORDS[checked.backend]
+    out, lse = turn(to_numpy(out), arrays.layout, "bhsd"), to_numpy(lse)
+    q, k, v = dequantize_and_gather(arrays, checked.kv_inputs)
+    call = dense_call(program, checked.geometry, checked.rate, checked.seed, checked.sinks)
+    stored = STORED[record.exact_delta, record.is_engine]
     stored = (*stored, "lse") if arrays.dtype == SINGLE else stored  # weights of kernels come of a rounded lse
     rounded, draws = replace(call, rounded=_rounded(arrays), stored=stored), _orders(q, k, out.size)
     want, want_lse = dense.attention(q, k, v, call)
@@ -253,22 +254,9 @@ def _errors(got: Array, want: Array) -> Array:
         return np.array([off.max(initial=0.0), np.sqrt(np.square(off).sum() / max(1, off.size))])
 
 
-def oracle(
-    arrays: Arrays,
-    g: Geometry,
-    program: CallProgram,
-    rate: float = 0.0,
-    seed: Any = None,
-    sinks: Any = None,
-    kv_inputs: Mapping[str, Any] = MappingProxyType({}),
-) -> Any:
+def oracle(arrays: Arrays, call: dense.DenseCall, kv_inputs: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) in float64."""
-    program.require_bound()
     q, k, v = dequantize_and_gather(arrays, kv_inputs)
-    terms = dropout_terms(program, rate, seed)
-    terms["params"] |= program.scalars
-    sinks = None if sinks is None else to_numpy(sinks)
-    call = dense.DenseCall(program.exprs, g.scale, tables=program.tables, problem=g.problem, sinks=sinks, **terms)
     return *dense.attention(q, k, v, call), dense.top(q, k, call)
 
 
@@ -276,25 +264,13 @@ def interpreted(call: CheckedCall) -> tuple[Any, Any, Any]:
     """The backend "dense": the interpreter on the arrays of a framework."""
     if any(map(traced, call.arrays.qkv)):
         raise BackendError(DENSE["traced arrays"])
-    arrays = call.arrays
-    out, *rows = oracle(arrays, call.geometry, call.plan.program, call.rate, call.seed, call.sinks, call.kv_inputs)
+    arrays, program = call.arrays, call.plan.program
+    program.require_bound()
+    reference = dense_call(program, call.geometry, call.rate, call.seed, call.sinks)
+    out, *rows = oracle(arrays, reference, call.kv_inputs)
     real = accumulate(arrays.dtype)
     lse, top = (from_numpy(x, arrays.q, real) for x in rows)
     return from_numpy(turn(out, "bhsd", arrays.layout), arrays.q), lse, top
-
-
-def report(
-    call: CheckedCall, out: Any, lse: Any, cotangents: CheckedGradients | None = None, program: Any = None
-) -> Report:
-    """The result of a call compared with the interpreter's, of the call's program unless another is given."""
-    program = call.plan.program if program is None else program
-    _check_pages(call, program)
-    out = turn(to_numpy(out), call.arrays.layout, "bhsd")
-    terms, record = dropout_terms(program, call.rate, call.seed), RECORDS[call.backend]
-    return compared(
-        call.arrays, call.geometry, program, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents,
-        kv_inputs=call.kv_inputs, stored=STORED[record.exact_delta, record.is_engine], **terms,
-    )  # fmt: skip
 
 
 def _check_pages(call: CheckedCall, program: CallProgram) -> None:

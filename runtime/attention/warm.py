@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from frisket.dsl.errors import BackendError, FrisketError, ParameterError
@@ -15,12 +14,13 @@ from frisket.lowering.dtypes import HALVES, SUMS
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import automatic, reason
 from frisket.runtime.backends.stages import compiled
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.cpp_build import build_ahead
 from frisket.runtime.machine.cpp_build import source as threads
+from frisket.runtime.machine.modules import loaded
 
-from .attention import Attention
+from .attention import Attention, operators_of
 from .entry import compile
 from .ordered import OrderedAttention
 
@@ -98,7 +98,7 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
     if framework == "torch":
         kernels[threads()] = "threads of torch"  # every call loads this library, too
     else:
-        kernels[import_module("frisket.runtime.backends.cpp.jax").bridge_source()] = "calls of XLA"
+        kernels[loaded("frisket.runtime.backends.cpp.jax").bridge_source()] = "calls of XLA"
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # threads suffice: the compiler is a process
         return Warmed((*rows, *pool.map(_row, kernels.values(), kernels)))
 
@@ -156,21 +156,25 @@ def _kernels(att: Attention, s: dict[str, Any], gradients: bool, torch: bool) ->
 
 
 def _torch_call(att: Attention, s: dict[str, Any]) -> tuple[Any, Any]:
-    torch, engine = import_module("torch"), import_module("frisket.runtime.torch.ready")
+    import torch
+
     at = [(s["heads"], s["q_len"], s["head_dim"]), *((s["kv_heads"], s["kv_len"], s[n]) for n in ("head_dim", "v_dim"))]
     # no entry is read: a call is checked and planned, and does not run
-    qkv = (torch.empty((s["batch"], *x), dtype=getattr(torch, s["dtype"])) for x in at)
-    call = att.call(CallArgs(*qkv)._replace(seed=0))  # a seed, for dropout: none is drawn
-    proof = engine.engine_call(call, att.options)
+    q, k, v = (torch.empty((s["batch"], *x), dtype=getattr(torch, s["dtype"])) for x in at)
+    call = att.call(CallArgs(q, k, v, seed=0))  # a seed, for dropout: none is drawn
+    proof = operators_of("torch").engine_call(call, att.options)
     named = proof is not None and call.backend == proof.backend
     # its backward may be the generated kernels'
     return replace(call, backend=automatic("torch", "cpu")) if named else call, proof
 
 
 def _jax_call(att: Attention, s: dict[str, Any]) -> tuple[Any, None]:
-    jax, calls = import_module("jax"), []
+    import jax
+
+    calls: list[Any] = []
+    shape: Any = jax.ShapeDtypeStruct  # JAX leaves some of its functions untyped
     at = [(s["q_len"], s["heads"], s["head_dim"]), *((s["kv_len"], s["kv_heads"], s[n]) for n in ("head_dim", "v_dim"))]
-    arrays = [jax.ShapeDtypeStruct((s["batch"], *x), jax.numpy.dtype(s["dtype"])) for x in at]
+    arrays = [shape((s["batch"], *x), jax.numpy.dtype(s["dtype"])) for x in at]
     # shapes alone, no memory
     jax.eval_shape(lambda *qkv: calls.append(att.call(CallArgs(*qkv)._replace(seed=0))), *arrays)
     return calls[0] if att.options.backend else replace(calls[0], backend=automatic("jax", "cpu")), None

@@ -619,7 +619,7 @@ def _child(folder: str, job: Any) -> dict[str, Any] | str:
     env = os.environ | {name: str(Path(folder, at)) for name, at in CACHES.items()}
     env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # JAX stores nothing that took less than a second
     # -P: no module of the caller's folder is imported
-    command = [sys.executable, "-P", "-m", "frisket.runtime.bench.contestants", str(path)]
+    command = [sys.executable, "-P", "-m", __name__, str(path)]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:

@@ -238,19 +238,19 @@ def arrays(
     numpy: bool = False,
     pages: Any = None,
     exported: bool = False,
-    known: Iterable[str | None] = (),
 ) -> Arrays:
     """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in. k and v may
     have 8 bits beside q; without a scale, 8-bit integers are used as they are. With `exported` batch
-    and lengths may be symbols of `jax.export`. Arrays of numpy become JAX's where q, k or v is, or where "jax" is among
-    the frameworks that are `known`. Arrays of JAX and numpy without a batch axis get one."""
+    and lengths may be symbols of `jax.export`. Arrays of numpy become JAX's where q, k or v is. Arrays of JAX and numpy
+    without a batch axis get one."""
     if layout is not None:
         check_layout(layout)
-    qkv = dict(zip("qkv", (q, k, v)))
-    frameworks = {name: framework_of(x) for name, x in qkv.items()}
+    frameworks = {n: framework_of(x) for n, x in zip("qkv", (q, k, v))}
     host = {*frameworks.values()} <= {"jax", "numpy"}
-    if host and "numpy" in frameworks.values() and "jax" in {*frameworks.values(), *known}:
-        qkv, frameworks = {n: like_jax(x, q, k, v) for n, x in qkv.items()}, dict.fromkeys(frameworks, "jax")
+    if {*frameworks.values()} == {"jax", "numpy"}:
+        q, k, v = all_of_jax(q, k, v)
+        frameworks = dict.fromkeys(frameworks, "jax")
+    qkv = dict(zip("qkv", (q, k, v)))
     # pools have an axis of pages for that of batches
     bare = [n for n, x in qkv.items() if host and x.ndim == 3 and (n == "q" or pages is None)]
     qkv |= {n: qkv[n][None] for n in bare}
@@ -310,6 +310,15 @@ def like_jax(x: Any, *others: Any) -> Any:
     # an array split over devices has no one device, and one that is not committed follows the others
     known = (y for y in others if framework_of(y) == "jax" and not traced(y) and y.committed and len(y.devices()) == 1)
     return jnp.asarray(x, device=next((y.sharding for y in known), None))
+
+
+def all_of_jax(q: Any, k: Any, v: Any, known: Iterable[str | None] = ("jax",)) -> tuple[Any, Any, Any]:
+    """q, k and v as arrays of JAX, where each is one or of numpy, and "jax" is a framework of theirs or a `known` one;
+    else as they are."""
+    frameworks = {framework_of(x) for x in (q, k, v)}
+    if not frameworks <= {"jax", "numpy"} or "jax" not in {*frameworks, *known}:
+        return q, k, v
+    return like_jax(q, k, v), like_jax(k, q, v), like_jax(v, q, k)
 
 
 def check_devices(q: Any, k: Any, v: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import count
 from operator import or_
@@ -43,13 +43,22 @@ class CallProgram:
     stored: Stored | None = None  # how keys and values are stored
     unwritten: bool = False  # keys that no query sees may hold anything, see `LoopPlan`
     layout_type: ClassVar[type[Layout]] = Layout  # layouts of plans have pictures and exports
+    # what every call reads of the fields above: made once, as the fields never change
+    parts: tuple[parameters.BoundExpr, ...] = field(init=False, repr=False, compare=False)
+    exprs: ProgramExprs = field(init=False, repr=False, compare=False)  # as written, without calls of the library
+    scalars: Mapping[str, Any] = field(init=False, repr=False, compare=False)
+    tables: Mapping[str, Array] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        parts = tuple(p for p in (self.mask, self.score, *(self.places or ())) if p is not None)
+        mask, score = (None if p is None else p.expr for p in (self.mask, self.score))
+        values = {n: x for p in parts for n, x in p.params.items()}
+        tables = {n: x for n, x in values.items() if isinstance(x, np.ndarray)}
+        scalars = {n: x for n, x in values.items() if n not in tables}
+        vars(self).update(parts=parts, exprs=ProgramExprs(mask, score), scalars=scalars, tables=tables)
 
     def __getstate__(self) -> dict[str, Any]:
         return own_state(self)  # what cached properties hold is large, and computed again
-
-    @property
-    def parts(self) -> list[parameters.BoundExpr]:
-        return [p for p in (self.mask, self.score, *(self.places or ())) if p is not None]
 
     @property
     def reading(self) -> list[Expr]:
@@ -61,23 +70,9 @@ class CallProgram:
         return frozenset(n for p in self.parts for n in names_of(p.expr))
 
     @property
-    def exprs(self) -> ProgramExprs:
-        """The expressions as written, without calls of the library."""
-        mask, score = (None if p is None else p.expr for p in (self.mask, self.score))
-        return ProgramExprs(mask, score)
-
-    @property
     def positions(self) -> tuple[Expr, ...] | None:
         """The problem's positions at the arrays' q and k, or b, h, q and k; None where both are equal."""
         return None if self.places is None else tuple(p.expr for p in self.places)
-
-    @property
-    def scalars(self) -> dict[str, Any]:
-        return {n: x for p in self.parts for n, x in p.params.items() if not isinstance(x, np.ndarray)}
-
-    @property
-    def tables(self) -> dict[str, Array]:
-        return {n: x for p in self.parts for n, x in p.params.items() if isinstance(x, np.ndarray)}
 
     @property
     def origin(self) -> parameters.Origin:
@@ -173,7 +168,8 @@ class CallProgram:
 
     def require_bound(self) -> None:
         for p in self.parts:
-            p.require_bound()
+            if p.unbound:
+                p.require_bound()  # raises
 
     def __str__(self) -> str:
         return str(Program(self.mask, self.score))

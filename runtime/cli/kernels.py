@@ -37,7 +37,7 @@ from frisket.runtime.backends.registry import backends, check_name, lowerable, p
 from frisket.runtime.backends.registry import choose as choose_backend
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.bench.race import choose, cpu_count, cpu_name, cpus, installed
-from frisket.runtime.machine import cpp_build, cpp_cpu
+from frisket.runtime.machine import cpp_build
 from frisket.runtime.machine.modules import pip_install
 from frisket.runtime.machine.settings import VARIABLES, Settings, cache_folder
 from frisket.runtime.masks.mask import Program, mask
@@ -475,7 +475,7 @@ def native() -> dict[str, Any]:
     if folder not in (None, preferred):
         cache += f"; {preferred} cannot be written to"
     compiler = f"{' '.join(command)}: {cpp_build.compiler_version(command)}"
-    return off | {"compiler": compiler, "cpu": cpp_cpu.best(), "cache": cache}
+    return off | {"compiler": compiler, "cpu": cpp_build.best_variant(), "cache": cache}
 
 
 def version(name: str) -> str | None:

@@ -87,21 +87,22 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _DOORS = ("caches", "flex", "modeling", "operations", "parallel", "sharding")
-makers.append(lambda: import_module(_HOME["compile"]))  # `runtime.calls` may not import what is above it
+makers.append(lambda: __getattr__("compile"))  # `runtime.calls` may not import what is above it
 __all__ = sorted(_HOME.keys() - {"sdpa", "sdpa_for"})  # `from frisket import *` needs no torch
 
 
 if "torch" in sys.modules:  # operators that programs exported by torch hold
-    import_module("frisket.runtime.torch.operators")
+    from frisket.runtime.torch import operators as _operators  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:
-    if name in _DOORS:  # modules, which import a framework
-        return import_module(f"frisket.{name}")
-    if name not in _HOME:
+    home = f"frisket.{name}" if name in _DOORS else _HOME.get(name)
+    if home is None:
         raise AttributeError(f"module 'frisket' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
+    module = import_module(home)
+    if name in _DOORS:  # modules, which import a framework
+        return module
+    globals()[name] = value = getattr(module, name)
     return value
 
 

@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from frisket.dsl import ir
 from frisket.dsl.from_python.symbol import Symbol
 from frisket.dsl.from_python.trace import Kind, trace
-from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.options import CallArgs, Options
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.masks.mask import Mask, ScoreMod, only, program
 from frisket.runtime.torch import graph as torch_library
 from frisket.runtime.torch.jagged import Ragged

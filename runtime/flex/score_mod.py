@@ -31,9 +31,8 @@ from frisket.grammar.memo import Memo, cached_on, remember
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.calls.arrays import version_of
-from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.options import CallArgs, Options
 from frisket.runtime.calls.program import joined
-from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.parameters import as_value
 from frisket.runtime.masks.mask import Mask, ScoreMod, only
 from frisket.runtime.masks.mask import score as written

@@ -17,8 +17,7 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS, Backend, Shapes, backends_of, ranked
 from frisket.runtime.backends.registry import library, lowerable, warn_slow
 from frisket.runtime.calls.arrays import named
-from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs, Options
 from frisket.runtime.machine.caller import warn_once
 from frisket.runtime.machine.parameters import stacked, traced
 from frisket.runtime.machine.settings import Settings

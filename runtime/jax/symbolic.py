@@ -25,9 +25,8 @@ from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.backends.base import LIBRARY
 from frisket.runtime.backends.registry import library
 from frisket.runtime.calls.arrays import arrays, named, split_kv_args, turn
-from frisket.runtime.calls.options import seed_of, sinks_of
+from frisket.runtime.calls.options import CallArgs, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import split_host_device
 

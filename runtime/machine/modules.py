@@ -16,8 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from frisket.dsl.errors import MissingPackageError
+from frisket.dsl.errors import BackendError, MissingPackageError
 from frisket.grammar.memo import memo
+
+from .cpp_build import kernel_step, ours, put, sweep, writable
 
 DISTRIBUTION = "frisket-attention"  # `frisket` belongs to another project on the package index
 EXTRAS = {n: n for n in ("torch", "jax", "flax", "transformers")} | {"matplotlib": "plot", "qwix": "quantized"}
@@ -90,3 +92,30 @@ def load_source(source: str, *, importable: bool = False, **scope: Any) -> dict[
     if importable:
         sys.modules[name] = module  # after it ran: other threads import it
     return names
+
+
+def load_from_file(source: str) -> ModuleType:
+    """The module of a generated source, imported from its file in the cache."""
+    path = write_source(source)
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    # Not the import system: its bytecode cache goes by time and size, and here only the text counts.
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    kernel_step.set("built")  # Triton compiles it at its first launch
+    return module
+
+
+def write_source(source: str) -> Path:
+    """The file that holds `source`, named by its hash; rewritten unless it holds just that. Triton and
+    tracebacks read it."""
+    folder = writable("triton")
+    if folder is None:
+        raise BackendError(
+            "there is no folder for Triton kernels that others cannot write to\n  set FRISKET_CACHE_DIR to another"
+        )
+    data = source.encode()
+    path = folder / f"attention_{sha256(data).hexdigest()[:20]}.py"
+    if not (ours(path) and path.read_bytes() == data):
+        put(path, data)
+        sweep(folder)
+    return path

@@ -358,6 +358,7 @@ class BoundExpr:
     params: Mapping[str, Any]
     origin: Origin
     shown: Expr  # with calls of the library, as it prints
+    unbound: tuple[str, ...]  # the parameters that have no value yet
 
     def __init__(self, expr: Expr, params: Mapping[str, Any] | None = None, origin: Origin | None = None) -> None:
         self.expr = expr
@@ -373,6 +374,7 @@ class BoundExpr:
             hint = f"; did you mean `{near}`?" if near else ""
             raise ParameterError(f"`{unused[0]}` is given but not used by `{self._brief()}`{hint}")
         self.params = MappingProxyType({n: fitted(n, v, *names[n]) for n, v in sorted(values.items())})
+        self.unbound = tuple(n for n in names if n not in values)
         if self.params:
             check_order(expr, [n for n, x in self.origin.declared.items() if x.fact == "sorted"], self.params)
             check_needs(self.origin.needs, self.params)
@@ -404,11 +406,6 @@ class BoundExpr:
     def scalars(self) -> dict[str, Number]:
         """The parameters that are numbers."""
         return {n: v for n, v in self.params.items() if not isinstance(v, np.ndarray)}
-
-    @cached_property
-    def unbound(self) -> tuple[str, ...]:
-        """The parameters that have no value yet."""
-        return tuple(n for n in ir.names_of(self.expr) if n not in self.params)
 
     def bind(self: Self, **params: Any) -> Self:
         """An expression with more parameters bound; a new value replaces an old one."""

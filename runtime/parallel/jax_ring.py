@@ -33,8 +33,7 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merged
 from frisket.runtime.calls.arrays import framework_of
-from frisket.runtime.calls.options import from_key
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs, from_key
 from frisket.runtime.jax.call import narrowed, reverse_only
 from frisket.runtime.jax.op import LSE, OUT, of_sinks, prepared, varying_alike
 from frisket.runtime.jax.primitives import Task, bound

@@ -28,8 +28,7 @@ from frisket.dsl.errors import ParameterError, PeerError, ShapeError
 from frisket.lowering.dtypes import accumulate
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import recorded, version_of
-from frisket.runtime.calls.options import seed_of, sinks_of
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs, seed_of, sinks_of
 from frisket.runtime.machine.parameters import check_plain, digest
 from frisket.runtime.torch.autograd import dsinks, written_out
 from frisket.runtime.torch.op import cast, kept_ready

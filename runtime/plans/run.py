@@ -31,10 +31,10 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.calls.arrays import uploaded
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
+from frisket.runtime.machine.modules import load_from_file as load_module
 from frisket.runtime.machine.modules import load_source
 from frisket.runtime.machine.parameters import is_tensor, traced, unsorted
 from frisket.runtime.machine.settings import Settings, choices
-from frisket.runtime.machine.triton_source import load as load_module
 
 Tensor = Any
 

@@ -19,8 +19,7 @@ from frisket.lowering.plan import KV_INPUTS, PAGES, Sizes, Spans
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import in_graph, version_of
-from frisket.runtime.calls.options import sinks_of
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs, sinks_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import check_offsets, kind_of
 from frisket.runtime.machine.settings import Settings

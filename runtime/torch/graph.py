@@ -16,7 +16,7 @@ from torch.fx import Proxy
 
 from frisket.dsl.errors import ParameterError
 from frisket.runtime.calls.arrays import WORDS, scale_of
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs
 
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
 from .autograd import refuse_tangents

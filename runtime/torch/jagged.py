@@ -19,8 +19,8 @@ from frisket.dsl.ir import Expr, conj, lookup, segment, var
 from frisket.dsl.program import entries_of
 from frisket.lowering.analysis.tiling import check_reach, short_tables
 from frisket.lowering.plan import Problem
+from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import CallArgs
 from frisket.runtime.machine.parameters import BoundExpr, as_value, is_tensor
 from frisket.runtime.masks.mask import Mask
 

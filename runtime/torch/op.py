@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from frisket.dsl.errors import BackwardError
+from frisket.dsl.errors import BackendError, BackwardError
 from frisket.dsl.ir import names_of
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import cached_on, remember
@@ -40,13 +40,13 @@ from frisket.lowering.dtypes import accumulate
 from frisket.lowering.pipeline import TiledPlan
 from frisket.lowering.plan import KV_INPUTS, RATE, SEED, ForwardResults, KernelInputs, Spans
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
+from frisket.runtime.backends.base import RECORDS, no_gradients
+from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.backends.registry import automatic, library, quickest, target_of, warn_slow
 from frisket.runtime.backends.stages import compiled, record
 from frisket.runtime.calls.arrays import COPIED, NATURAL, arrays, transpose_to, uploaded
-from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.options import CALLS, CallArgs, Options
 from frisket.runtime.calls.program import CallProgram
-from frisket.runtime.calls.request import CALLS, CallArgs
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back, kernel_step
 from frisket.runtime.machine.parameters import kind_of
 from frisket.runtime.machine.settings import Settings
@@ -54,7 +54,7 @@ from frisket.runtime.plans.device import CheckedCall, DeviceTiledPlan, refuse_wr
 from frisket.runtime.plans.empty import nothing
 
 from .autograd import AttendAgain, gradients_with_permutation, refuse_tangents, with_permutation, written_out
-from .ready import ChangingTables, PreparedCall, VendorCall, engine_call, readable
+from .ready import ChangingTables, PreparedCall, VendorCall, readable
 
 Tensor = Any
 NUMBERS = (bool, int, float)
@@ -258,9 +258,9 @@ def execute(call: CheckedCall, att: Any) -> tuple[Any, ...]:
 
 
 def run(call: CheckedCall, ready: PreparedCall, saving: bool = False) -> tuple[Any, ...]:
-    sources = {**call.plan.device_values, **call.kv_inputs}
-    arrays = (*call.arrays.qkv, call.sinks, *(sources[n] for _, n in ready.kv_inputs))
-    return ready(arrays, call.seed, call.top, saving)
+    x, sources = call.arrays, {**call.plan.device_values, **call.kv_inputs}
+    values = [sources[n] for _, n in ready.kv_inputs]
+    return ready((x.q, x.k, x.v, call.sinks, *values), call.seed, call.top, saving)
 
 
 def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, tuple[bytes, ...]]:
@@ -334,6 +334,44 @@ def prepare(call: CheckedCall, options: Options, defers: bool = True) -> Prepare
     return _built(call, options, defers)
 
 
+def engine_call(call: CheckedCall, options: Options) -> proofs.Proof | None:
+    """The proof of the engine that runs a call; None where generated kernels do. Raises where a named one cannot."""
+    named, device = RECORDS[call.backend], call.arrays.device
+    platform = "rocm" if device == "cuda" and torch.version.hip else device  # torch calls AMD's GPUs cuda, too
+    if named.engine is not None:
+        proof = proofs.prove(named, facts_of(call, options, platform))
+        if isinstance(proof, str):
+            raise BackendError(f"backend {named.name!r} does not run this call: {proof}\n  leave out the backend")
+        return proof
+    # cheap, before a proof is tried
+    if not proofs.may_win("torch", platform, call.arrays.dtype, call.geometry, call.backend):
+        return None
+    if proofs.asked_for(options):
+        return None
+    return proofs.choose_engine(facts_of(call, options, platform), explain=False).proof
+
+
+def facts_of(call: CheckedCall, options: Options, platform: str) -> proofs.EngineCall:
+    """The facts of a call that engines are asked about."""
+    plan = call.plan
+    return proofs.EngineCall(
+        program=plan.host_program,
+        geometry=call.geometry,
+        dtype=call.arrays.dtype,
+        framework="torch",
+        platform=platform,
+        on_device=plan.on_device or bool(plan.device_values),
+        stored=bool(call.kv_inputs or call.geometry.kv_dtype or plan.host_program.unwritten),
+        dropout=bool(call.rate),
+        sinks=call.sinks is not None,
+        top=call.top,
+        deterministic=options.deterministic,
+        generated=call.backend,
+        engines=proofs.allowed(options),
+        plan=plan,
+    )
+
+
 def _built(call: CheckedCall, options: Options, defers: bool = False) -> PreparedCall:
     """The prepared executor of generated kernels, or of library calls."""
     ready, run = _prepared(call, options), RECORDS[call.backend].executors["torch"]
@@ -385,33 +423,32 @@ def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
     operands: list[Any] = [*work.plan.tables, *work.plan.slots]
     uses = [x for x in operands if x.source in KV_INPUTS or (x.type is FLOAT and x.source in named)]
     input_names = {x.name for x in uses}  # this call's values are not kept: they may hold its graph
-    tables = {n: t for n, t in _on_device(work, inputs.q.device, real).items() if n not in input_names}
+    uploads = _on_device(work, inputs.q.device, real) if work.tables else {}
+    tables = {n: t for n, t in uploads.items() if n not in input_names}
     slots = {n: x for n, x in work.slots.items() if n not in input_names}
     source = {s.source: s.name for s in work.plan.slots}
     if RATE in source:
         slots[source[RATE]] = call.rate
-    spans = plan if backend.loads else on_host(work.spans)
+    spans: Any = plan if backend.loads else work.spans
+    if isinstance(spans, DeviceSpans):
+        spans = on_host(spans)
     fixed = MappingProxyType(slots), MappingProxyType(tables), None, options.rows, options.deterministic
+    executors = backend.executors["torch"]
+    forward, backward = executors.forward, executors.backward or _refused(backend.name)
+    if options.rows is not None and not executors.rows:  # arrays are permuted around those that read no rows by tables
+        forward, backward = with_permutation(forward), gradients_with_permutation(backward)
     return PreparedCall(
         KernelInputs(work.plan, spans, geometry, target, *fixed),
-        *_executor(backend, options.rows is not None),
+        forward,
+        backward,
         real,
         inputs.layout != NATURAL["torch"],
         kv_inputs=tuple((x.name, str(x.source)) for x in uses),
         loads=backend.loads,
         seed=source.get(SEED),
         stats_kind=backend.stats_kind,
-        check=backend.executors["torch"].checks_gradients,
+        check=executors.checks_gradients,
     )
-
-
-def _executor(backend: Backend, permuted: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The forward and the backward; arrays are permuted around those that do not read rows by tables."""
-    run = backend.executors["torch"]
-    forward, backward = run.forward, run.backward or _refused(backend.name)
-    if permuted and not run.rows:
-        return with_permutation(forward), gradients_with_permutation(backward)
-    return forward, backward
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -440,10 +477,8 @@ def refuse_gradients(backend: str, tensors: Iterable[Any]) -> None:
         raise no_gradients(backend)
 
 
-def on_host(spans: Spans | DeviceSpans) -> Spans:
+def on_host(spans: DeviceSpans) -> Spans:
     """Spans for the CPU's executors; the tensors are on the CPU already."""
-    if isinstance(spans, Spans):
-        return spans
     return Spans(spans.bounds.numpy(), spans.count.numpy(), spans.slice_of)
 
 
@@ -451,10 +486,8 @@ def _on_device(work: TiledPlan | DeviceTiledPlan, device: Any, real: Any) -> Map
     """The tables as tensors, those of the host made once for each plan, device and dtype of Floats."""
     if isinstance(work, DeviceTiledPlan):
         return readable(work.tables, device, real)
-    if not (tables := work.tables):
-        return {}
 
     def tensors() -> dict[str, Tensor]:
-        return readable({n: uploaded(t, device) for n, t in tables.items()}, device, real)
+        return readable({n: uploaded(t, device) for n, t in work.tables.items()}, device, real)
 
     return cached_on(work.plan, (device, real), tensors)

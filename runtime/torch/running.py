@@ -28,7 +28,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import check_devices, refuse_gradients
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.machine.settings import Settings
 
 from .autograd import each, gradients, gradients_again, mapped, no_forward_mode, no_second

@@ -28,9 +28,8 @@ from frisket.dsl.program import read
 from frisket.dsl.show import show
 from frisket.grammar.memo import memo
 from frisket.runtime.backends.stages import new_history
-from frisket.runtime.calls.options import Options, Tuning
+from frisket.runtime.calls.options import Options, Tuning, attention_by
 from frisket.runtime.calls.program import CallProgram, joined
-from frisket.runtime.calls.request import attention_by
 from frisket.runtime.machine.parameters import BoundExpr, Origin
 from frisket.runtime.masks.mask import Program, program
 

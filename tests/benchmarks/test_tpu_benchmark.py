@@ -6,7 +6,7 @@ import tpu_tables
 
 
 def test_a_schedule_falls_into_steps_tiles_and_rows():
-    """Of a text as libtpu writes it: branches that skip what begins a row, two kinds of tiles, and what ends a row."""
+    """A text as libtpu writes it has branches that skip what begins a row, two kinds of tiles, and what ends a row."""
     lines, parts = ["LH: loop header", "   0 : { %0 = nop }", " 0x1 LB: > { %1 = nop }"], [70, 100, 120, 90]
     for region, size in enumerate(parts):
         bundle = "%3 = vmatmul.bf16.gmra.mxu0 ;; %4 = vpop" if region in (1, 2) else "%3 = vst [vmem:[%4]]"

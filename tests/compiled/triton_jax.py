@@ -220,7 +220,7 @@ def check_values_compile_nothing() -> None:
 
 
 def check_captured_gradients() -> None:
-    """Of every kind: sums of rows, columns and heads, by distance, planes, and in fixed point."""
+    """Gradients of every kind: sums of rows, columns and heads, by distance, planes, and in fixed point."""
     seen: set[str] = set()
     for name in ("by-column", "by-diagonal", "plane-by-head", "nested"):
         with gpu("sm_90"), compiler.watched() as (kernels, _):

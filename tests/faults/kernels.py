@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from frisket.runtime.machine import cpp_build, cpp_cpu
+from frisket.runtime.machine import cpp_build
 
 from .machine import NotHereError, environment, folder, python, script
 
@@ -77,7 +77,7 @@ def processor(draw: random.Random) -> dict[str, int]:
     """A case on a processor, by the number of the round; as it is built for users."""
     from support.native import image as native_image
 
-    number, variants = draw.round, [v for v in cpp_cpu.VARIANTS if v != "native"]  # type: ignore[attr-defined]
+    number, variants = draw.round, [v for v in cpp_build.VARIANTS if v != "native"]  # type: ignore[attr-defined]
     name, variant = SLICE[number // len(variants)], variants[number % len(variants)]
     file = next(file for file, known in cases() if known == name)
     with folder() as place:
@@ -86,7 +86,7 @@ def processor(draw: random.Random) -> dict[str, int]:
                 raise NotHereError(f"no {', '.join(lacking)}")
             flags = ("-O3", "-static", *native_image.flags_of("neon"))
             check(file, name, native_image.program(place, ARM[:1], flags, ARM[1:]))
-        elif why := cpp_cpu.lacking(variant):
+        elif why := cpp_build.lacking(variant):
             compiled(place, file, name, variant)
             return {f"{variant} compiled, not run: {why}": 1}
         else:
@@ -101,7 +101,7 @@ def compiled(place: Path, file: str, name: str, variant: str) -> None:
     problem = module.problem(name) if file == "variants" else module.Watched(module.Problem(module.CASES[name]))
     text = place / "kernel.cpp"
     text.write_text(problem.source("forward"))
-    flags = [*cpp_build.FLAGS, *cpp_cpu.VARIANTS[variant][0]]
+    flags = [*cpp_build.FLAGS, *cpp_build.VARIANTS[variant][0]]
     subprocess.run(["g++", *flags, "-o", str(place / "kernel.so"), str(text)], check=True, capture_output=True)
 
 
@@ -172,5 +172,5 @@ def calls_sanitized(draw: random.Random) -> dict[str, int]:
 FAULTS = {
     "sanitizers": (sanitized, lambda: len(SANITIZERS) * len(cases())),
     "sanitized-calls": (calls_sanitized, 1),
-    "processors": (processor, len(SLICE) * (len(cpp_cpu.VARIANTS) - 1)),
+    "processors": (processor, len(SLICE) * (len(cpp_build.VARIANTS) - 1)),
 }

@@ -156,7 +156,7 @@ def test_path_through_a_kernel_reaches_its_products(kernel):
 @pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_a_program_copies_as_many_tiles_as_its_loops_have_turns(tmp_path, monkeypatch, stages, described):
-    """Those ahead of a loop are copied for turns that copy nothing, so a block takes no longer beside its tiles where
+    """Tiles ahead of a loop are copied for turns that copy nothing, so a block takes no longer beside its tiles where
     copies are slow: it waits for one of them."""
     monkeypatch.setenv("FRISKET_GPU_MODEL_CACHE", str(tmp_path))
     tile = 4 * 4 * 512

@@ -119,7 +119,7 @@ def seen(node: ast.AST) -> list[ast.AST]:
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
-    """Of one node: (kind, what is replaced, by which text)."""
+    """The changes of one node: (kind, what is replaced, by which text)."""
 
     def with_field(name: str, value: object) -> str:
         new = copy.copy(node)

@@ -16,7 +16,6 @@ FAMILIES = {
     ("runtime/caches", "torch"),
     ("runtime/integrations", "transformers"),
     ("runtime/integrations", "vllm"),
-    ("runtime/machine", "cpp"),
 }
 SOURCES = ("grammar", "dsl", "lowering", "runtime")
 

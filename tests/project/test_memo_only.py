@@ -17,7 +17,7 @@ REGISTRIES = {
     ("lowering/analysis/intervals.py", "ASK"),  # who answers which question
     ("runtime/backends/base.py", "RECORDS"),
     ("runtime/backends/cpp/jax.py", "_registered"),  # XLA may call these libraries at any time
-    ("runtime/calls/request.py", "_makers"),
+    ("runtime/calls/options.py", "_makers"),
     ("runtime/integrations/transformers_masks.py", "BOOLS"),  # kinds of models
     ("runtime/machine/cpp_build.py", "_threads"),  # of builds that are under way
     ("runtime/machine/cpp_build.py", "_building"),  # locks of builds that are under way

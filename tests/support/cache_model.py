@@ -142,7 +142,7 @@ class Run:
                 self.sequences[s].tokens.clear()
 
     def fork(self, s=None):
-        """Of a row or of what has left, with its drafts if it has some."""
+        """A copy of a row or of what has left, with its drafts if it has some."""
         if not 0 < len(self.sequences) < 7:
             return
         s = self.draw.choice(list(self.sequences)) if s is None else s

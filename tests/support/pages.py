@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str, text: str | None = None) -> list[Block]:
-    """Those of a page inside docs/, in order; `text` is the page as it is read, unless given."""
+    """The blocks of a page inside docs/, in order; `text` is the page as it is read, unless given."""
     text = (DOCS / page).read_text(encoding="utf-8") if text is None else text
     found = [
         Block(f"{page}:{1 + text.count(chr(10), 0, m.start('text'))}", m["language"], m["text"], m["why"])

@@ -47,7 +47,7 @@ def long_plan(case: Case, dropout: bool = False) -> LoopPlan:
 
 
 def causal_walk(geometry: Geometry, block: tuple[int, int], group: int = 1, parts: int = 1) -> TpuWalk | TpuSearch:
-    """Of tiles on and below the diagonal; with `group` for programs of key heads, with `parts` of so many query
+    """A walk of tiles on and below the diagonal; with `group` for programs of key heads, with `parts` of so many query
     heads."""
     rows, columns = -(-geometry.q_len // block[0]), -(-geometry.kv_len // block[1])
     last = np.arange(rows)
@@ -58,7 +58,7 @@ def causal_walk(geometry: Geometry, block: tuple[int, int], group: int = 1, part
 
 
 def shapes_of(tree: object, sharding: jax.sharding.Sharding | None = None) -> object:
-    """The same without values: numbers as JAX takes them."""
+    """The inputs without values: numbers as JAX takes them."""
 
     def one(x: object) -> jax.ShapeDtypeStruct:
         array = np.asarray(x)

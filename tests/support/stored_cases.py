@@ -183,7 +183,7 @@ def _laid(x: np.ndarray, layout: str) -> np.ndarray:
 
 
 def check(stored: Stored, made: Problem, out: Any, lse: Any) -> None:
-    """Of out [batch, heads, q_len, dim]: the error that attention of these dtypes may have."""
+    """Check that out [batch, heads, q_len, dim] has no error beyond what attention of these dtypes may have."""
     case = stored.case
     loose = 5e-6 if case.dtype == "float32" else cases.allowed(case)
     error = np.abs(np.asarray(out, np.float64) - made.want)

@@ -19,7 +19,7 @@ import numpy as np
 from frisket.dsl.errors import BackendError
 from frisket.dsl.transfer import distance_only
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.grammar.memo import memo
+from frisket.grammar.memo import Memo, memo
 from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp.backward import KERNELS
@@ -34,13 +34,10 @@ from frisket.lowering.plan import (
     KernelInputs,
     LoopPlan,
     Names,
-    Spans,
     TableUse,
     Target,
 )
-from frisket.runtime.calls.arrays import TokenPermutation
-from frisket.runtime.machine.cpp_build import ONE_THREAD, library, of_torch
-from frisket.runtime.machine.cpp_cpu import lacking
+from frisket.runtime.machine.cpp_build import ONE_THREAD, lacking, library, of_torch
 from frisket.runtime.plans.device import Values
 
 Tensor = Any
@@ -66,7 +63,7 @@ def forward(
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real) if top else None
     known = torch.empty((*lse.shape, norm_width(q.dtype, g.v_dim)), dtype=kernel_call.real) if softmax_stats else None
-    sinks = _real(inputs.sinks, kernel_call.real)
+    sinks = None if inputs.sinks is None else _real(inputs.sinks, kernel_call.real)
     words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, pages]
     words += [*_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3]]
     kernel_call.call("frisket_forward", inputs, [*words, *_NOTHING])
@@ -217,6 +214,9 @@ def out_of_memory(name: str) -> BackendError:
 Stable = tuple[bytes, Any, int]  # content, its home, its address: who holds the tuple keeps the address good
 
 
+NO_WORDS: Stable = (b"", None, 0)
+
+
 def _stable(last: Stable, content: bytes) -> Stable:
     """Bytes that a record points to: `last` where they are the same, whatever other threads do."""
     if last[0] == content:
@@ -237,15 +237,13 @@ class NativeKernel:
         dtype, stored = dtypes
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
         names = [str(x).removeprefix("torch.") for x in dtypes]
-        arrays = CppArrays(*dims, names[0], names[1] if stored != dtype else "", permuted)
-        self.text = plan, target, arrays
+        self.text = plan, target, CppArrays(*dims, names[0], names[1] if stored != dtype else "", permuted)
         self.functions: dict[str, tuple[Any, struct.Struct, tuple[float, ...]]] = {}
         self.converted: dict[str, tuple[Any, int, Tensor]] = {}
         floats = [s.type is FLOAT for s in plan.slots]
         self.slots = [(s.name, float if f else int) for s, f in zip(plan.slots, floats, strict=True)]
         self.slot_form = "".join("d" if f else "q" for f in floats)
-        self.slot_words: Stable = (b"", None, 0)
-        self.table_words: Stable = (b"", None, 0)
+        self.slot_words = self.table_words = NO_WORDS
         dtypes_of = {FLOAT: self.real, BOOL: torch.bool, INT: torch.int64 if plan.int64 else torch.int32}
         self.tables = [(t, dtypes_of[t.type], struct.Struct(f"{1 + 2 * t.rank}q")) for t in plan.tables]
 
@@ -253,8 +251,8 @@ class NativeKernel:
         """The kernel, the record of its slots, and the literals that end it."""
         function = self.functions.get(name)
         if function is None:
-            text, literals = _text(name, *self.text)
-            run = getattr(library(text), name)
+            emitted = KERNELS[name.removeprefix("frisket_")](*self.text, named=False)
+            run, literals = getattr(library(emitted.source()), name), emitted.literals
             # bytes are passed by address: nothing is copied
             run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
             function = self.functions[name] = run, struct.Struct(self.slot_form + "d" * len(literals)), literals
@@ -284,24 +282,23 @@ class NativeKernel:
             return conversion
         conversion = tensor.to(dtype).resolve_neg()
         if not tensor.is_inference():
-            self.converted[use.name] = (ref(tensor), tensor._version, conversion)
+            # the conversion goes with its tensor: many calls share the kernel, and it stays
+            owner = ref(tensor, lambda gone: self._forget(use.name, gone))
+            self.converted[use.name] = owner, tensor._version, conversion
         return conversion
+
+    def _forget(self, name: str, owner: Any) -> None:
+        """Let the conversion of a tensor go that is no more, unless another took its place."""
+        if self.converted.get(name, (None,))[0] is owner:
+            self.converted.pop(name, None)
 
 
 class NativeLaunch:
     """A kernel, and the part of its record that is equal from call to call."""
 
-    def __init__(
-        self,
-        plan: LoopPlan,
-        spans: Spans,
-        g: Geometry,
-        target: Target,
-        dtype: Any,
-        stored: Any,
-        rows: TokenPermutation | None,
-    ) -> None:
-        kernel = _kernel(plan, target, (g.head_dim, g.v_dim), (dtype, stored), rows is not None)
+    def __init__(self, inputs: KernelInputs, dtype: Any, stored: Any) -> None:
+        spans, g, target, rows = inputs.spans, inputs.geometry, inputs.target, inputs.rows
+        kernel = _kernel(inputs.plan, target, (g.head_dim, g.v_dim), (dtype, stored), rows is not None)
         self.kernel, self.spans, self.geometry, self.real = kernel, spans, g, kernel.real
         origins = [np.array([x] if type(x) is int else x, np.int64).reshape(-1) for x in g.origin[2:]]
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
@@ -323,9 +320,8 @@ class NativeLaunch:
         """Run a kernel; `rest` are the words from `sinks` on."""
         kernel = self.kernel
         run, values = kernel.slots_of(name, inputs.slots)
-        words, _ = kernel.words(inputs.tables)
-        failed = run(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest))
-        if failed:
+        words = kernel.words(inputs.tables)[0] if kernel.tables else NO_WORDS
+        if run(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest)):
             raise out_of_memory(name)
 
     def frozen(self, name: str, slots: Values, tables: Values | None) -> tuple[Any, bytes, Any]:
@@ -340,19 +336,17 @@ class NativeLaunch:
         return run, record[8 * OFFSET["batch"] : 8 * OFFSET["sinks"]], (self, values, words, read)
 
 
-@memo(group="sources")  # by value: calls of other lengths have equal plans, and a text takes a quarter of a first call
-def _text(name: str, plan: LoopPlan, target: Target, arrays: CppArrays) -> tuple[str, tuple[float, ...]]:
-    emitted = KERNELS[name.removeprefix("frisket_")](plan, target, arrays, named=False)
-    return emitted.source(), emitted.literals
-
-
-_kernel = memo(KEPT, by="weak")(NativeKernel)  # of a plan by its identity
-prepared = memo(KEPT, by="identity", weigh=lambda _, call, owners: call.weight)(NativeLaunch)
+# by value: calls of other lengths have equal plans, and a text takes a quarter of a first call
+_kernel = memo(group="kernels")(NativeKernel)
+_launches = Memo("runtime.backends.cpp.torch.NativeLaunch", KEPT, weigh=lambda _, launch, owners: launch.weight)
 
 
 def launch_of(inputs: KernelInputs, dtype: Any, stored: Any) -> NativeLaunch:
     """The launch of calls with such inputs, of q's dtype and that of stored keys."""
-    return prepared(inputs.plan, inputs.spans, inputs.geometry, inputs.target, dtype, stored, inputs.rows)
+    owners = inputs.plan, inputs.spans, inputs.geometry, inputs.target, inputs.rows
+    key = (*map(id, owners), dtype, stored)
+    launch: NativeLaunch | None = _launches.get(key)
+    return launch or _launches.put(key, NativeLaunch(inputs, dtype, stored), owners)
 
 
 # -- calls like one before ---------------------------------------------------------------------------

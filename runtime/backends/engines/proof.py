@@ -82,10 +82,9 @@ class EngineChoice:
 
 def may_win(framework: str, platform: str, dtype: str, g: Geometry, generated: str) -> bool:
     """Whether a cost row says that an engine wins on such arrays. Without one no engine is asked what it computes."""
-    rows = [row for row in COSTS if row.pays(platform, dtype, g, generated)]
-    return bool(rows) and not {row.engine for row in rows}.isdisjoint(
-        e.name for e in ranked(framework, platform, engines=True)
-    )
+    rows = [row for row in COSTS if row.platform == platform and row.generated in ("", generated)]
+    winners = {row.engine for row in rows if row.pays(platform, dtype, g, generated)}
+    return bool(winners) and not winners.isdisjoint(e.name for e in ranked(framework, platform, engines=True))
 
 
 def choose_engine(call: EngineCall, explain: bool = True) -> EngineChoice:
@@ -148,11 +147,11 @@ def allowed(options: Options) -> bool | tuple[str, ...]:
 
 
 def engines_for(
-    plan: Any, g: Geometry, dtype: str, framework: str, device: str, generated: str, options: Options, named: bool
+    plan: Any, g: Geometry, dtype: str, framework: str, device: str, generated: str, options: Options
 ) -> EngineChoice | None:
     """The engines for a plan of the host, beside the usual backend; None where generated kernels are asked for."""
     record = RECORDS[generated]
-    if not record.is_engine and (named or asked_for(options)):
+    if not record.is_engine and asked_for(options):
         return None
     platform = device or (record.platforms or ("cpu",))[0]
     asks: dict[str, Any] = {"dropout": bool(options.dropout), "sinks": options.sinks is not None}
@@ -166,7 +165,7 @@ def engines_for(
 
 def engines_text(options: Options, plan: Any, geometry: Geometry, dtype: str, framework: str, device: str) -> str:
     """The engines for a plan of the host, a line each: `Plan.engines`."""
-    choice = engines_for(plan, geometry, dtype, framework, device, automatic(framework, device), options, named=False)
+    choice = engines_for(plan, geometry, dtype, framework, device, automatic(framework, device), options)
     return "generated kernels are asked for" if choice is None else str(choice)
 
 

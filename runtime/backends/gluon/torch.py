@@ -40,7 +40,7 @@ from frisket.runtime.backends.triton import torch as triton_torch
 from frisket.runtime.backends.triton.grids import ForwardKind, forward_plan, of_forward, row_parts
 from frisket.runtime.backends.triton.kernels import KernelReport, Reports, check_compiles, dims_of, resources, signature
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file
 from frisket.runtime.plans.device import CallPlan
 
 Tensor = Any
@@ -116,7 +116,7 @@ def compile_reports(source: str, plan: LoopPlan, target: Target, dims: Dims, arc
     check_compiles(arch)
     if arch != target.arch:
         raise BackendError(f"the text is written for {target.arch}, not {arch}; {INSTEAD}")
-    compiled = compiled_for(vars(load(source))["attention_forward"], plan, target, dims)
+    compiled = compiled_for(vars(load_from_file(source))["attention_forward"], plan, target, dims)
     registers, spills, mma = resources(compiled, MMA[GPUS[arch].products])
     shared, warps = int(compiled.metadata.shared), int(compiled.metadata.num_warps)
     block = target.block_q, target.block_k, warps, target.num_stages

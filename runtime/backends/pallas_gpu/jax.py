@@ -5,7 +5,6 @@ The interpreter is slow, and for checking only.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import LoweringError
@@ -74,9 +73,11 @@ def text(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = 
 
 def simulator(**more: Any) -> Any:
     """Parameters of Mosaic GPU's interpreter."""
-    module = import_module("jax.experimental.pallas.mosaic_gpu")
+    from jax.experimental.pallas import mosaic_gpu
+
+    module: Any = mosaic_gpu
     if not hasattr(module, "InterpretGPUParams"):  # JAX 0.10
-        module = import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+        from jax._src.pallas.mosaic_gpu.interpret import params as module
     return module.InterpretGPUParams(**more)
 
 

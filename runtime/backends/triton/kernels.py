@@ -24,8 +24,7 @@ from frisket.lowering.kernels.triton.forward import OptionalArrays
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.triton.writer import Dims, arguments
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource
-from frisket.runtime.machine.modules import pip_install
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file, pip_install
 
 from . import tiles
 from .grids import OF_GRADIENTS, PACK, of_kernels, shares
@@ -102,7 +101,7 @@ def compile_reports(source: str, plan: LoopPlan, target: Target, dims: Dims, arc
     BackendError for an architecture that is not in GPUS, where triton is missing, and where it interprets.
     """
     check_compiles(arch)
-    for name, kernel in vars(load(source)).items():
+    for name, kernel in vars(load_from_file(source)).items():
         if not name.startswith("attention_"):
             continue
         if type(kernel).__name__ == "InterpretedFunction":

@@ -26,7 +26,7 @@ from frisket.lowering.kernels.triton.writer import near as near_rows
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, TableUse
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.calls.arrays import uploaded
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file
 from frisket.runtime.plans.device import Values
 
 from .tiles import smaller
@@ -50,7 +50,7 @@ class TooLargeError(BackendError):
 
 
 # equal texts are one kernel: what Triton compiled for one serves all
-loaded_kernels = memo(group="kernels")(load)
+loaded_kernels = memo(group="kernels")(load_from_file)
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,14 @@ def emitted_kernels(
 # -- what calls have in common ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KernelArgs:
     """Slots and tables of a call as kernels read them, in the order of the plan. `tensors` are the tables, then the
     `device_slots`, whose values are on the device; `key` is all of them that a compiled kernel depends on. `spans`
-    refers to the source of the call's spans, where every call may have another, `span_tensors` holds what it gave."""
+    refers to the source of the call's spans, where every call may have another, `span_tensors` holds what it gave.
+
+    The fields never change. The class is not frozen, because it would take five times as long to make, and every call
+    with a learned table makes one."""
 
     sources: tuple[Mapping[str, Any], Mapping[str, Tensor]]
     numbers: tuple[Any, ...]
@@ -251,7 +254,7 @@ def _values(plan: LoopPlan, slots: Values, tables: Values, spans: Any, span_tens
     arrays = [_readable(use, tables[use.name]) for use in plan.every_table]
     wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
     key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in device_slots])
-    tensors = (*arrays, *[slots[n].resolve_neg() for n in device_slots])
+    tensors = (*arrays, *[_signs_in_memory(slots[n]) for n in device_slots])
     return KernelArgs((slots, tables), numbers, tensors, device_slots, key, spans, span_tensors)
 
 
@@ -261,12 +264,16 @@ def refused_shape(use: TableUse, shape: Sequence[int]) -> str:
     return "" if fits else f"table `{use.source}` has {use.rank} axes of at least one entry, not shape {list(shape)}"
 
 
+def _signs_in_memory(x: Tensor) -> Tensor:
+    return x.resolve_neg() if x.is_neg() else x  # to ask takes a tenth of the time of a copy that is none
+
+
 def _readable(use: TableUse, table: Tensor) -> Tensor:
     """The table as the kernel reads it: Bool as bytes, narrow integers as int32, the last axis below 2**31, signs in
     memory."""
     import torch
 
-    table = table.resolve_neg()
+    table = _signs_in_memory(table)
     if why := refused_shape(use, table.shape):
         raise ParameterError(why)
     if use.type is BOOL:

@@ -200,7 +200,7 @@ LONG = {"natten2d", "block_diffusion", "svg_temporal", "topk_tiles", "topk_indic
 
 
 def questions() -> Iterator:
-    """All of them; those that stay open take seconds."""
+    """All questions; the ones that stay open take seconds."""
     for form, question in product(FORMS, QUESTIONS):
         slow = expected(form, question) == "open" or form.split("(")[0] in LONG
         yield pytest.param(form, question, marks=pytest.mark.exhaustive if slow else ())

@@ -73,7 +73,7 @@ def test_segments_are_what_lookups_say(offsets):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("kind", "of"), [("min", np.min), ("max", np.max)])
 def test_extremes_of_boxes(seed, kind, of):
-    """Of aligned boxes they are those that a loop finds; of others, those of a box that covers them."""
+    """Extremes of aligned boxes are those that a loop finds; of others, those of a box that covers them."""
     rng = np.random.default_rng(seed)
     entries = rng.integers(0, 99, rng.integers(2, 40, 2 + seed % 2))
     sizes = 1 << rng.integers(0, 5, (entries.ndim, 30))

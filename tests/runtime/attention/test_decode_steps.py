@@ -7,7 +7,7 @@ import frisket as fk
 from frisket.grammar.memo import clear
 from frisket.lowering import pipeline as bind
 from frisket.runtime.backends.cpp import torch as native_torch
-from frisket.runtime.calls.request import CALLS
+from frisket.runtime.calls.options import CALLS
 from frisket.runtime.machine.cpp_build import reason
 
 torch = pytest.importorskip("torch")

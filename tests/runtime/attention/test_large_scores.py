@@ -17,7 +17,6 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import frisket as fk
 from frisket.lowering.aten import backward as aten_backward
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu
 
 SIZES = (1e-3, 1.0, 10.0, 1e3, 1e5, 1e9)
 NATIVE = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
@@ -175,7 +174,7 @@ def errors_of_sinks(case, att, size, seed):
 
 @pytest.mark.exhaustive
 @NATIVE
-@pytest.mark.skipif(not shutil.which("g++") or cpp_cpu.lacking("avx2") != "", reason="g++ for x86 tunes so")
+@pytest.mark.skipif(not shutil.which("g++") or native_build.lacking("avx2") != "", reason="g++ for x86 tunes so")
 @pytest.mark.parametrize("tuned", ["znver3", pytest.param("skylake", marks=pytest.mark.exhaustive)])
 def test_gradients_of_one_visible_key_do_not_depend_on_mtune(tuned, tmp_path):
     """For a Zen, g++ takes chains of fused multiply-adds apart unless it is told not to."""

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime.attention.report import Report, compared, differentiated
-from frisket.runtime.calls.arrays import arrays, to_numpy, turn
+from frisket.runtime.attention.report import Report, differentiated
+from frisket.runtime.attention.report import report as compared
+from frisket.runtime.calls.arrays import arrays
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.plans.device import CheckedCall
 
 native = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 B, H, KV, S, D = 2, 4, 2, 12, 8
@@ -74,10 +76,8 @@ def finish(framework, run, inputs) -> Report:
     out, lse, cotangents = differentiated(framework, run, inputs)
     given = arrays(*(inputs[n] for n in "qkv"))
     g = given.geometry(None, True)
-    return compared(
-        given, g, WHAT, turn(to_numpy(out), given.layout, "bhsd"), to_numpy(lse), sinks=inputs["sinks"],
-        cotangents=cotangents,
-    )  # fmt: skip
+    call = CheckedCall(given, g, None, "cpp", 0.0, None, inputs["sinks"], False)
+    return compared(call, out, lse, cotangents, WHAT)
 
 
 def test_check_reports_torch_gradients():
@@ -171,4 +171,4 @@ def test_an_approximate_score_mod_is_a_bug(size):
     out, lse = fk.attention(size * q, k, v, "causal", "50.0005 * tanh(score / 50)", return_lse=True)
     given = arrays(size * q, k, v)
     g, meant = given.geometry(None, True), program_of("causal", "softcap(50)", {})
-    assert not compared(given, g, meant, to_numpy(out), to_numpy(lse)).good
+    assert not compared(CheckedCall(given, g, None, "cpp", 0.0, None, None, False), out, lse, program=meant).good

@@ -21,7 +21,6 @@ import frisket as fk
 from frisket.grammar.memo import Memo, clear
 from frisket.runtime.machine import caller
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.cpp_build import library, reason, writable
 
 pytestmark = pytest.mark.skipif(bool(reason()), reason=reason())
@@ -135,11 +134,11 @@ def test_cache_key_has_cpu_variant_flags_and_compiler(cache, compilations, monke
 
 
 def best():
-    return native_cpu.best()
+    return native_build.best_variant()
 
 
 def test_a_variant_that_this_cpu_lacks(cache, monkeypatch):
-    monkeypatch.setattr(native_cpu, "this_cpu", lambda: ("", frozenset()))
+    monkeypatch.setattr(native_build, "this_cpu", lambda: ("", frozenset()))
     with pytest.raises(fk.BackendError, match="variant 'avx2' does not run here: this CPU has no abm, avx, avx2, bmi1"):
         library(source(1), "avx2")
     assert not cache.exists()
@@ -518,21 +517,21 @@ def test_a_link_of_another_user_is_no_cache(tmp_path, monkeypatch):
 
 
 def test_triton_sources_are_kept_where_others_cannot_write(tmp_path, monkeypatch):
-    from frisket.runtime.machine.triton_source import write
+    from frisket.runtime.machine.modules import write_source
 
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     text = "x = 1\n"
-    path = write(text)
+    path = write_source(text)
     assert path.parent.stat().st_mode & 0o777 == 0o700
     path.chmod(0o666)
     inode = path.stat().st_ino
-    assert write(text).stat().st_ino != inode, "a file that others write is made anew"
+    assert write_source(text).stat().st_ino != inode, "a file that others write is made anew"
     path.parent.chmod(0o777)
-    assert write(text).parent == tmp_path / "elsewhere" / f"frisket-{os.getuid()}"
-    write(text).parent.chmod(0o777)
+    assert write_source(text).parent == tmp_path / "elsewhere" / f"frisket-{os.getuid()}"
+    write_source(text).parent.chmod(0o777)
     with pytest.raises(fk.BackendError, match="no folder for Triton kernels that others cannot write to"):
-        write(text)
+        write_source(text)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])

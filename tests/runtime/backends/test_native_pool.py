@@ -132,7 +132,7 @@ def forked() -> None:
 
 
 def test_after_a_fork(two_threads):
-    """Of a parent that has run kernels on both kinds of threads; GNU OpenMP alone would wait forever here."""
+    """The child of a parent that has run kernels on both kinds of threads; GNU OpenMP alone would wait forever here."""
     forked()
     pid = os.fork()
     if pid == 0:

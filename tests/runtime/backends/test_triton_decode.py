@@ -204,7 +204,7 @@ def test_tiles_of_few_queries_leave_room_for_three_stages(dim, keys):
 
 @pytest.mark.parametrize(("q_len", "paged", "keys"), [(1, False, 128), (1, True, 64), (4, True, 128), (5, False, 64)])
 def test_few_keys_of_8_bits_have_wide_tiles(q_len, paged, keys):
-    """Of 8, 32 and 40 rows. In pages one query was not faster with them on an H100."""
+    """Tiles of 8, 32 and 40 rows. In pages one query was not faster with them on an H100."""
     g = Geometry(8, 64, 8, q_len, 32768, 128, 128, 0.1, k=Operand("int8"), v=Operand("int8"))
     assert default_target(g, "bfloat16", ProgramTraits(stored=True, paged=paged)).decode.block_k == keys
 

@@ -37,7 +37,7 @@ def named(stage, *names):
 
 @pytest.fixture(scope="module")
 def stage():
-    """Of those that compile nothing."""
+    """The contestants that compile nothing."""
     return named(contestants.torch_stage("cpu"), *INSTANT)
 
 

@@ -94,7 +94,7 @@ def wanted(mask, score, params, sinks, dtype="float32", n=T):
     ],
 )
 def test_prompts_chunks_and_steps_under_one_mask(kind, name):
-    """Of a ragged batch."""
+    """Prompts, chunks and steps of a ragged batch."""
     mask, score, params, sinks = PROBLEMS[name]
     given = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in params.items()}
     found, _ = driven(made(kind), fk.compile(mask, score, sinks=sinks), COUNTS, **given)

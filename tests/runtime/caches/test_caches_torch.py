@@ -292,7 +292,7 @@ def test_tables_and_numbers_may_be_written_to(backend, inference):
 @pytest.mark.parametrize("kept", [lambda q: q, torch._neg_view, lambda q: torch._efficientzerotensor(q.shape)])
 @torch.inference_mode()
 def test_steps_in_inference_mode_with_a_table_of_the_attention(kept, backend):
-    """Of queries that a view negates and zeros without memory too."""
+    """Steps of queries that a view negates and zeros without memory, too."""
     att = fk.compile("causal", SLOPED, backend=backend)
     cache, dense, (q, k, v) = made("plain", torch.float32), fk.compile(att.mask, att.score, backend="aten"), streams()
     for i in range(3):

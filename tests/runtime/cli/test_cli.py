@@ -16,7 +16,6 @@ from frisket.runtime.backends import base
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.cli.main import main
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.modules import pip_install
 
 
@@ -473,7 +472,7 @@ def test_doctor_on_native_kernels(run, monkeypatch, tmp_path):
     assert list(found) == ["compiler", "cpu", "cache"]
     command = native_build.compiler()
     assert found["compiler"] == f"{' '.join(command)}: {native_build.compiler_version(command)}"
-    assert found["cpu"] in native_cpu.VARIANTS
+    assert found["cpu"] in native_build.VARIANTS
     assert found["cache"].startswith(f"{tmp_path}/native, ")
     monkeypatch.setenv("FRISKET_BACKEND", "library")
     assert native()["off"] == "FRISKET_BACKEND is library"

@@ -45,7 +45,7 @@ def lists(mask):
 
 
 def listed(mask, **more):
-    """The same by its lists."""
+    """A mask made again from its lists."""
     given = [getattr(mask, n) for n in NAMES[:4]]
     return ours.BlockMask.from_kv_blocks(*given, BLOCK, mask.mask_mod, (S, S), **more)
 

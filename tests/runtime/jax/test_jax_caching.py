@@ -33,7 +33,7 @@ def compiled(monkeypatch):
 
 
 def values(n):
-    """Those of a mask and score mod, of equal shapes."""
+    """Values of a mask and score mod, of equal shapes."""
     numbers = np.float32(1 + n), np.full(4, 0.1 * n, np.float32)
     return {"w": 20 + 7 * n, "doc": AT // (30 + n)} | dict(zip(("c", "bias"), map(jnp.asarray, numbers)))
 

@@ -11,8 +11,7 @@ from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.runtime.backends import pallas_gpu, triton
-from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs, Options
 from frisket.runtime.jax import attend as jax_attend
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.caller import SAID

@@ -10,7 +10,7 @@ jax = pytest.importorskip("jax")
 
 import frisket as fk  # noqa: E402
 from frisket.dsl.errors import ParameterError  # noqa: E402
-from frisket.runtime.calls.request import CallArgs  # noqa: E402
+from frisket.runtime.calls.options import CallArgs  # noqa: E402
 
 jnp = jax.numpy
 S = 8

@@ -241,7 +241,7 @@ def test_columns_are_planned_with_queries_and_keys_exchanged(doc, convert, backe
 
 @pytest.mark.parametrize("text", ["causal & window(70)", "causal & same(doc)"])
 def test_columns_of_what_the_host_knows(text):
-    """Of a plan, and of a flat plan whose tables only the score mod reads."""
+    """Columns of a plan, and of a flat plan whose tables only the score mod reads."""
     doc = {"doc": DOCS[2]} if "doc" in text else {}
     att = fk.compile(text, "score + bias[k]", **doc)
     for plan in (
@@ -287,13 +287,13 @@ def test_declared_facts_are_checked_on_the_device(monkeypatch):
 def test_calls_under_jit_are_checked_when_they_run(monkeypatch):
     monkeypatch.setenv("FRISKET_CHECK", "1")
     att, seen = fk.compile("causal & same(doc)"), []
-    compared = module.compared
+    report = module.report
 
     def watched(*args, **terms):
-        seen.append(compared(*args, **terms))
+        seen.append(report(*args, **terms))
         return seen[-1]
 
-    monkeypatch.setattr(module, "compared", watched)
+    monkeypatch.setattr(module, "report", watched)
     jax.jit(lambda q, doc: att(q.astype("bfloat16"), *(x.astype("bfloat16") for x in (K, V)), doc=doc))(Q, DOCS[2])
     jax.jit(lambda q: att(q, K, V, doc=DOCS[2]))(Q)
     jax.effects_barrier()
@@ -449,7 +449,7 @@ def test_traced_numbers_may_be_any_that_their_dtype_holds(text):
 
 @pytest.mark.parametrize("text", [*FAR_NUMBERS, *WHOLE])
 def test_far_numbers_leave_no_integer_of_a_kernel(text):
-    """The same without a kernel: mask and ends of rows show the same, and no Int of a kernel of 32 bits leaves them."""
+    """Without a kernel: mask and ends of rows show what calls show, and no Int of a kernel of 32 bits leaves them."""
     at = np.arange(64)
     x = np.array([-(2**31), 2**31 - 1, 2**29, 5])[at % 4]
     plan = make_plan(ProgramExprs(simplify(fk.mask(text).expr)))

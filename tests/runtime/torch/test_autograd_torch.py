@@ -63,7 +63,7 @@ TIERS = [("aten", n) for n in CASES] + [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("backend", "name"), TIERS)
 def test_public_torch_gradients_pass_gradcheck(backend, name):
-    """Of out and lse, in q, k, v, sinks and what the score mod learns."""
+    """Gradients of out and lse, in q, k, v, sinks and what the score mod learns."""
     made, shape, learned = CASES[name]
     shape = dict(shape)
     seed = shape.pop("seed", None)

@@ -13,7 +13,7 @@ from frisket.runtime.attention import ordered
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine import cpp_build
-from frisket.runtime.machine.cpp_cpu import VARIANTS, lacking
+from frisket.runtime.machine.cpp_build import VARIANTS, lacking
 
 draws = np.random.default_rng(0)
 

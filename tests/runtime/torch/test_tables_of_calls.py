@@ -22,7 +22,7 @@ def documents(**options):
 
 
 def kept(att):
-    """Its prepared calls with tables of the host, the latest of each kind first."""
+    """The prepared calls of `att` with tables of the host, the latest of each kind first."""
     kinds = [x for x in att.calls.values() if type(x) is ChangingTables]
     return [ready for changing in kinds for _, ready in changing.latest]
 

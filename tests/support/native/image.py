@@ -27,7 +27,6 @@ from frisket.lowering.plan import RATE, SEED, ProgramFacts, Target, make_plan, s
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_build as native_pool
-from frisket.runtime.machine import cpp_cpu as native_cpu
 
 KINDS = {"forward": 0, "backward": 1}
 MAIN = Path(__file__).parent / "main.cpp"
@@ -256,4 +255,4 @@ def compiled(*command) -> None:
 
 
 def flags_of(variant: str) -> tuple[str, ...]:
-    return native_cpu.VARIANTS[variant][0]
+    return native_build.VARIANTS[variant][0]

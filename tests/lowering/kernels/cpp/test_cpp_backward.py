@@ -18,7 +18,6 @@ from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.lowering.plan import Problem as Place
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu as native_cpu
 from lowering.kernels.cpp import test_cpp_forward
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
@@ -268,7 +267,7 @@ def test_a_kernel_of_other_vectors():
 
 
 def _variant(variant, name):
-    if why := native_cpu.lacking(variant):
+    if why := native_build.lacking(variant):
         pytest.skip(why)
     made = problem_of(name)
     check(CASES[name], made, native_call.backward(*made.args, **made.options, variant=variant))

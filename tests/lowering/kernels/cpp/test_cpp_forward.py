@@ -15,7 +15,6 @@ from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu as native_cpu
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -330,7 +329,7 @@ def test_visible_special_numbers(number, q_len):
 
 # -- other machines --------------------------------------------------------------------------------------
 
-VARIANTS = [v for v in native_cpu.VARIANTS if v != "native"]
+VARIANTS = [v for v in native_build.VARIANTS if v != "native"]
 
 
 @pytest.mark.parametrize(("name", "variant"), [("every-table", "scalar"),
@@ -342,7 +341,7 @@ VARIANTS = [v for v in native_cpu.VARIANTS if v != "native"]
                                                    ("softcap", "avx512"),
                                                )]])  # fmt: skip
 def test_native_forward_runs_on_other_instruction_sets(name, variant):
-    if why := native_cpu.lacking(variant):
+    if why := native_build.lacking(variant):
         pytest.skip(why)
     made = problem(CASES[name])
     check(made, made.run(variant=variant))
@@ -352,7 +351,7 @@ def test_native_forward_runs_on_other_instruction_sets(name, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", CASES)
 def test_native_forward_runs_each_case_on_each_instruction_set(name, variant):
-    if why := native_cpu.lacking(variant):
+    if why := native_build.lacking(variant):
         pytest.skip(why)
     made = problem(CASES[name])
     check(made, made.run(variant=variant))

@@ -16,7 +16,6 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu as native_cpu
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -113,7 +112,7 @@ def call(tables, real, wide):
 
 
 SETTINGS = [("float32", False, "native"), ("float64", True, "native")]
-SLOW = [(d, w, v) for d in ("float32", "float64") for w in (False, True) for v in native_cpu.VARIANTS if v != "neon"]
+SLOW = [(d, w, v) for d in ("float32", "float64") for w in (False, True) for v in native_build.VARIANTS if v != "neon"]
 
 
 def meaning(e, env):
@@ -123,7 +122,7 @@ def meaning(e, env):
 
 def off(dtype, wide, variant, level, step):
     """Each operator that is not what the interpreter says, with an example."""
-    if why := native_cpu.lacking(variant):
+    if why := native_build.lacking(variant):
         pytest.skip(why)
     double, real = dtype == "float64", np.float64 if dtype == "float64" else np.float32
     tables, roots, wanted = {}, {}, {}

@@ -13,7 +13,6 @@ from frisket.lowering import pipeline as bind
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu as native_cpu
 from lowering.kernels.cpp import test_cpp_forward
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
@@ -133,6 +132,6 @@ def test_native_backward_weights_are_those_of_the_forward(name):
 @pytest.mark.parametrize("name", ["bias", "few rows", "bfloat16", "float64"])
 @pytest.mark.parametrize("variant", ["avx512bf16", "avx512", "avx2", "scalar"])
 def test_native_weights_agree_on_every_instruction_set(variant, name):
-    if why := native_cpu.lacking(variant):
+    if why := native_build.lacking(variant):
         pytest.skip(why)
     check(CASES[name], variant)

@@ -19,12 +19,12 @@ from frisket.dsl.sugar import b, k
 from frisket.lowering.plan import OPERANDS, PAGES, Geometry
 from frisket.runtime.backends.cpp import torch as native_torch
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
-from frisket.runtime.machine import cpp_build, cpp_cpu
+from frisket.runtime.machine import cpp_build
 from lowering.kernels.cpp import test_cpp_backward, test_cpp_forward, test_native_stored, test_native_variants
 
 SOFTWARE = "the matrix unit in software"
 UNIT = Path(native_call.__file__).with_name("matrix_unit.hpp")
-HERE = [v for v in ("amx", SOFTWARE) if not cpp_cpu.lacking("avx512bf16" if v == SOFTWARE else v)]
+HERE = [v for v in ("amx", SOFTWARE) if not cpp_build.lacking("avx512bf16" if v == SOFTWARE else v)]
 # the first of them in every run, and software on a processor with the unit in the exhaustive tier
 VARIANTS = [v if v == HERE[0] else pytest.param(v, marks=pytest.mark.exhaustive) for v in HERE]
 pytestmark = [needs_compiler, pytest.mark.skipif(not HERE, reason="left out: this CPU has no bfloat16 instructions")]
@@ -33,9 +33,9 @@ pytestmark = [needs_compiler, pytest.mark.skipif(not HERE, reason="left out: thi
 @pytest.fixture(autouse=True)
 def software(monkeypatch, quick):
     """No user has kernels with this unit: the default tests compile them with fewer optimizations, in half the time."""
-    flags, wanted = cpp_cpu.VARIANTS["avx512bf16"]
+    flags, wanted = cpp_build.VARIANTS["avx512bf16"]
     less = ("-O1", "-fexpensive-optimizations") if quick else ()
-    monkeypatch.setitem(cpp_cpu.VARIANTS, SOFTWARE, ((*flags, *less, "-include", str(UNIT)), wanted))
+    monkeypatch.setitem(cpp_build.VARIANTS, SOFTWARE, ((*flags, *less, "-include", str(UNIT)), wanted))
 
 
 def of(dtype, cases, *usual):
@@ -394,7 +394,7 @@ def test_matrix_unit_sums_of_the_largest_bytes_do_not_overflow(variant):
 @pytest.mark.parametrize("sanitizer", ["address", pytest.param("undefined", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "six products"])
 def test_matrix_unit_kernels_pass_sanitizers(name, sanitizer, tmp_path):
-    flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
+    flags = ("-O1", "-g1", *cpp_build.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
     run = test_native_variants.program(tmp_path, cpp_build.compiler(), flags, threads=2)
     test_native_variants.check(name, run)
 
@@ -403,7 +403,7 @@ def test_matrix_unit_kernels_pass_sanitizers(name, sanitizer, tmp_path):
 @pytest.mark.parametrize("sanitizer", ["address", "undefined"])
 @pytest.mark.parametrize("name", ["sixteen rows", "odd sizes", "odd sizes, bfloat16"])
 def test_sanitizers_of_bytes(name, sanitizer, tmp_path):
-    flags = ("-O1", "-g1", *cpp_cpu.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
+    flags = ("-O1", "-g1", *cpp_build.flags_of(SOFTWARE), *test_native_variants.SANITIZERS[sanitizer])
     made = test_native_stored.Problem(OF_BYTES[name])
     run = test_native_variants.program(tmp_path, cpp_build.compiler(), flags, threads=2)
     found = test_native_stored.Watched(made).run(run, backward=False)
@@ -435,7 +435,7 @@ def test_matrix_unit_instructions_are_in_the_machine_code(name, kind, tmp_path):
     """bfloat16 is multiplied there, and float32 where the target says so."""
     text, made = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
     text.write_text(test_native_variants.problem(name).source(kind))
-    command = [*cpp_build.compiler(), *cpp_build.FLAGS, "-O1", *cpp_cpu.flags_of("amx"), "-o", made, text]
+    command = [*cpp_build.compiler(), *cpp_build.FLAGS, "-O1", *cpp_build.flags_of("amx"), "-o", made, text]
     subprocess.run(command, check=True, capture_output=True)
     found = subprocess.run(["objdump", "-d", made], capture_output=True, text=True, check=True).stdout
     assert bool(re.search("tdpbf16ps", found)) == (name != "plain")
@@ -474,7 +474,7 @@ def test_large_float32_calls_take_six_products_of_bfloat16(monkeypatch):
      ("causal & (q - k < 9 | k < n)", False), ("causal | k == n", False), ("blocks[q // 16, k // 16]", False)],
 )  # fmt: skip
 def test_masks_that_take_six_products(mask, there, monkeypatch):
-    """Those under which rows see long runs of keys, on plans with tables and without, of torch and of JAX."""
+    """Masks under which rows see long runs of keys, on plans with tables and without, of torch and of JAX."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(native_torch, "lacking", lambda variant: "")
     tables = {
@@ -495,12 +495,12 @@ def test_masks_that_take_six_products(mask, there, monkeypatch):
 
 def test_a_system_that_refuses(monkeypatch):
     """The unit is there, but no program may use it."""
-    monkeypatch.setattr(cpp_cpu, "this_cpu", lambda: ("", cpp_cpu.VARIANTS["amx"][1]))
-    monkeypatch.setattr(cpp_cpu, "_allowed", lambda: True)
-    assert (cpp_cpu.best(), cpp_cpu.flags_of("native")[1:]) == ("amx", ("-DFRISKET_AMX",))
-    monkeypatch.setattr(cpp_cpu, "_allowed", lambda: False)
-    assert cpp_cpu.lacking("amx") == "the system lets no program use this CPU's matrix unit"
-    assert (cpp_cpu.best(), cpp_cpu.flags_of("native")) == ("avx512bf16", ("-march=native",))
+    monkeypatch.setattr(cpp_build, "this_cpu", lambda: ("", cpp_build.VARIANTS["amx"][1]))
+    monkeypatch.setattr(cpp_build, "_allowed", lambda: True)
+    assert (cpp_build.best_variant(), cpp_build.flags_of("native")[1:]) == ("amx", ("-DFRISKET_AMX",))
+    monkeypatch.setattr(cpp_build, "_allowed", lambda: False)
+    assert cpp_build.lacking("amx") == "the system lets no program use this CPU's matrix unit"
+    assert (cpp_build.best_variant(), cpp_build.flags_of("native")) == ("avx512bf16", ("-march=native",))
 
 
 @pytest.mark.skipif("amx" not in HERE, reason="left out: this CPU has no matrix unit")

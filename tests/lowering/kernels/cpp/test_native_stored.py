@@ -33,7 +33,6 @@ from frisket.lowering.plan import (
 )
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu as native_cpu
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -234,7 +233,7 @@ def exact_of(x, dtype):
 
 
 USUAL = ("decode-bfloat16-plain", "prefill-bfloat16-int8")
-HERE = [v for v in native_cpu.VARIANTS if v != "native" and not native_cpu.lacking(v)]
+HERE = [v for v in native_build.VARIANTS if v != "native" and not native_build.lacking(v)]
 
 
 @pytest.mark.sampled(2)

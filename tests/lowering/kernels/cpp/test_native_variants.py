@@ -18,7 +18,6 @@ from frisket.dsl.sugar import eq, k, q
 from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import Target
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_cpu as native_cpu
 from lowering.kernels.cpp import test_cpp_forward
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
@@ -38,7 +37,7 @@ MORE = {
 }
 MATRIX = {name: (case, {}) for name, case in CASES.items()} | MORE
 SLICE = ("relative-bias", "plain", "bfloat16")  # of every run; all of them in the slow tier
-HERE = [v for v in native_cpu.VARIANTS if not native_cpu.lacking(v) and v != "native"]
+HERE = [v for v in native_build.VARIANTS if not native_build.lacking(v) and v != "native"]
 
 
 @cache
@@ -104,7 +103,7 @@ SANITIZERS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of the programs that sanitizers watch: each is built once."""
+    """The folder of the programs that sanitizers watch: each is built once."""
     return tmp_path_factory.mktemp("sanitizers")
 
 

@@ -39,7 +39,7 @@ def test_jnp_operator_table_is_complete():
 
 
 def values(roots, envs, wide=False):
-    """Of many Exprs, by one program of XLA."""
+    """The values of many Exprs, by one program of XLA."""
 
     def program(envs):
         return [expr_jnp.evaluate(root, env, {}, int64=wide, float64=wide) for root, env in zip(roots, envs)]

@@ -80,7 +80,7 @@ def call(case: Case, *given, platform: str):
 
 
 def gradients(inputs: KernelInputs, given, names: frozenset[str]):
-    """Those of `given`: q, k and v, what `cotangents` makes of a case."""
+    """The gradients of `given`: q, k and v, what `cotangents` makes of a case."""
     *qkv, out, lse, dout, dlse = given
     return runtime.backward(inputs, *qkv, ForwardResults(out, lse), Cotangents(dout, dlse), grad_names=names)
 

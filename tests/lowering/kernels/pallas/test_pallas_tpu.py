@@ -362,7 +362,7 @@ def test_pallas_tpu_refuses_what_a_tpu_lacks():
 
 
 def test_a_table_too_large_to_try():
-    """Of pairs that are told apart by more than their distance; by the distance any size will do."""
+    """A table of pairs that are told apart by more than their distance; by the distance any size will do."""
     sees = np.ones((33, 32), bool)
     case = CASES["relation"].but(tables={"doc": cases.DOC, "sees": sees}, block=(128, 128))
     with pytest.raises(LoweringError) as caught:

@@ -131,7 +131,7 @@ def test_golden_text_of_few_queries(golden):
 
 
 def scale(name):
-    """Of a token and key head in a page."""
+    """The scale of a token and key head in a page."""
     return ir.lookup(name, (ir.lookup("pages", (b, k // 64)), h // 4, k % 64), FLOAT)
 
 

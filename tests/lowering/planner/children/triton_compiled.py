@@ -11,7 +11,7 @@ from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.planner import triton as text
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file
 
 WRITTEN = masks.written()
 DOC = frozenset({"doc"})
@@ -52,7 +52,7 @@ def compiled(kernel, types, constants, arch, warps=1):
 def test_triton_planner_kernels_compile_for_each_architecture(name, arch):
     made = text.emit(flat.planner(*PLANNERS[name]))
     assert "barrier" not in made.text  # on AMD it waits for no store: what others read is left to another launch
-    module = load(made.text)
+    module = load_from_file(made.text)
     types = dict.fromkeys(("Bounds", "Count", "Work", "Order"), "*i32") | {"Left": "*i1", "Place": "*i64"}
     types |= {t.name: POINTERS[t.type] for t in made.entries}
     types |= {p: POINTERS[r.type] for r in made.ranges for p in (r.least, r.most)}

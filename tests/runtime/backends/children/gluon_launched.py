@@ -40,12 +40,12 @@ def causal(*arrays, **more):
 
 
 def odd(x):
-    """The same, from an address that 16 does not divide."""
+    """The array from an address that 16 does not divide."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 def padded(x):
-    """The same, with strides that 16 does not divide."""
+    """The array with strides that 16 does not divide."""
     return torch.cat([x, x[..., :1]], 3)[..., :-1]
 
 
@@ -64,7 +64,7 @@ LOOKS = {
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("turn", range(3))
 def test_descriptors_are_of_the_arrays(look, turn):
-    """Of the first call, which Triton's launcher binds, and of the second, whose arguments are laid out beforehand."""
+    """Descriptors of the first call, which Triton's launcher binds, and of the second, whose arguments are laid out."""
     make, stays = LOOKS[look]
     given = [make(x.detach()) if i == turn else x.detach() for i, x in enumerate(arrays())]
     for _ in range(2):

@@ -19,7 +19,7 @@ from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.grids import shares
 from frisket.runtime.backends.triton.kernels import compiled_for
 from frisket.runtime.backends.triton.tiles import MEDIUM, ProgramTraits, default_target
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file
 
 GROUP, KEY_HEADS, DIM, LENGTH, PROCESSORS = 8, 8, 128, 32_768, 132
 ALLOWED = 1.05
@@ -69,7 +69,7 @@ def test_a_tile_loads_its_keys_and_values_once(queries, kv, page):
     assert few.pack == GROUP
     assert few.queries >= queries  # one tile of queries: keys are read once
     own = replace(few.target, splits=0)
-    kernel = vars(load(decode.emit(plan, own, dims)))["attention_decode"]
+    kernel = vars(load_from_file(decode.emit(plan, own, dims)))["attention_decode"]
     found = loops(compiled_for("sm_90", kernel, plan, own, dims).asm["ttir"])
     need = own.block_k * 2 * (DIM * (1 if kv else 2) + 4 * bool(kv))
     assert len(found) == 2  # border tiles and full ones

@@ -21,7 +21,7 @@ from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import tiles
 from frisket.runtime.calls import arrays as frameworks
-from frisket.runtime.calls.request import CallArgs
+from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.torch import op as torch_op
 from frisket.runtime.torch.ready import PreparedCall
 
@@ -111,13 +111,13 @@ def test_long_rows_are_launched_in_parts(learned, monkeypatch):
 
 
 def odd(x):
-    """The same, from an address that 16 does not divide."""
+    """The array from an address that 16 does not divide."""
     whole = torch.zeros(x.numel() + 1, dtype=x.dtype)
     return whole[1:].view(x.shape)
 
 
 def padded(x):
-    """The same, with strides that 16 does not divide."""
+    """The array with strides that 16 does not divide."""
     return torch.zeros(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype)[..., :-1]
 
 

@@ -19,9 +19,10 @@ from frisket.runtime.backends.base import RECORDS, register  # noqa: E402
 from frisket.runtime.backends.cudnn import CudnnArguments, fitted  # noqa: E402
 from frisket.runtime.backends.engines import SquareMask, proof, square  # noqa: E402
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine  # noqa: E402
+from frisket.runtime.calls.options import CallArgs  # noqa: E402
 from frisket.runtime.calls.program import program_of  # noqa: E402
-from frisket.runtime.calls.request import CallArgs  # noqa: E402
-from frisket.runtime.torch.ready import PreparedCall, engine_call  # noqa: E402
+from frisket.runtime.torch.op import engine_call  # noqa: E402
+from frisket.runtime.torch.ready import PreparedCall  # noqa: E402
 
 KNOWN = [("full", None), ("causal", None), ("k < 33", None), ("causal & k < 33", None), ("k >= 5 & k < 40", None),
          ("causal", "2 * score"), ("full", "score / 3")]  # fmt: skip

@@ -22,7 +22,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.gluon.torch import compile_reports, compiled_for, stages
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file as load
 
 RESULTS = Path(__file__).parents[5] / "benchmarks" / "results" / "compiled"
 VERSION = ".".join(triton.__version__.split(".")[:2])
@@ -148,7 +148,7 @@ def test_warps_of_a_group_meet_before_they_arrive():
 
 
 def test_products_run_beside_the_softmax():
-    """Of the loop over full tiles: both products begin before either is waited for."""
+    """In the loop over full tiles both products begin before either is waited for."""
     source, plan, chosen = made(128, "causal")
     lines = sass(compiled_for(load(source).attention_forward, plan, chosen, Dims(128, 128, "bfloat16")).asm["cubin"])
     marks = [m[0] for x in lines if (m := re.search(r"HGMMA|DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2", x))]

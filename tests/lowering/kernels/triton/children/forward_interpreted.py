@@ -20,7 +20,7 @@ from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import torch as triton_torch
-from frisket.runtime.machine import triton_source
+from frisket.runtime.machine import modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 
@@ -254,10 +254,10 @@ def test_launch_refuses_tables_that_do_not_fit():
 
 def test_launch_never_trusts_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
-    path = triton_source.write("x = 1\n")
+    path = modules.write_source("x = 1\n")
     assert path.parent == tmp_path / "triton"
     path.write_text("x = 2\n")
-    assert triton_source.load("x = 1\n").x == 1
+    assert modules.load_from_file("x = 1\n").x == 1
     assert path.read_text() == "x = 1\n"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 

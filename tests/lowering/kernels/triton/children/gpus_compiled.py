@@ -19,7 +19,7 @@ from frisket.lowering.kernels.triton.cotangents import plane, square
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.backends.triton.kernels import compiled_for
 from frisket.runtime.backends.triton.tiles import of_kernel
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file
 
 LENGTH, HEADS, MOST = 512, 8, 300
 MASKS = {
@@ -68,7 +68,7 @@ def kernels(arch, kernel, dim, dtype, mask):
     if kernel == "captured":
         source = plane(plan, square(target), dims, backward_of(plan).gradients[0], shared="b")
     prefixes = {"captured": ("attention_plane",), "dkv": ("attention_dkv", "attention_dv")}
-    for name, found in vars(load(source)).items():
+    for name, found in vars(load_from_file(source)).items():
         if name in prefixes.get(kernel, (f"attention_{kernel}",)):
             yield name, found, plan, of_kernel(name, target), dims
 

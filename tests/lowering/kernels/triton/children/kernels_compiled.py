@@ -33,7 +33,7 @@ from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.kernels import compile_reports, compiled_for
 from frisket.runtime.backends.triton.tiles import MEDIUM, TABLE, ProgramTraits, default_target, of_kernel, reads_of
 from frisket.runtime.backends.triton.torch import forward
-from frisket.runtime.machine.triton_source import load
+from frisket.runtime.machine.modules import load_from_file as load
 
 causal = q >= k
 softcap = 50 * function("tanh", score / 50)
@@ -64,7 +64,7 @@ def report(name, dim, dtype, arch="sm_90"):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", PLANS)
 def test_default_tiles_do_not_spill(name, dim):
-    """Those that tiles_compiled.py has no line for."""
+    """Tiles that tiles_compiled.py has no line for."""
     found = report(name, dim, "bfloat16")
     assert found.spills == 0
     assert found.fits
@@ -124,7 +124,7 @@ def test_triton_cases_fit_when_compiled(name):
     ("by column, gqa", "float16", ()), ("learned softcap", "bfloat16", ("s0",)), ("by row, clamped", "float32", ()),
 ])  # fmt: skip
 def test_triton_backward_fits_when_compiled(name, dtype, live):
-    """Of one group, with dropout and formulas in 64 bits; of a scalar on the device; in float32, of few queries."""
+    """The backward of one group with dropout, formulas in 64 bits, a scalar on the device, few queries of float32."""
     case, target = MODS[name], Target("triton", 16, 16, 4, 1)
     facts = ProgramFacts(limits=dict.fromkeys("qk", 2.0**33), bounds=FORTY)
     wide = {"facts": facts, "keep_mask": survives()}

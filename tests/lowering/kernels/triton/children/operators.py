@@ -101,7 +101,7 @@ def module(roots, int64: bool) -> str:
 def check(name: str, int64: bool) -> None:
     import torch
 
-    from frisket.runtime.machine.triton_source import load
+    from frisket.runtime.machine.modules import load_from_file
 
     e = EXPRESSIONS[name]
     inputs = free(e)
@@ -111,7 +111,7 @@ def check(name: str, int64: bool) -> None:
     if name.startswith("shl"):
         arrays[0] = np.where((arrays[1] < 0) | (arrays[1] > 20), 0, arrays[0])  # the planner keeps Ints in their width
     out = torch.zeros(n, dtype={INT: torch.int64, FLOAT: torch.float32, BOOL: torch.bool}[e.type])
-    kernel = load(module([e], int64)).attention_forward
+    kernel = load_from_file(module([e], int64)).attention_forward
     kernel[(1,)](*(torch.from_numpy(a) for a in arrays if inputs), out, n)
     env = {p.name: a.astype({INT: np.int64, FLOAT: np.float64, BOOL: bool}[p.type]) for p, a in zip(inputs, arrays)}
     want = np.broadcast_to(evaluate(e, env), n)

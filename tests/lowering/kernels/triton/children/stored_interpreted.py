@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 
 
 def tensor(array, like=None):
-    """Of odd strides, in poisoned memory."""
+    """A tensor of odd strides, in poisoned memory."""
     dtype = getattr(torch, str(array.dtype))
     return poisoned(array.astype(np.float32) if dtype.is_floating_point else array, dtype, "bhsd"[: array.ndim])
 
