@@ -15,6 +15,7 @@ import keyword
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import resources
 from string import Template
 from textwrap import indent
@@ -79,18 +80,33 @@ class Names:
         return self.new(f"{stem}{n}")
 
 
-def skeleton(package: str, name: str) -> str:
-    """The text of skeletons/`name`.tpl of a package; `$include other` and `$include triton.other` are filled in."""
-    sibling, _, name = name.rpartition(".")  # Gluon shares parts with Triton, word for word
-    package = f"{package.rpartition('.')[0]}.{sibling}" if sibling else package
-    text = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
-    return re.sub(r"(?m)^( *)\$include ([\w.]+)$", lambda m: indent(skeleton(package, m[2]), m[1]).rstrip(), text)
+class Part(str):
+    """A part of a skeleton. As a hole it is filled in with the holes around it."""
 
 
-def parts(package: str, name: str) -> dict[str, str]:
-    """The parts of skeletons/`name`.tpl by their names: each stands behind a line `$part name`."""
-    pieces = re.split(r"(?m)^\$part (\w+)\n", skeleton(package, name))
-    return {part: f"\n{text.rstrip()}\n" for part, text in zip(pieces[1::2], pieces[2::2], strict=True)}
+@cache
+def parts(package: str, name: str) -> dict[str, Part]:
+    """The parts of skeletons/`name`.tpl by their names: each stands behind a line `$part name`.
+
+    A line `$include other` stands for another part of the file, `$include shared.other` for a part of shared.tpl, and
+    `$include triton.shared.other` for one of a sibling package's file.
+    """
+    source = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
+    pieces = re.split(r"(?m)^\$part (\w+)\n", source)
+    texts = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+
+    def whole(text: str) -> str:
+        return re.sub(r"(?m)^( *)\$include ([\w.]+)$", lambda m: indent(included(m[2]), m[1]).rstrip(), text)
+
+    def included(place: str) -> str:
+        *files, part = place.split(".")
+        if not files:
+            return whole(texts[part])
+        *sibling, file = files  # Gluon shares parts with Triton, word for word
+        other = parts(f"{package.rpartition('.')[0]}.{sibling[0]}" if sibling else package, file)
+        return other[part].lstrip("\n")
+
+    return {part: Part(f"\n{whole(text).rstrip()}\n") for part, text in texts.items()}
 
 
 def fields(record: object, names: str) -> dict[str, Any]:
@@ -99,8 +115,8 @@ def fields(record: object, names: str) -> dict[str, Any]:
 
 
 def filled(text: str, finish: Callable[[str], str] = str, /, **holes: Any) -> str:
-    """A skeleton with its holes filled: `$name` within a line by a text, alone on a line by lines, which take its
-    indentation (no lines: the line goes).
+    """A skeleton with its holes filled: `$name` within a line by a text, alone on a line by lines or by a `Part`, which
+    take its indentation (no lines: the line goes).
 
     A line that ends in `$if hole` goes where the hole is false; what it opens stays, a step to the left. `$if hole:`,
     `$else:` and `$for holes:` are blocks that are printed a step to the left; `$for` takes a list of further holes.
@@ -152,6 +168,8 @@ def _filled(lines: list[str], finish: Callable[[str], str], holes: dict[str, Any
                 lines = [*lines[:at], *(x[4:] for x in lines[at:end]), *lines[end:]]
         elif line.startswith("$") and isinstance(filling := holes.get(line[1:]), list):
             out += [f"{pad}{x}".rstrip() for x in "\n".join(filling).split("\n") if filling]
+        elif line.startswith("$") and isinstance(filling, Part):
+            out += [f"{pad}{x}".rstrip() for x in _filled(filling.strip("\n").split("\n"), finish, holes)]
         else:
             texts = {n: x for n, x in holes.items() if not isinstance(x, list)} if "$" in line else {}
             text = finish(Template(line).substitute(texts)) if "$" in line else line

@@ -20,7 +20,7 @@ from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import fields, filled
 from frisket.lowering.kernels.text import parts as texts
-from frisket.lowering.kernels.triton.cotangents import sums
+from frisket.lowering.kernels.triton.backward import sums
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
 from . import forward as pallas_gpu

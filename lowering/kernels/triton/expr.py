@@ -16,7 +16,7 @@ import numpy as np
 from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.expr import PREFIX, SHARED, Language, Text, calls
-from frisket.lowering.kernels.text import filled, skeleton
+from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.simplify.affine import interval
 
 _OF_ONE = """
@@ -48,7 +48,9 @@ def {name}(x, y):
 """
 
 
-FUNCTIONS = filled(skeleton(__package__, "functions"), power=power("power", "tl.float32").strip().splitlines())
+FUNCTIONS = filled(
+    parts(__package__, "functions")["functions"], power=power("power", "tl.float32").strip().splitlines()
+)
 PRELUDE = {text.split("(")[0]: f"\ndef {text.strip()}\n" for text in FUNCTIONS.removeprefix("def ").split("\n\ndef ")}
 
 # With 16-bit inputs the cancellation near 0 (1e-7) is far below the rounding of the result.

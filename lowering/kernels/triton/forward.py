@@ -1,4 +1,5 @@
-"""Writes the Triton forward kernel of a LoopPlan, and the kernels that combine parts of a row in their order.
+"""Writes the Triton forward and decode kernels of a LoopPlan, and the kernels that combine parts of a row in their
+order.
 
 One program works on one tile of queries of one head. It walks the records of its row: first the border tiles of
 keys, with the mask as a predicate, then the full ones without. Scores are in the units of the softmax, whose base
@@ -9,27 +10,35 @@ a scalar; where a tile has several pages each of its keys has one.
 
 Tensor descriptors stand for queries, keys and values where the target asks for them: the copy of a tile is one
 instruction, and what lies past the lengths is 0 whatever memory holds there.
+
+A program of the decode kernel works on one tile of few queries and one part of the key tiles that these queries see.
+The query heads that share a key head are packed into one tile, so that keys and values are read once for all of them.
+They are not where the mask depends on the head. A second kernel combines the parts of a row in the order of the keys:
+equal calls give equal bits.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from frisket.dsl.ir import Expr, lookup, make, transform, var
+from frisket.dsl.ir import Expr, build, lookup, make, transform, var
 from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, Text
-from frisket.lowering.kernels.text import fields, filled, skeleton
+from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import LoopPlan, Target
 
-from .rows import RowKernel
+from .module import Dims, TritonKernel, check_tile, module, padded, widths
 from .units import machine
-from .writer import Dims, KernelTraits, TritonKernel, check_tile, launched, masked, module, padded, parts, wrapped
+from .writer import KernelTraits, Writer, masked, wrapped
 
-FORWARD = skeleton(__package__, "forward")
+FORWARD, DECODE = parts(__package__, "forward"), parts(__package__, "decode")
+SUMS = parts(__package__, "dkv")["sums"]
 PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and their places in it, which a kernel knows
+H, FIRST = var("h"), var("h_first")  # the head, and the first of those in a tile
 
 
 @dataclass(frozen=True)
@@ -68,15 +77,67 @@ def kernels(
 ) -> list[TritonKernel]:
     """The forward kernel, and with `listed` the one that combines parts of rows. Of `target` the text depends on the
     order of rows and the precision alone, and where keys are in pages on the number of pages of a tile."""
-    traits = KernelTraits(listed=listed, parted=listed)
-    first = ForwardKernel(plan, target, dims, optional, traits).kernel()
-    return [first, *[combine(plan, dims, optional, listed=True)] * listed]
+    traits = KernelTraits(listed=listed, parted=listed, words=target.words)
+    writer = ForwardKernel(plan, target, dims, optional, traits)
+    first = writer.kernel(writer.filled(FORWARD["kernel"], writer.holes()), writer.grid_of("q tiles", "heads"))
+    return [first, *[combine(plan, dims, optional, "listed")] * listed]
+
+
+def emit_decode(
+    plan: LoopPlan,
+    target: Target,
+    dims: Dims,
+    optional: OptionalArrays = NO_ARRAYS,
+    *,
+    packs: bool = True,
+    balanced: bool = False,
+) -> str:
+    """The text of a module with `attention_decode` and `attention_combine`; arguments as in `emit`. Without `packs`, a
+    tile holds the queries of one head. Where `target.splits` is 1 there are no parts: `attention_decode` writes the
+    results. With `balanced`, each row has parts in proportion to the tiles that it sees. The kernel reads their number
+    from the table of spans, so the host need not know it."""
+    parted = target.splits != 1
+    balanced = balanced and parted
+    numbers = ("heads", "q_len", "kv_len", *["splits"] * parted, *["batches"] * balanced)
+    traits = KernelTraits(
+        "attention_decode",
+        numbers,
+        parted=parted,
+        balanced=balanced,
+        pack=packed(plan, dims) if packs else 1,
+        bounded=False,  # loads of keys take the time here, not the mask, and stored keys need the registers
+        words=target.words,
+    )
+    writer = ForwardKernel(plan, target, dims, NO_ARRAYS if parted else optional, traits)
+    emitted = [writer.decode()]
+    if parted:
+        emitted.append(combine(plan, dims, optional, "balanced" if balanced else "split"))
+    return module("Attention of few queries", plan, dims, emitted)
+
+
+def packed(plan: LoopPlan, dims: Dims) -> int:
+    """The number of query heads packed into a tile, 1 where the mask depends on the head: all heads that share a key
+    head, or the largest divisor of their number whose tile fits into registers."""
+    if plan.uses_head:
+        return 1
+    dim, most = padded(max(dims.head_dim, dims.v_dim)), rows_of_a_tile(dims)
+    if dims.group <= (128 if dim <= 128 else most):
+        return dims.group
+    return max(n for n in range(1, most + 1) if dims.group % n == 0)
+
+
+def rows_of_a_tile(dims: Dims) -> int:
+    """The most rows of a packed tile, a row being one query of one head: 128 rows hold 16 queries of each of 8 heads,
+    which read keys and values once. Where keys have 8 bits, two programs of 64 rows would take a tenth less time by the
+    model of an H100, and read them twice. A key head with more heads than this may have a larger tile."""
+    dim = padded(max(dims.head_dim, dims.v_dim))
+    return 128 if dim <= 128 and dims.dtype != "float32" else 64 if dim <= 256 else 16
 
 
 def describable(plan: LoopPlan, dims: Dims) -> bool:
     """Whether a kernel of `plan` can read its arrays through tensor descriptors: 16-bit numbers, in one part along the
     head dimension, neither in pages nor such that keys which no query sees may hold anything."""
-    whole = len(parts(dims.head_dim)) == len(parts(dims.v_dim)) == 1
+    whole = len(widths(dims.head_dim)) == len(widths(dims.v_dim)) == 1
     return whole and dims.dtype != "float32" and not dims.kv_dtype and plan.pages is None and not plan.unwritten
 
 
@@ -106,28 +167,24 @@ class HeadPart:
 
 
 def parts_of(dim: int, index: str, constant: str, length: str) -> list[HeadPart]:
-    widths = parts(dim)
-    if len(widths) == 1:  # no mark: kernels of one part have the plain names
-        return [HeadPart("", index, 0, constant, length if widths[0] > dim else "")]
-    whole, rest = widths
+    of_dim = widths(dim)
+    if len(of_dim) == 1:  # no mark: kernels of one part have the plain names
+        return [HeadPart("", index, 0, constant, length if of_dim[0] > dim else "")]
+    whole, rest = of_dim
     return [
         HeadPart("0", f"{index}0", 0, str(whole), ""),
         HeadPart("1", f"{index}1", whole, str(rest), length if whole + rest > dim else ""),
     ]
 
 
-class ForwardKernel(RowKernel):
-    """The parts that the forward kernel and the decode kernel are made of."""
-
-    skeleton, name = FORWARD, "attention_forward"
+class ForwardKernel(Writer):
+    """The forward kernel, or by its traits the decode kernel, which have the same tile of keys."""
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays, traits: KernelTraits
     ) -> None:
         check_tile(target)
-        self.plan, self.target, self.optional, self.traits = plan, target, optional, traits
-        if target.words:
-            self.one_of = "among"
+        self.plan, self.dims, self.optional, self.traits = plan, dims, optional, traits
         self.paged = plan.pages is not None
         self.numbered = self.paged and plan.page % target.block_k != 0  # each key of a tile by its own page
         # a tile within one page has one number of it, which is loaded once
@@ -137,7 +194,11 @@ class ForwardKernel(RowKernel):
         self.keep_mask = [] if plan.keep_mask is None else [expr.machine(plan.keep_mask)]
         levels = {**traits.levels, PAGE.name: COLUMN, TOKEN.name: COLUMN}
         self.weight = [] if plan.weight is None else [machine(self.rewritten(plan.weight), dims, levels)]
-        super().__init__(plan, dims, target, [*self.keep_mask, *self.weight], traits, levels)
+        if traits.name == "attention_decode":
+            target = replace(target, order="forward", descriptors=False)
+        if self.paged:
+            traits = replace(traits, numbers=(*traits.numbers, "pool"))
+        super().__init__(plan, dims, target, traits, [*self.keep_mask, *self.weight], levels)
         self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
         same = dims.head_dim == dims.v_dim
         # one set of masks and offsets for both
@@ -145,12 +206,17 @@ class ForwardKernel(RowKernel):
         # TMA reads boxes of an array as it lies: no pages, no conversion
         self.described = target.descriptors and describable(plan, dims)
         self.unwritten = plan.mask is not None and plan.unwritten  # keys in a border tile may be so
-        if self.paged:
-            self.numbers = (*self.numbers, "pool")
 
     def rewritten(self, e: Expr) -> Expr:
-        """A score mod or weight whose scales are found by the page and the places in it that the tile has."""
-        return super().rewritten(e if self.page_of is None else transform(e, self._in_page))
+        """A score mod or weight whose scales are found by the page and the places in it that the tile has, and in which
+        `h // n` is that of a packed tile's first head, where all heads of the tile have the same: values that depend on
+        the key head alone are then read once, not for every row."""
+        e = transform(e, self._of_group) if self.traits.packs else e
+        return e if self.page_of is None else transform(e, self._in_page)
+
+    def _of_group(self, e: Expr) -> Expr:
+        shared = e.op == "floordiv" and e.args[0] is H and e.args[1].op == "lit" and e.args[1].name > 0
+        return build("floordiv", FIRST, e.args[1]) if shared and e.args[1].name % self.dims.group == 0 else e
 
     def _in_page(self, e: Expr) -> Expr:
         if e.op != "lookup" or self.page_of not in e.args:
@@ -178,32 +244,124 @@ class ForwardKernel(RowKernel):
         wide = self.dims.kv_dtype.startswith("float8") and self.dims.dtype == "bfloat16"
         return ".to(tl.float32)" * wide + ".to(Q.dtype.element_ty)" * bool(self.dims.kv_dtype)
 
-    def kernel(self) -> TritonKernel:
-        return launched(self.name, self.filled(self.skeleton), self.grid_of("q tiles", "heads"), self.target)
+    def decode(self) -> TritonKernel:
+        """The kernel of few queries."""
+        t, traits = self.target, self.traits
+        heads, queries = (f"heads / {traits.pack}", "packed queries") if traits.packs else ("heads", "queries")
+        rows = "q tiles * splits, {}, batch" if traits.parted else "q tiles, {}, batch"
+        rows = "{}, batch * q tiles * (splits + 1)" if traits.balanced else rows
+        launch = (
+            f"attention_decode: grid ({rows.format(heads)}), tiles of {t.block_q} {queries} by {t.block_k} "
+            f"keys,\n    num_warps={t.num_warps}, num_stages={t.num_stages}."
+        )
+        holes = {**self.holes(), **self._of_few()}
+        return TritonKernel(traits.name, self.filled(DECODE["kernel"], holes), launch)
 
     def holes(self) -> dict[str, Any]:
         # a descriptor carries the range of the head dimension
         axes = [self.values] if self.described or self.values is self.head else [self.head, self.values]
-        pages = self.arguments[str(self.plan.pages)] if self.paged else None
+        by = "descriptor" if self.described else "pointer"
+        place = "keys_in_pages" if self.numbered else "tile_in_page" if self.paged else "tile_in_array"
         return {
             **super().holes(),
             "axes": [f"{', '.join(p.index for p in a)} = {', '.join(p.positions for p in a)}" for a in axes],
             **self.optional.holes,
-            **fields(self, "paged numbered described unwritten within cast"),
-            "guard": self.plan.guard, "pages": pages and pages.name, "pages_size": pages and pages.sizes[1],
-            "pages_step": pages and pages.strides[0], "pages_stride": pages and pages.strides[1],
-            "page_size": self.plan.page, "key": "at" if self.numbered else "tile * BLOCK_K",
-            "first_key": self._first("k", "[None, :]"), "first_value": self._first("v", "[:, None]"),
+            "guard": self.plan.guard,
+            "described": self.described,
+            "unwritten": self.unwritten,
+            "tensors": self._tensors("Out" if self.traits.name == "attention_forward" else ""),
+            "strides": [{"tensor": x} for x in ("o" if self.described else "qkvo")],
+            "within": self.within,
+            "load_query": FORWARD[f"query_by_{by}"],
+            "load_keys": FORWARD[f"keys_by_{by}"],
+            "load_values": FORWARD[f"values_by_{by}"],
+            "place_of_keys": [] if self.described else FORWARD[place],
+            **self._pages(),
+            "cast": self.cast,
+            "first_key": self._first("k", "[None, :]"),
+            "first_value": self._first("v", "[:, None]"),
             "head": [p.holes("present[:, None]") for p in self.head],
             "values": [p.holes("present[:, None]", other="") for p in self.values],
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
-            **self.closed_form(), "hoisted": self.before_tiles(), "weighed": bool(self.weight),
-            "scaled": self.value(self.weight[0]) if self.weight else "",
+            **self.closed_form(),
+            "hoisted": self.before_tiles(),
             "tiles": self.tiles(),
             "whole": f"(total * {self.survival})" if self.survival else "total",
             "survived": f" * (1.0 / {self.survival})" if self.survival else "",
             "v_dim": self.v,
-        }  # fmt: skip
+            "of_rows": ", mask=present",
+        }
+
+    def _tensors(self, out: str) -> list[str]:
+        """The lines of the signature for tensors; `out` stands beside them where it is one of the kernel."""
+        strided = "[batch, heads, length, dim], any strides"
+        if self.described:
+            boxes = "tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile"
+            return [f"Q, K, V,  # {boxes}", f"{out},  # {strided}"]
+        tensors = ", ".join(["Q", *["K", "V"] * (not self.paged), *[out] * bool(out)])
+        return [
+            f"{tensors},  # {strided}",
+            *["K, V,  # [pages, heads, tokens of a page, dim], any strides"] * self.paged,
+        ]
+
+    def _pages(self) -> dict[str, Any]:
+        """The holes about pages, and about the batch axis, which is that of pages in a pool."""
+        pages = self.arguments[str(self.plan.pages)] if self.paged else None
+        return {
+            "paged": self.paged,
+            "pages": pages and pages.name,
+            "pages_step": pages and pages.strides[0],
+            "pages_stride": pages and pages.strides[1],
+            "page_size": self.plan.page,
+            **{f"batch_of_{x}": "" if self.paged else f"batch.to(tl.int64) * stride_{x}b + " for x in "kv"},
+            "key_columns": "" if self.numbered else "columns[None, :] * stride_ks + ",
+            "value_columns": "" if self.numbered else "columns[:, None] * stride_vs + ",
+        }
+
+    def _number_of_page(self, inside: str) -> str:
+        """The place of a tile's or a key's page in its row of the table."""
+        number = f"{'at' if self.numbered else 'tile * BLOCK_K'} // {self.plan.page}"
+        size = self.arguments[str(self.plan.pages)].sizes[1] if self.paged else ""
+        return f"clamp({number}, {size})" if inside else number
+
+    def _of_few(self) -> dict[str, Any]:
+        """The holes of the decode kernel beside those of the forward."""
+        traits = self.traits
+        whole = traits.pack == self.dims.group  # all query heads of a key head in one tile
+        own_head = "head" if not traits.packs else "kv_head" if whole else "first_head"
+        first_head = "kv_head * GROUP" if own_head == "kv_head" else own_head
+        packed_heads = "GROUP" if whole else "PACK"
+        present = "start + rows < q_len"
+        rows_of_tiles = "rows_of_tiles" if traits.parted else "tl.num_programs(0)"
+        by_group = f"h_origin + {first_head}"
+        way = "_balanced" if traits.balanced else "_split" if traits.parted else ""
+        line_of_h = self.own_coordinate("h")
+        if line_of_h and traits.packs:
+            line_of_h = [f"h = (h_origin + head)[:, None]{self.wide}"]
+        if FIRST.name in self.used:
+            line_of_h.append(f"h_first = ({by_group}){self.wide}" if self.wide else f"h_first = {by_group}")
+        return {
+            "strides": [{"tensor": x} for x in ("qkv" if traits.parted else "qkvo")],
+            "results": DECODE[f"results_of{way}" if way else "results"],
+            "row_of_part": [] if traits.balanced else DECODE["row_of_split" if traits.parted else "row"],
+            "store": DECODE[f"store{way}"],
+            "first_head": first_head,
+            "tiles_seen": [
+                "of_sequences = tiles_seen(",
+                f"    first + lanes, rows_of_tiles, batches, heads, {first_head}, Spans, Count, SliceOf, records",
+                ")",
+            ],
+            "rows_of_tiles": rows_of_tiles,
+            "parts": "parts" if traits.balanced else "splits",
+            "queries": "QUERIES" if traits.packs else "BLOCK_Q",
+            "partly": own_head == "first_head",
+            "heads_of_program": " * PACK" if own_head == "first_head" else "",
+            "packed_heads": packed_heads,
+            "of_heads": "the GROUP" if whole else "PACK",
+            "own_head": own_head,
+            "present": f"(packed < QUERIES * {packed_heads}) & ({present})" if traits.packs else present,
+            "line_of_h": line_of_h,
+        }
 
     @property
     def within(self) -> str:
@@ -232,12 +390,21 @@ class ForwardKernel(RowKernel):
                 for p in self.head
             ],
             "values": [p.holes(column) for p in self.values],
+            "number_of_page": self._number_of_page(inside),
             "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
             "visible": self.visible(written) if inside else [],
             "score_mod": self.score_mod("score", written, inside and "visible"),
             "dropout": self.quoted(self.plan.keep_mask, keep_mask, "p = tl.where({}, p, 0.0)", written),
-            "weight": self.quoted(self.plan.weight, weight, "", written),
+            "weight": self._weighed(weight, inside, written),
         }
+
+    def _weighed(self, weight: Expr | None, inside: str, written: set[str]) -> list[str]:
+        """The lines that multiply the weights of a tile by those of its values."""
+        if weight is None:
+            return []
+        scaled = wrapped(f"scaled = {self.value(weight)}")
+        product = "p = tl.where(visible, p * scaled, 0.0)" if inside else "p *= scaled"
+        return [*self.quoted(self.plan.weight, weight, "", written), scaled, product]
 
     @property
     def _seen(self) -> str:
@@ -251,23 +418,40 @@ class ForwardKernel(RowKernel):
         return "" if rate is None else f"(1.0 - {self.arguments[rate].name})"
 
 
-COMBINE, SUMS = skeleton(__package__, "combine"), skeleton(__package__, "sums")
+VARYING = {  # integers of attention_combine by what divides the rows, as the lines of its signature have them
+    "split": ["heads, q_len, splits,"],
+    "balanced": ["heads, q_len,", "queries, pack,  # of a tile, and the heads in it"],
+    "listed": ["heads, q_len, queries,"],
+}
 
 
-def combine(
-    plan: LoopPlan, dims: Dims, optional: OptionalArrays, *, balanced: bool = False, listed: bool = False
-) -> TritonKernel:
-    """The kernel that combines the parts of each row, or of those rows that a table lists. Of the plan it reads
-    `guard`: whether a row may be empty."""
+def combine(plan: LoopPlan, dims: Dims, optional: OptionalArrays, way: str) -> TritonKernel:
+    """The kernel that combines the parts of each row, by how these are divided: "split" and "balanced" by
+    `attention_decode`, or "listed" by a table of `attention_forward`. Of the plan it reads `guard`: whether a row may
+    be empty."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
     ragged = padded(dims.v_dim) != dims.v_dim  # without a mask loads are wider
-    text = filled(
-        COMBINE, wrapped, d=e, dim=dim, v_dim=length,
-        load=masked("part[:, None] < splits", f"{e}[None, :] < {length}" if ragged else ""),
-        store=masked(f"{e} < {length}" if ragged else "", other=""), guard=plan.guard, balanced=balanced, listed=listed,
-        of_place="place", length="q_len", part_at="first_at" if balanced or listed else "row_at", **optional.holes,
-    )  # fmt: skip
-    rows = "queries of rows in parts" if listed else "q_len"
+    numbers = re.findall(r"(\w+),", "".join(x.partition("  #")[0] for x in VARYING[way]))
+    holes = {
+        "varying": ", ".join(f'"{n}"' for n in numbers),
+        "numbers": VARYING[way],
+        "source": "attention_forward" if way == "listed" else "attention_decode",
+        "tables": DECODE.get(f"tables_of_{way}", []),
+        "place_of_parts": DECODE[f"parts_of_{way}"],
+        "part_at": "row_at" if way == "split" else "first_at",
+        "of_place": "place",
+        "length": "q_len",
+        "d": e,
+        "dim": dim,
+        "v_dim": length,
+        "load": masked("part[:, None] < splits", f"{e}[None, :] < {length}" if ragged else ""),
+        "store": masked(f"{e} < {length}" if ragged else "", other=""),
+        "guard": plan.guard,
+        "of_rows": "",
+        **optional.holes,
+    }
+    rows = "queries of rows in parts" if way == "listed" else "q_len"
+    text = filled(DECODE["combine"], wrapped, **holes)
     return TritonKernel("attention_combine", text, f"attention_combine: grid ({rows}, heads, batch).")
 
 
@@ -314,6 +498,7 @@ class PartSums:
         """The kernel that adds the parts of rows up; `buffers` are the parameters of totals."""
         # a key head sums over its query heads, and a total has one entry for each of them
         several = self.heads > 1
+        place = f"(place * GROUP + i).to(tl.int64) * {length} + row" if several else "row_at"
         offsets = [f" + {n}" if n else "" for n in self.offsets]
         text = filled(
             SUMS,
@@ -327,7 +512,7 @@ class PartSums:
             several=several,
             arrays=[self._array(*x) for x in zip(offsets, self.arrays)],
             totals=[
-                {"offset": offset + " + i" * several, "buffer": buffer}
+                {"offset": offset + " + i" * several, "place_of_total": f"{buffer} + {place}"}
                 for offset, (buffer, _) in zip(offsets[len(self.arrays) :], self.totals)
             ],
         )

@@ -28,7 +28,7 @@ from frisket.dsl.types import BOOL, INT
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
 from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, emit, groups_of
 from frisket.lowering.kernels.triton.forward import OptionalArrays
-from frisket.lowering.kernels.triton.writer import Dims, padded
+from frisket.lowering.kernels.triton.module import Dims, padded
 from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, SpanSource, Target
 from frisket.lowering.simplify.curves import ends_of
 from frisket.runtime.backends.triton import launch as triton_launch

@@ -13,7 +13,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
-from frisket.lowering.kernels.triton.cotangents import sums
+from frisket.lowering.kernels.triton.backward import sums
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names, Target
 from frisket.lowering.xla.captured import folded_in_fixed_point
 from frisket.runtime.backends.base import Block, Shapes

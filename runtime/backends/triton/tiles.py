@@ -38,9 +38,9 @@ from frisket.dsl.ir import Expr, build, uses, walk
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import LEVELS, POSITION, levels
 from frisket.lowering.kernels.triton.backward import DELTA
-from frisket.lowering.kernels.triton.cotangents import NAMES, square
+from frisket.lowering.kernels.triton.captured import NAMES, square
+from frisket.lowering.kernels.triton.module import padded
 from frisket.lowering.kernels.triton.units import ALONG, GATHERED, by_distance
-from frisket.lowering.kernels.triton.writer import padded
 from frisket.lowering.plan import Geometry, LoopPlan, Problem, Target, score_class
 from frisket.runtime.backends.base import RECORDS, Block
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning

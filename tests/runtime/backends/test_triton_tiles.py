@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.lowering.kernels.triton.cotangents import square
+from frisket.lowering.kernels.triton.captured import square
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton import tiles
 from frisket.runtime.backends.triton.grids import of_backward, of_forward

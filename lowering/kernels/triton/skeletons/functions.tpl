@@ -1,3 +1,4 @@
+$part functions
 $# The functions that Triton kernels call: a module has those that it uses. Nothing here needs libdevice.
 def step(i, size, stride):
     return tl.minimum(tl.maximum(i, 0), size - 1).to(tl.int64) * stride

@@ -15,7 +15,7 @@ from frisket.dsl.ir import param
 from frisket.dsl.sugar import function, h, k, q, score, where
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.gluon.forward import EXP2, by_polynomial, emit
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.plan import Target, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 
