@@ -80,12 +80,8 @@ class Names:
         return self.new(f"{stem}{n}")
 
 
-class Part(str):
-    """A part of a skeleton. As a hole it is filled in with the holes around it."""
-
-
 @cache
-def parts(package: str, name: str) -> dict[str, Part]:
+def parts(package: str, name: str) -> dict[str, str]:
     """The parts of skeletons/`name`.tpl by their names: each stands behind a line `$part name`.
 
     A line `$include other` stands for another part of the file, `$include shared.other` for a part of shared.tpl, and
@@ -106,7 +102,7 @@ def parts(package: str, name: str) -> dict[str, Part]:
         other = parts(f"{package.rpartition('.')[0]}.{sibling[0]}" if sibling else package, file)
         return other[part].lstrip("\n")
 
-    return {part: Part(f"\n{whole(text).rstrip()}\n") for part, text in texts.items()}
+    return {part: f"\n{whole(text).rstrip()}\n" for part, text in texts.items()}
 
 
 def fields(record: object, names: str) -> dict[str, Any]:
@@ -115,8 +111,8 @@ def fields(record: object, names: str) -> dict[str, Any]:
 
 
 def filled(text: str, finish: Callable[[str], str] = str, /, **holes: Any) -> str:
-    """A skeleton with its holes filled: `$name` within a line by a text, alone on a line by lines or by a `Part`, which
-    take its indentation (no lines: the line goes).
+    """A skeleton with its holes filled: `$name` within a line by a text, alone on a line by lines, which take its
+    indentation (no lines: the line goes).
 
     A line that ends in `$if hole` goes where the hole is false; what it opens stays, a step to the left. `$if hole:`,
     `$else:` and `$for holes:` are blocks that are printed a step to the left; `$for` takes a list of further holes.
@@ -168,8 +164,6 @@ def _filled(lines: list[str], finish: Callable[[str], str], holes: dict[str, Any
                 lines = [*lines[:at], *(x[4:] for x in lines[at:end]), *lines[end:]]
         elif line.startswith("$") and isinstance(filling := holes.get(line[1:]), list):
             out += [f"{pad}{x}".rstrip() for x in "\n".join(filling).split("\n") if filling]
-        elif line.startswith("$") and isinstance(filling, Part):
-            out += [f"{pad}{x}".rstrip() for x in _filled(filling.strip("\n").split("\n"), finish, holes)]
         else:
             texts = {n: x for n, x in holes.items() if not isinstance(x, list)} if "$" in line else {}
             text = finish(Template(line).substitute(texts)) if "$" in line else line

@@ -226,8 +226,6 @@ class GluonForward(Writer):
         ends = 3 if "least" in self.rows else 2  # instructions of a comparison with the ends of a row, and of a select
         edge |= {"range": "borders", "by_polynomial": by_polynomial(inside, ends + work(self.mask))}
         full |= {"range": "borders, hi - lo", "by_polynomial": by_polynomial(inside)}
-        for tile in (edge, full):
-            tile["weights_of_scores"] = BLACKWELL["exp2_by_polynomial" if tile["by_polynomial"] else "exp2"]
         return [edge, full]
 
 

@@ -18,7 +18,7 @@ from frisket.dsl.show import show
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import POSITION
-from frisket.lowering.kernels.text import Part, filled, parts
+from frisket.lowering.kernels.text import fields, filled, parts
 from frisket.lowering.plan import LoopPlan, Target
 
 from .forward import PartSums, describable
@@ -158,7 +158,7 @@ class GradientKernel(Writer):
         self.full = [*self.score, *more]  # what full tiles ask for
         self.described = target.descriptors and describable(plan, dims)
 
-    def kernels(self, part: Part, grid: str, length: str, holes: dict[str, Any]) -> list[TritonKernel]:
+    def kernels(self, part: str, grid: str, length: str, holes: dict[str, Any]) -> list[TritonKernel]:
         """The kernel of a part of a skeleton, and where a table lists its programs the one that adds up the sums of
         rows in parts, of queries or keys by `length`."""
         kernel = self.kernel(self.filled(part, {**self.holes(), **holes, **self.before_loops()}), grid)
@@ -175,12 +175,10 @@ class GradientKernel(Writer):
         boxes = "tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile"
         return {
             **common,
-            "e": self.e,
+            **fields(self, "e inner described"),
             "dim_e": "DIM" if self.e == "d" else "DIM_V",
             "v_dim": self.v,
-            "inner": self.inner,
             "apart": self.e == "e",
-            "described": self.described,
             "of_arrays": boxes if self.described else "[batch, heads, length, dim], any strides",
             "strides": [{"tensor": x} for x in ("" if self.described else "qkvg" if self.inner else "qkg")],
             "dropped": self.keep_mask is not None,
@@ -218,6 +216,10 @@ class GradientKernel(Writer):
         is empty."""
         pad = self.value_pad(f"{self.e}[None, :]") if axis == "e" else self.head_pad("d[None, :]")
         return masked(inside and f"{inside}[:, None]", pad, other=other)
+
+    def inside_of_tile(self) -> list[str]:
+        walked = "BLOCK_Q + rows < q_len" if self.traits.swapped else "BLOCK_K + columns < kv_len"
+        return ["edge = tile", f"inside = tile * {walked}"]
 
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
@@ -287,11 +289,9 @@ def _dq_kernels(
     summed = [s for s in sums(plan, grad_names) if s.along == "q"]
     traits = KernelTraits("attention_dq", listed=listed, parted=listed, longest=LINE + 1)
     writer = GradientKernel(plan, target, dims, traits, "q" if "q" in grad_names else "", summed)
-    by, by_length = "descriptor" if writer.described else "pointer", dims.by_length
+    by_length = dims.by_length
     holes = {
         "dq": "q" in grad_names,
-        "load_own": DQ[f"own_by_{by}"],
-        "load_walked": DQ[f"walked_by_{by}"],
         "own_shape": "batch, q_len, heads" if by_length else "batch, heads, q_len",
         "own_row": "((tl.cast(batch, tl.int64) * q_len + start) * heads + head)" if by_length else "at_q",
         "row_step": "(heads * HEAD_DIM)" if by_length else "HEAD_DIM",
@@ -308,7 +308,6 @@ def _dkv_kernels(
     traits = KernelTraits(name, swapped=True, listed=name in listed, parted=name in listed)
     writer = GradientKernel(plan, target, dims, traits, written, summed)
     inner, by_length = writer.inner, dims.by_length
-    by = "descriptor" if writer.described else "pointer"
     by_pairs = 2 * target.block_q >= WARP * target.num_warps
     heads, kv_head = f"tl.num_programs({writer.axes[1]})", "head" if dims.group == 1 else "kv_head"
     own_row = f"(batch * {heads} + {kv_head}).to(tl.int64) * kv_len + start"
@@ -327,12 +326,8 @@ def _dkv_kernels(
         # With fewer entries than threads the compiler loads what each thread uses, past shared memory.
         "numbers_a_load": 2 if by_pairs else 4,
         "results": ", ".join(f"D{n.upper()}" for n in written),
-        "load_own": DKV[f"own_by_{by}"],
-        "load_query": DKV[f"query_by_{by}"],
-        "load_dout": DKV[f"dout_by_{by}"] if "v" in grad_names or inner else [],
-        "load_stats": DKV["stats_by_pairs" if by_pairs else "stats_by_fours"],
+        "dout": "v" in grad_names or inner,
         "survivors": "p" if writer.keep_mask is None else "(p * kept)",
-        "store_totals": DKV["totals_or_part" if traits.listed else "totals"],
         "own_shape": "batch, kv_len, key heads" if by_length else "batch, key heads, kv_len",
         "own_row": own_row,
         **steps,

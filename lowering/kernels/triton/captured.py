@@ -262,7 +262,6 @@ def _walk(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, adds: 
     walked = made.one_tile(roots, (COLUMN,), written)
     walked["row_and_column"][:0] = made.positioned(w.used & {"k"})
     share = made.shared(made.factors[0], written)
-    begin = {"total": ["total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)"], "counts": ["per = tl.load(PerUnit)"]}
     holes = {
         **common,
         "hoisted": hoisted,
@@ -270,9 +269,9 @@ def _walk(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, adds: 
         **share,
         "weighed": share["share"] != "dm",
         "added": "dm" if share["share"] == "dm" else "share",
-        "begin": begin.get(adds, []),
         "total": adds == "total",
+        "fixed": adds == "counts",
+        "atomic": adds == "shares",
         "into": [] if adds == "total" else made.into(gradient.source, written, "visible"),
-        "add": CAPTURED["add_magnitudes" if adds == "total" else f"add_{adds}"],
     }
     return made.kernel("scatter", "(q tiles, heads, batch)", holes)

@@ -28,7 +28,7 @@ from frisket.dsl.ir import Expr, build, lookup, make, transform, var
 from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, Text
-from frisket.lowering.kernels.text import filled, parts
+from frisket.lowering.kernels.text import fields, filled, parts
 from frisket.lowering.plan import LoopPlan, Target
 
 from .module import Dims, TritonKernel, check_tile, module, padded, widths
@@ -260,24 +260,15 @@ class ForwardKernel(Writer):
     def holes(self) -> dict[str, Any]:
         # a descriptor carries the range of the head dimension
         axes = [self.values] if self.described or self.values is self.head else [self.head, self.values]
-        by = "descriptor" if self.described else "pointer"
-        place = "keys_in_pages" if self.numbered else "tile_in_page" if self.paged else "tile_in_array"
         return {
             **super().holes(),
             "axes": [f"{', '.join(p.index for p in a)} = {', '.join(p.positions for p in a)}" for a in axes],
             **self.optional.holes,
             "guard": self.plan.guard,
-            "described": self.described,
-            "unwritten": self.unwritten,
+            **fields(self, "paged numbered described unwritten cast"),
             "tensors": self._tensors("Out" if self.traits.name == "attention_forward" else ""),
             "strides": [{"tensor": x} for x in ("o" if self.described else "qkvo")],
-            "within": self.within,
-            "load_query": FORWARD[f"query_by_{by}"],
-            "load_keys": FORWARD[f"keys_by_{by}"],
-            "load_values": FORWARD[f"values_by_{by}"],
-            "place_of_keys": [] if self.described else FORWARD[place],
             **self._pages(),
-            "cast": self.cast,
             "first_key": self._first("k", "[None, :]"),
             "first_value": self._first("v", "[:, None]"),
             "head": [p.holes("present[:, None]") for p in self.head],
@@ -306,13 +297,12 @@ class ForwardKernel(Writer):
 
     def _pages(self) -> dict[str, Any]:
         """The holes about pages, and about the batch axis, which is that of pages in a pool."""
-        pages = self.arguments[str(self.plan.pages)] if self.paged else None
+        pages, page = self.arguments[str(self.plan.pages)] if self.paged else None, self.plan.page
         return {
-            "paged": self.paged,
             "pages": pages and pages.name,
             "pages_step": pages and pages.strides[0],
             "pages_stride": pages and pages.strides[1],
-            "page_size": self.plan.page,
+            "place_in_page": f"at % {page}" if self.numbered else f"tl.cast(tile * BLOCK_K % {page}, tl.int64)",
             **{f"batch_of_{x}": "" if self.paged else f"batch.to(tl.int64) * stride_{x}b + " for x in "kv"},
             "key_columns": "" if self.numbered else "columns[None, :] * stride_ks + ",
             "value_columns": "" if self.numbered else "columns[:, None] * stride_vs + ",
@@ -334,7 +324,8 @@ class ForwardKernel(Writer):
         present = "start + rows < q_len"
         rows_of_tiles = "rows_of_tiles" if traits.parted else "tl.num_programs(0)"
         by_group = f"h_origin + {first_head}"
-        way = "_balanced" if traits.balanced else "_split" if traits.parted else ""
+        row_of_balanced = "(program.to(tl.int64) * heads + head) * queries + rows"
+        row_of_split = "((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows"
         line_of_h = self.own_coordinate("h")
         if line_of_h and traits.packs:
             line_of_h = [f"h = (h_origin + head)[:, None]{self.wide}"]
@@ -342,9 +333,10 @@ class ForwardKernel(Writer):
             line_of_h.append(f"h_first = ({by_group}){self.wide}" if self.wide else f"h_first = {by_group}")
         return {
             "strides": [{"tensor": x} for x in ("qkv" if traits.parted else "qkvo")],
-            "results": DECODE[f"results_of{way}" if way else "results"],
-            "row_of_part": [] if traits.balanced else DECODE["row_of_split" if traits.parted else "row"],
-            "store": DECODE[f"store{way}"],
+            "parts_of_rows": "programs, heads, queries" if traits.balanced else "splits, batch, heads, q_len",
+            "row_of_sums": "(program.to(tl.int64) * heads + head) * queries + rows"
+            if traits.balanced
+            else row_of_split,
             "first_head": first_head,
             "tiles_seen": [
                 "of_sequences = tiles_seen(",
@@ -363,12 +355,11 @@ class ForwardKernel(Writer):
             "line_of_h": line_of_h,
         }
 
-    @property
-    def within(self) -> str:
-        """The condition that keys of a tile exist: with one subtraction a tile, not an addition a key, where registers
-        are left for it. A tile of 128 x 128 at head size 128 would spill 16 bytes with Triton 3.9."""
+    def inside_of_tile(self) -> list[str]:
+        # One subtraction a tile, not an addition a key, where registers are left for it: a tile of 128 x 128 at head
+        # size 128 would spill 16 bytes with Triton 3.9.
         few = self.traits.bounded and self.target.block_k <= 64
-        return "columns < kv_len - tile * BLOCK_K" if few else "tile * BLOCK_K + columns < kv_len"
+        return [f"inside = {'columns < kv_len - tile * BLOCK_K' if few else 'tile * BLOCK_K + columns < kv_len'}"]
 
     def _first(self, step: str, axes: str) -> str:
         """The offset of a tile's first key, or of each key where keys are `numbered`."""
@@ -436,8 +427,7 @@ def combine(plan: LoopPlan, dims: Dims, optional: OptionalArrays, way: str) -> T
         "varying": ", ".join(f'"{n}"' for n in numbers),
         "numbers": VARYING[way],
         "source": "attention_forward" if way == "listed" else "attention_decode",
-        "tables": DECODE.get(f"tables_of_{way}", []),
-        "place_of_parts": DECODE[f"parts_of_{way}"],
+        **{name: name == way for name in VARYING},
         "part_at": "row_at" if way == "split" else "first_at",
         "of_place": "place",
         "length": "q_len",

@@ -21,12 +21,12 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.intervals import K0, K1
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text, levels
-from frisket.lowering.kernels.text import Part, filled
+from frisket.lowering.kernels.text import fields, filled
 from frisket.lowering.plan import LoopPlan, Target
 from frisket.lowering.simplify.curves import Ends
 
 from . import expr as expr_triton
-from .module import SHARED, Argument, Dims, Parameters, TritonKernel, arguments, padded, reserved_names, rows_of_tables
+from .module import Argument, Dims, Parameters, TritonKernel, arguments, padded, reserved_names, rows_of_tables
 from .units import ALONG, GATHERED, Q_LINE, START, by_distance, last_factor, machine
 
 QUERIES = frozenset(("q", "q0", "q1"))
@@ -279,7 +279,7 @@ class Writer:
         launch = f"grid {grid}, tiles of {shape}, num_warps={target.num_warps}, num_stages={target.num_stages}."
         return TritonKernel(self.traits.name, text, f"{self.traits.name}: {launch}")
 
-    def filled(self, part: Part, holes: Mapping[str, Any]) -> str:
+    def filled(self, part: str, holes: Mapping[str, Any]) -> str:
         return filled(part, partial(wrapped, longest=self.traits.longest), **holes)
 
     def holes(self) -> dict[str, Any]:
@@ -311,9 +311,7 @@ class Writer:
             "masked": self.plan.mask is not None,
             "packs": traits.packs,
             "place": "place",
-            "near": self.near,
-            "precision": self.precision,
-            "wide": self.wide,
+            **fields(self, "near precision wide"),
             "several": traits.swapped and self.dims.group > 1,  # heads that a program walks, one after another
             "rows_of_slice": f"tl.cdiv({', '.join(lengths[own])})",
             **self.units(),
@@ -357,19 +355,23 @@ class Writer:
             step = "tile = tl.where(j < full_lo, j, j - full_lo + full_hi)"
             edge = {"which": which, "range": "lo, hi - full_hi + full_lo", "tile_of_step": [step]}
         full = {"which": "Full tiles: every position is visible.", "range": "full_lo, full_hi", "tile_of_step": []}
-        past = self.traits.parted
-        if past:
+        parted = self.traits.parted
+        if parted:
             edge["range"] = "lo + bounded(begin, border), lo + bounded(end, border)"
             full["range"] = "full_lo + bounded(begin, full), full_lo + bounded(end, full)"
         # the one record of a closed form is the last
-        more = past and (self.tabled or self.traits.listed)
-        edge |= {"border": True, "before": [], "past": ["begin, end = begin - border, end - border"] * past}
-        full |= {
-            "border": False,
-            "before": SHARED["after_border"],
-            "past": ["begin, end = begin - full, end - full"] * more,
-        }
-        return [{**edge, "tile": "j", **self.tile("inside")}, {**full, "tile": "tile", **self.tile("")}]
+        more = parted and (self.tabled or self.traits.listed)
+        edge["past"] = ["begin, end = begin - border, end - border"] * parted
+        full["past"] = ["begin, end = begin - full, end - full"] * more
+        edge["tile_of_step"] += self.inside_of_tile()
+        return [
+            {**edge, "tile": "j", "border": True, **self.tile("inside")},
+            {**full, "tile": "tile", "border": False, **self.tile("")},
+        ]
+
+    def inside_of_tile(self) -> list[str]:
+        """The lines of `inside`, the positions along a border tile that exist."""
+        raise NotImplementedError
 
     def tile(self, inside: str) -> dict[str, Any]:
         """The holes of one loop; `inside` names the positions of a tile that exist, "" where all exist."""

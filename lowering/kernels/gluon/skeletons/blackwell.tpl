@@ -151,7 +151,11 @@ grown = peak > top$slack
 # Of the group's rows, known by the end of the exponentials. Where no weight came before, the sums are 0.
 any_grown = gl.max(gl.convert_layout((grown & (total > 0.0)).to(gl.int32), EACH), 0) > 0
 peak = gl.where(grown, peak, top)  $if slack
-$weights_of_scores
+$if by_polynomial:
+    exponent = score * $unit - peak[:, None]
+    p = gl.where(columns[None, :] % 32 < $by_polynomial, exp2_polynomial(exponent), gl.exp2(exponent))
+$else:
+    p = gl.exp2(score * $unit - peak[:, None])
 rescale = gl.exp2(top - peak)
 total = total * rescale + gl.sum(p, 1)
 $dropout
@@ -164,11 +168,3 @@ if any_grown:
 mbarrier.arrive(p_full.index(half), count=1)
 top = peak
 n += 1
-
-$part exp2
-p = gl.exp2(score * $unit - peak[:, None])
-
-$part exp2_by_polynomial
-$# As many columns of 32 as keep both units busy.
-exponent = score * $unit - peak[:, None]
-p = gl.where(columns[None, :] % 32 < $by_polynomial, exp2_polynomial(exponent), gl.exp2(exponent))

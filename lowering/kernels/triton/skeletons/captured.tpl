@@ -158,7 +158,8 @@ def $name(
     $own
     $include shared.closed_form
     $hoisted
-    $begin
+    total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)  $if total
+    per = tl.load(PerUnit)  $if fixed
 
     $include shared.all_tiles
     for i in range(tl.load(Count + entry)):  $if tabled
@@ -169,18 +170,11 @@ def $name(
             $include cotangent
             $weight
             share = $share  $if weighed
-            $add
+            total += tl.abs($added)  $if total
+            $into
+            $if fixed:
+                # A sum of integers does not depend on their order.
+                counted = tl.floor($added * per + 0.5).to(tl.int64)
+                tl.atomic_add(Counted + to, counted, mask=$added != 0.0, sem="relaxed")
+            tl.atomic_add(Into + to, $added, mask=$added != 0.0, sem="relaxed")  $if atomic
     tl.store(Total + place * tl.num_programs($of_row) + row, tl.sum(total))  $if total
-
-$part add_magnitudes
-total += tl.abs($added)
-
-$part add_counts
-$into
-# A sum of integers does not depend on their order.
-counted = tl.floor($added * per + 0.5).to(tl.int64)
-tl.atomic_add(Counted + to, counted, mask=$added != 0.0, sem="relaxed")
-
-$part add_shares
-$into
-tl.atomic_add(Into + to, $added, mask=$added != 0.0, sem="relaxed")

@@ -2,12 +2,21 @@ $part kernel
 $jit
 def attention_decode(
     $tensors
-    $results
+    $if parted:
+        Acc,  # float32 [$parts_of_rows, dim]: values of each part by their weights
+        Tops, Totals,  # float32 [$parts_of_rows]: largest scores, and sums of weights
+    $else:
+        Out,  # [batch, heads, length, dim], any strides
+        $include shared.lse_arrays
+    Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's programs, and how many it has  $if balanced
     $include shared.strides
     scale, $numbers,
     $include shared.parameters
 ):
-    $row_of_part
+    row = tl.program_id(0)  $if not parted
+    $if parted and not balanced:
+        rows_of_tiles = tl.num_programs(0) // splits
+        part, row = tl.program_id(0) // rows_of_tiles, tl.program_id(0) % rows_of_tiles
     PACK: tl.constexpr = $pack  $if partly
     $own_head, batch = tl.program_id(1)$heads_of_program, tl.program_id(2)  $if not balanced
     $own_head = tl.program_id(0)$heads_of_program  $if balanced
@@ -18,7 +27,41 @@ def attention_decode(
         QUERIES: tl.constexpr = BLOCK_Q // $packed_heads
     $if balanced:
 
-        $include balanced_row
+        # A sequence has a program for each share of the tiles that its rows see in the mean, and at least one for each
+        # row. These lines find the sequence, row and part of this program. Rows that read the same keys are neighbours.
+        # Programs of all heads come before the next program of a head. Programs without a row start last, when they
+        # delay no others.
+        program = tl.program_id(1)
+        QUERIES: tl.constexpr = BLOCK_Q  $if not packs
+        rows_of_tiles = tl.cdiv(q_len, QUERIES)
+        lanes = tl.arange(0, LANES)
+        every = 0
+        for first in range(0, batches, LANES):
+            $tiles_seen
+            every += tl.sum(of_sequences, 0)
+        share = tl.maximum(tl.cdiv(every, batches * splits), 1)  # of a part, of all rows of a sequence
+        batch, part, parts, row = -1, 0, 0, 0
+        begun = 0
+        for first in range(0, batches, LANES):
+            $tiles_seen
+            # A part may be an eighth longer than the share: sequences that are about as long have as many.
+            needed = tl.maximum(tl.cdiv(of_sequences, share + share // 8), 1)
+            needed = tl.where(first + lanes < batches, needed, 0)
+            before = begun + (tl.cumsum(needed, 0) - needed) * rows_of_tiles
+            behind = program - before
+            own = (behind >= 0) & (behind < needed * rows_of_tiles)
+            batch += tl.sum(tl.where(own, first + lanes + 1, 0), 0)
+            part += tl.sum(tl.where(own, behind // rows_of_tiles, 0), 0)
+            row += tl.sum(tl.where(own, behind % rows_of_tiles, 0), 0)
+            parts += tl.sum(tl.where(own, needed, 0), 0)
+            begun += tl.sum(needed, 0) * rows_of_tiles
+        if batch < 0:
+            return  # all rows have their programs
+        at_row = Parts + ((tl.program_id(0) * batches + batch) * rows_of_tiles + row) * 2
+        if part == 0:
+            tl.store(at_row, program)
+            tl.store(at_row + 1, parts)
+        entry = tl.load(SliceOf + batch * heads + $first_head) * rows_of_tiles + row
     $if packs:
         start = row * QUERIES
         packed = tl.arange(0, BLOCK_Q)
@@ -64,98 +107,48 @@ def attention_decode(
                 $include forward.tile
             $past
 
-    $store
-
-$part results
-Out,  # [batch, heads, length, dim], any strides
-$include shared.lse_arrays
-
-$part results_of_split
-Acc,  # float32 [splits, batch, heads, q_len, dim]: values of each part by their weights
-Tops, Totals,  # float32 [splits, batch, heads, q_len]: largest scores, and sums of weights
-
-$part results_of_balanced
-Acc,  # float32 [programs, heads, queries, dim]: values of each part by their weights
-Tops, Totals,  # float32 [programs, heads, queries]: largest scores, and sums of weights
-Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's programs, and how many it has
-
-$part row
-row = tl.program_id(0)
-
-$part row_of_split
-rows_of_tiles = tl.num_programs(0) // splits
-part, row = tl.program_id(0) // rows_of_tiles, tl.program_id(0) % rows_of_tiles
-
-$part balanced_row
-# A sequence has a program for each share of the tiles that its rows see in the mean, and at least one for each
-# row. These lines find the sequence, row and part of this program. Rows that read the same keys are neighbours.
-# Programs of all heads come before the next program of a head. Programs without a row start last, when they
-# delay no others.
-program = tl.program_id(1)
-QUERIES: tl.constexpr = BLOCK_Q  $if not packs
-rows_of_tiles = tl.cdiv(q_len, QUERIES)
-lanes = tl.arange(0, LANES)
-every = 0
-for first in range(0, batches, LANES):
-    $tiles_seen
-    every += tl.sum(of_sequences, 0)
-share = tl.maximum(tl.cdiv(every, batches * splits), 1)  # of a part, of all rows of a sequence
-batch, part, parts, row = -1, 0, 0, 0
-begun = 0
-for first in range(0, batches, LANES):
-    $tiles_seen
-    # A part may be an eighth longer than the share: sequences that are about as long have as many.
-    needed = tl.maximum(tl.cdiv(of_sequences, share + share // 8), 1)
-    needed = tl.where(first + lanes < batches, needed, 0)
-    before = begun + (tl.cumsum(needed, 0) - needed) * rows_of_tiles
-    behind = program - before
-    own = (behind >= 0) & (behind < needed * rows_of_tiles)
-    batch += tl.sum(tl.where(own, first + lanes + 1, 0), 0)
-    part += tl.sum(tl.where(own, behind // rows_of_tiles, 0), 0)
-    row += tl.sum(tl.where(own, behind % rows_of_tiles, 0), 0)
-    parts += tl.sum(tl.where(own, needed, 0), 0)
-    begun += tl.sum(needed, 0) * rows_of_tiles
-if batch < 0:
-    return  # all rows have their programs
-at_row = Parts + ((tl.program_id(0) * batches + batch) * rows_of_tiles + row) * 2
-if part == 0:
-    tl.store(at_row, program)
-    tl.store(at_row + 1, parts)
-entry = tl.load(SliceOf + batch * heads + $first_head) * rows_of_tiles + row
-
-$part store
-$include shared.lse
-weight = $rescale / $whole
-Out += batch.to(tl.int64) * stride_ob
-out_at = head.to(tl.int64) * stride_oh + (start + rows).to(tl.int64) * stride_os
-$for values:
-    out = (acc$mark * weight[:, None]).to(Out.dtype.element_ty)
-    tl.store(Out + out_at[:, None] + $d[None, :] * stride_od, out$mask)
-row_at = (batch.to(tl.int64) * heads + head) * q_len + start + rows
-$include shared.store_lse
-
-$part store_split
-row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows
-$include forward.sums_of_part
-
-$part store_balanced
-queries = tl.minimum(q_len, QUERIES)
-row_at = (program.to(tl.int64) * heads + head) * queries + rows
-$include forward.sums_of_part
+    $if parted:
+        queries = tl.minimum(q_len, QUERIES)  $if balanced
+        row_at = $row_of_sums
+        $include forward.sums_of_part
+    $else:
+        $include shared.lse
+        weight = $rescale / $whole
+        Out += batch.to(tl.int64) * stride_ob
+        out_at = head.to(tl.int64) * stride_oh + (start + rows).to(tl.int64) * stride_os
+        $for values:
+            out = (acc$mark * weight[:, None]).to(Out.dtype.element_ty)
+            tl.store(Out + out_at[:, None] + $d[None, :] * stride_od, out$mask)
+        row_at = (batch.to(tl.int64) * heads + head) * q_len + start + rows
+        $include shared.store_lse
 
 $part combine
 $# The kernel that combines the parts of rows, of attention_decode or of attention_forward.
 @triton.jit(do_not_specialize=[$varying])
 def attention_combine(
     Acc, Tops, Totals,  # the parts, of $source
-    $tables
+    $if listed:
+        Rows,  # int32 [slices, rows in parts, 3]: a row of tiles, the first place of its sums, and how many parts it has
+        SliceOf, At,  # int32 [batch, heads]: the slice, and the first place of a head's sums
+    Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's parts, and how many it has  $if balanced
     Out,  # [batch, heads, q_len, dim], any strides
     $include shared.lse_arrays
     stride_ob, stride_oh, stride_os, stride_od,
     $numbers
 ):
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    $place_of_parts
+    $if listed:
+        place = batch * heads + head
+        $include shared.listed
+    row_at = (batch.to(tl.int64) * heads + head) * q_len + row
+    rows = tl.num_programs(2).to(tl.int64) * heads * q_len  # of one part  $if split
+    $if balanced:
+        rows_of_tiles = tl.cdiv(q_len, queries)
+        at_row = Parts + ((head // pack * tl.num_programs(2) + batch) * rows_of_tiles + row // queries) * 2
+        begin, splits = tl.load(at_row), tl.load(at_row + 1)
+        rows = heads.to(tl.int64) * tl.minimum(q_len, queries)  # of one program
+        first_at = begin * rows + head * tl.minimum(q_len, queries) + row % queries
+        rows *= rows_of_tiles  # from a part of a row to its next part
     $d = tl.arange(0, $dim)
     top = tl.cast(LOWEST, tl.float32)
     total = tl.cast(0.0, tl.float32)
@@ -179,28 +172,3 @@ def attention_combine(
     out = acc * ($rescale / total)
     tl.store(Out + $d * stride_od, out.to(Out.dtype.element_ty)$store)
     $include shared.store_lse
-
-$part parts_of_split
-row_at = (batch.to(tl.int64) * heads + head) * q_len + row
-rows = tl.num_programs(2).to(tl.int64) * heads * q_len  # of one part
-
-$part tables_of_balanced
-Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's parts, and how many it has
-
-$part parts_of_balanced
-row_at = (batch.to(tl.int64) * heads + head) * q_len + row
-rows_of_tiles = tl.cdiv(q_len, queries)
-at_row = Parts + ((head // pack * tl.num_programs(2) + batch) * rows_of_tiles + row // queries) * 2
-begin, splits = tl.load(at_row), tl.load(at_row + 1)
-rows = heads.to(tl.int64) * tl.minimum(q_len, queries)  # of one program
-first_at = begin * rows + head * tl.minimum(q_len, queries) + row % queries
-rows *= rows_of_tiles  # from a part of a row to its next part
-
-$part tables_of_listed
-Rows,  # int32 [slices, rows in parts, 3]: a row of tiles, the first place of its sums, and how many parts it has
-SliceOf, At,  # int32 [batch, heads]: the slice, and the first place of a head's sums
-
-$part parts_of_listed
-place = batch * heads + head
-$include shared.listed
-row_at = (batch.to(tl.int64) * heads + head) * q_len + row

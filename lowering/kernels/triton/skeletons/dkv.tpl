@@ -34,7 +34,12 @@ def $name(
         $if inner:
             V += batch.to(tl.int64) * stride_vb + $kv_head.to(tl.int64) * stride_vh + start.to(tl.int64) * stride_vs
     present = start + columns < kv_len
-    $load_own
+    $if described:
+        keys = K.load([batch, $kv_head, start, 0]).reshape([BLOCK_K, DIM])  # 0 past the lengths
+        values = V.load([batch, $kv_head, start, 0]).reshape([BLOCK_K, $dim_e])  $if inner
+    $else:
+        keys = tl.load(K + columns[:, None] * stride_ks + d[None, :] * stride_kd$own_d)
+        values = tl.load(V + columns[:, None] * stride_vs + $e[None, :] * stride_vd$own_e)  $if inner
 
     $include shared.values
     $line_of_b
@@ -64,18 +69,28 @@ def $name(
             $counts
             $for tiles:
                 # $which
-                $before
+                $if not border:
+                    $include shared.after_border
                 for $tile in range($range):
                     $tile_of_step
-                    edge = tile  $if border
-                    inside = tile * BLOCK_Q + rows < q_len  $if border
                     at = tl.cast(tile * BLOCK_Q, tl.int64)
-                    $load_query
+                    $if described:
+                        query = Q.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, DIM])
+                    $else:
+                        query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd$walked_d)
                     score = tl.dot(keys, tl.trans(query)$precision)$scale
-                    $load_dout
+                    $if dout:
+                        dout = DOut.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, $dim_e])  $if described
+                        dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)  $if not described
                     dp = tl.dot(values, tl.trans(dout)$precision)  $if inner
                     # Several numbers a query in one load: vectors in a product's layout take 16 loads a thread each.
-                    $load_stats
+                    $if by_pairs:
+                        lse, factor = tl.split(tl.load(Stats + (at_q + at) * 4 + stats_at$stats))
+                    $else:
+                        stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
+                        pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
+                        lse, delta = tl.split(pairs[0])
+                        factor, _ = tl.split(pairs[1])
                     $column
                     $visible
                     $score_mod
@@ -92,7 +107,14 @@ def $name(
                 $past
         $if stores:
 
-            $store_totals
+            $if listed:
+                $include place_of_sums
+                if sums >= 0:
+                    part_at = (tl.load(At + $own_place) + sums).to(tl.int64) * BLOCK_K + columns
+                    $partial_totals
+            else:  $if listed
+                at_k = tl.cast(place, tl.int64) * kv_len + start
+                $stores
     $if results and listed:
 
         $include place_of_sums
@@ -112,47 +134,6 @@ def $name(
             DV += own * $v_dim
             out_at = columns[:, None] * $row_step_of_v + $e[None, :]
             tl.store(DV + out_at, dv.to(keys.dtype)$store_e)
-
-$part own_by_pointer
-keys = tl.load(K + columns[:, None] * stride_ks + d[None, :] * stride_kd$own_d)
-values = tl.load(V + columns[:, None] * stride_vs + $e[None, :] * stride_vd$own_e)  $if inner
-
-$part own_by_descriptor
-keys = K.load([batch, $kv_head, start, 0]).reshape([BLOCK_K, DIM])  # 0 past the lengths
-values = V.load([batch, $kv_head, start, 0]).reshape([BLOCK_K, $dim_e])  $if inner
-
-$part query_by_pointer
-query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd$walked_d)
-
-$part query_by_descriptor
-query = Q.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, DIM])
-
-$part dout_by_pointer
-dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)
-
-$part dout_by_descriptor
-dout = DOut.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, $dim_e])
-
-$part stats_by_pairs
-lse, factor = tl.split(tl.load(Stats + (at_q + at) * 4 + stats_at$stats))
-
-$part stats_by_fours
-stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
-pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
-lse, delta = tl.split(pairs[0])
-factor, _ = tl.split(pairs[1])
-
-$part totals
-at_k = tl.cast(place, tl.int64) * kv_len + start
-$stores
-
-$part totals_or_part
-$include place_of_sums
-if sums >= 0:
-    part_at = (tl.load(At + $own_place) + sums).to(tl.int64) * BLOCK_K + columns
-    $partial_totals
-else:
-    $include totals
 
 $part place_of_sums
 $# The place of a part's sums, or -1. It is loaded behind the loops, so that it takes none of their registers.

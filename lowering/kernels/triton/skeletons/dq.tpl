@@ -65,7 +65,12 @@ def attention_dq(
         key_at = columns[:, None] * stride_ks + d[None, :] * stride_kd
         value_at = columns[:, None] * stride_vs + $e[None, :] * stride_vd
     present = start + rows < q_len
-    $load_own
+    $if described:
+        query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths
+        dout = DOut.load([batch, head, start, 0]).reshape([BLOCK_Q, $dim_e])
+    $else:
+        query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd$own_d)
+        dout = tl.load(DOut + rows[:, None] * stride_gs + $e[None, :] * stride_gd$own_e)
     $include shared.stats
     delta *= factor
 
@@ -84,12 +89,17 @@ def attention_dq(
         $counts
         $for tiles:
             # $which
-            $before
+            $if not border:
+                $include shared.after_border
             for $tile in range($range):
                 $tile_of_step
-                edge = tile  $if border
-                inside = tile * BLOCK_K + columns < kv_len  $if border
-                $load_walked
+                $if described:
+                    keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM])
+                    values = V.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, $dim_e])
+                $else:
+                    at = tl.cast(tile * BLOCK_K, tl.int64)
+                    keys = tl.load(K + at * stride_ks + key_at$walked_d)
+                    values = tl.load(V + at * stride_vs + value_at$walked_e)
                 score = tl.dot(query, tl.trans(keys)$precision)$scale
                 dp = tl.dot(dout, tl.trans(values)$precision)
                 $column
@@ -116,20 +126,3 @@ def attention_dq(
         out_at = rows[:, None] * $row_step + d[None, :]
         tl.store(DQ + out_at, (dq * scale).to(query.dtype)$store_d)
     $stores
-
-$part own_by_pointer
-query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd$own_d)
-dout = tl.load(DOut + rows[:, None] * stride_gs + $e[None, :] * stride_gd$own_e)
-
-$part own_by_descriptor
-query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths
-dout = DOut.load([batch, head, start, 0]).reshape([BLOCK_Q, $dim_e])
-
-$part walked_by_pointer
-at = tl.cast(tile * BLOCK_K, tl.int64)
-keys = tl.load(K + at * stride_ks + key_at$walked_d)
-values = tl.load(V + at * stride_vs + value_at$walked_e)
-
-$part walked_by_descriptor
-keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM])
-values = V.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, $dim_e])

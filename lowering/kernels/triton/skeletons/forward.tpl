@@ -32,7 +32,11 @@ def attention_forward(
         record = Spans + entry.to(tl.int64) * records * 4
         lo, full_lo = tl.load(record), tl.load(record + 1)
         full_hi, hi = tl.load(record + 2), tl.load(record + 3)
-    $load_query
+    $if described:
+        query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths
+    $else:
+        $for head:
+            query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$mask)
 
     $include shared.all_tiles
     for i in range(used):  $if tabled
@@ -92,9 +96,18 @@ $for values:
 $part tile
 $# One tile of keys: scores, their weights by the online softmax, and the weights' product with values.
 $tile_of_step
-inside = $within  $if border
-$place_of_keys
-$load_keys
+$if described:
+    keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM]).T
+$else:
+    at = tl.cast(tile * BLOCK_K, tl.int64)  $if not paged
+    at = tile * BLOCK_K + columns  $if numbered
+    $if paged:
+        $# A page number is the user's: a number outside of the pool is read as one inside.
+        page = tl.load(paged + $number_of_page * $pages_stride)
+        page = clamp(page, pool).to(tl.int64)
+        at = $place_in_page
+    $for head:
+        keys$mark = tl.load(K + $first_key + key_at$mark$mask)$cast
 $for head:
     score = tl.dot(query$mark, keys$mark$sum$precision)$scale
 $column
@@ -110,44 +123,9 @@ rescale = tl.exp2(top - peak)
 total = total * rescale + tl.sum(p, 1)
 $dropout
 $weight
-$load_values
+$for values:
+    values$mark = tl.load(V + $first_value + value_at$mark$mask)$cast  $if not described
+    values = V.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, $width])  $if described
 $for values:
     acc$mark = tl.dot(p.to(values$mark.dtype), values$mark, acc$mark * rescale[:, None]$precision)
 top = peak
-
-$part query_by_pointer
-$for head:
-    query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$mask)
-
-$part query_by_descriptor
-query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths
-
-$part keys_by_pointer
-$for head:
-    keys$mark = tl.load(K + $first_key + key_at$mark$mask)$cast
-
-$part keys_by_descriptor
-keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM]).T
-
-$part values_by_pointer
-$for values:
-    values$mark = tl.load(V + $first_value + value_at$mark$mask)$cast
-
-$part values_by_descriptor
-$for values:
-    values = V.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, $width])
-
-$part tile_in_array
-at = tl.cast(tile * BLOCK_K, tl.int64)
-
-$part tile_in_page
-$# A page number is the user's: a number outside of the pool is read as one inside.
-page = tl.load(paged + $number_of_page * $pages_stride)
-page = clamp(page, pool).to(tl.int64)
-at = tl.cast(tile * BLOCK_K % $page_size, tl.int64)
-
-$part keys_in_pages
-at = tile * BLOCK_K + columns
-page = tl.load(paged + $number_of_page * $pages_stride)
-page = clamp(page, pool).to(tl.int64)
-at = at % $page_size
