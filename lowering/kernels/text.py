@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import resources
 from string import Template
-from textwrap import indent
+from textwrap import dedent, indent
 from typing import Any
 
 
@@ -85,22 +85,26 @@ def parts(package: str, name: str) -> dict[str, str]:
     """The parts of skeletons/`name`.tpl by their names: each stands behind a line `$part name`.
 
     A line `$include other` stands for another part of the file, `$include shared.other` for a part of shared.tpl, and
-    `$include triton.shared.other` for one of a sibling package's file.
+    `$include triton.shared.other` for one of a sibling package's file. With a colon behind it, the block below is what
+    `$body` stands for in that part.
     """
     source = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
     pieces = re.split(r"(?m)^\$part (\w+)\n", source)
     texts = dict(zip(pieces[1::2], pieces[2::2], strict=True))
 
     def whole(text: str) -> str:
-        return re.sub(r"(?m)^( *)\$include ([\w.]+)$", lambda m: indent(included(m[2]), m[1]).rstrip(), text)
+        return re.sub(r"(?m)^( *)\$include ([\w.]+)(?::((?:\n+\1 +\S.*)+))?$", included, text)
 
-    def included(place: str) -> str:
-        *files, part = place.split(".")
-        if not files:
-            return whole(texts[part])
-        *sibling, file = files  # Gluon shares parts with Triton, word for word
-        other = parts(f"{package.rpartition('.')[0]}.{sibling[0]}" if sibling else package, file)
-        return other[part].lstrip("\n")
+    def included(match: re.Match[str]) -> str:
+        pad, place, block = match.groups("")
+        *files, name = place.split(".")
+        *sibling, file = files or [""]  # Gluon shares parts with Triton, word for word
+        other = f"{package.rpartition('.')[0]}.{sibling[0]}" if sibling else package
+        part = parts(other, file)[name].strip("\n") if file else whole(texts[name]).rstrip()
+        if block:
+            body = whole(dedent(block.strip("\n")))
+            part = re.sub(r"(?m)^( *)\$body$", lambda m: indent(body, m[1]), part)
+        return indent(part, pad)
 
     return {part: f"\n{whole(text).rstrip()}\n" for part, text in texts.items()}
 

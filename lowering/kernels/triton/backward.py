@@ -193,6 +193,8 @@ class GradientKernel(Writer):
             "dm": "ds" if ds == "ds" and not self.sums and self.slope is None else "dm",
             "buffers": self.buffers(),
             "zeros": [f"{s.total} = tl.zeros([{block}], tl.float32)" for s, _ in self.sums],
+            "edges": True,
+            "own_block": block,
             "numbers_of_part": self.part.numbers,
             "place": "batch * heads + kv_head * GROUP" if swapped and dims.group > 1 else "place",
             "own_place": f"batch * tl.num_programs({self.axes[1]}) + kv_head" if dims.group > 1 else "place",
@@ -292,7 +294,8 @@ def _dq_kernels(
     by_length = dims.by_length
     holes = {
         "dq": "q" in grad_names,
-        "own_shape": "batch, q_len, heads" if by_length else "batch, heads, q_len",
+        "results": [f"DQ,  # [batch, {'q_len, heads' if by_length else 'heads, q_len'}, dim], contiguous"]
+        * ("q" in grad_names),
         "own_row": "((tl.cast(batch, tl.int64) * q_len + start) * heads + head)" if by_length else "at_q",
         "row_step": "(heads * HEAD_DIM)" if by_length else "HEAD_DIM",
     }
@@ -317,6 +320,8 @@ def _dkv_kernels(
         f"row_step_of_{n}": f"({heads} * {width})" if by_length else width
         for n, width in (("k", "HEAD_DIM"), ("v", writer.v))
     }
+    names = ", ".join(f"D{n.upper()}" for n in written)
+    own = "kv_len, key heads" if by_length else "key heads, kv_len"
     holes = {
         "dk": "k" in grad_names,
         "dv": "v" in grad_names,
@@ -325,10 +330,9 @@ def _dkv_kernels(
         "unordered": not traits.listed and not (writer.tabled and writer.parameters.ordered),
         # With fewer entries than threads the compiler loads what each thread uses, past shared memory.
         "numbers_a_load": 2 if by_pairs else 4,
-        "results": ", ".join(f"D{n.upper()}" for n in written),
+        "results": [f"{names},  # [batch, {own}, dim], contiguous"] * bool(written),
         "dout": "v" in grad_names or inner,
         "survivors": "p" if writer.keep_mask is None else "(p * kept)",
-        "own_shape": "batch, kv_len, key heads" if by_length else "batch, key heads, kv_len",
         "own_row": own_row,
         **steps,
     }

@@ -254,19 +254,24 @@ class ForwardKernel(Writer):
             f"attention_decode: grid ({rows.format(heads)}), tiles of {t.block_q} {queries} by {t.block_k} "
             f"keys,\n    num_warps={t.num_warps}, num_stages={t.num_stages}."
         )
-        holes = {**self.holes(), **self._of_few()}
+        holes = self.holes()
+        holes |= self._of_few(holes["counts"])
         return TritonKernel(traits.name, self.filled(DECODE["kernel"], holes), launch)
 
     def holes(self) -> dict[str, Any]:
         # a descriptor carries the range of the head dimension
         axes = [self.values] if self.described or self.values is self.head else [self.head, self.values]
+        decodes = self.traits.name == "attention_decode"
+        common = super().holes()
         return {
-            **super().holes(),
+            **common,
+            "loaded": not decodes,
+            "ranges": common["ranges"] if decodes else "used",
             "axes": [f"{', '.join(p.index for p in a)} = {', '.join(p.positions for p in a)}" for a in axes],
             **self.optional.holes,
             "guard": self.plan.guard,
             **fields(self, "paged numbered described unwritten cast"),
-            "tensors": self._tensors("Out" if self.traits.name == "attention_forward" else ""),
+            "tensors": self._tensors("" if decodes else "Out"),
             "strides": [{"tensor": x} for x in ("o" if self.described else "qkvo")],
             **self._pages(),
             "first_key": self._first("k", "[None, :]"),
@@ -314,7 +319,7 @@ class ForwardKernel(Writer):
         size = self.arguments[str(self.plan.pages)].sizes[1] if self.paged else ""
         return f"clamp({number}, {size})" if inside else number
 
-    def _of_few(self) -> dict[str, Any]:
+    def _of_few(self, counts: list[str]) -> dict[str, Any]:
         """The holes of the decode kernel beside those of the forward."""
         traits = self.traits
         whole = traits.pack == self.dims.group  # all query heads of a key head in one tile
@@ -326,6 +331,11 @@ class ForwardKernel(Writer):
         by_group = f"h_origin + {first_head}"
         row_of_balanced = "(program.to(tl.int64) * heads + head) * queries + rows"
         row_of_split = "((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows"
+        share = [
+            "tiles = hi - lo",
+            "# This part's share of the tiles that the row sees.",
+            "begin, end = part * tiles // splits, (part + 1) * tiles // splits",
+        ] * (traits.parted and not self.tabled)
         line_of_h = self.own_coordinate("h")
         if line_of_h and traits.packs:
             line_of_h = [f"h = (h_origin + head)[:, None]{self.wide}"]
@@ -344,6 +354,7 @@ class ForwardKernel(Writer):
                 ")",
             ],
             "rows_of_tiles": rows_of_tiles,
+            "counts": [*share, *counts],
             "parts": "parts" if traits.balanced else "splits",
             "queries": "QUERIES" if traits.packs else "BLOCK_Q",
             "partly": own_head == "first_head",

@@ -321,6 +321,9 @@ class Writer:
             "conversions": self.conversions(),
             "line_of_b": self.own_coordinate("b"),
             "line_of_h": self.own_coordinate("h"),
+            "ranges": "tl.load(Count + entry)",
+            "loaded": False,
+            "edges": False,
             "counts": ["border, full = full_lo - lo + hi - full_hi, full_hi - full_lo"] * traits.parted,
         }
 

@@ -1,10 +1,6 @@
 $part signature
 Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
-$results
-$include shared.strides
-scale, $numbers,
-$include shared.parameters
+$include shared.gradient_signature
 
 $part arrays
 $# Where the arrays of `batch` and `head` begin.

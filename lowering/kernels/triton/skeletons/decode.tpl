@@ -79,11 +79,7 @@ def attention_decode(
     $for head:
         query$mark = tl.load(Q + query_at[:, None] + $d[None, :] * stride_qd$mask)
 
-    $include shared.scalars
-    $rows_of_q
-    $include shared.closed_form
-    $hoisted
-    $include forward.sums
+    $include forward.begin
     $if tabled and parted:
 
         tiles = 0
@@ -93,19 +89,8 @@ def attention_decode(
         # This part's share of the tiles that the row sees.
         begin, end = part * tiles // $parts, (part + 1) * tiles // $parts
 
-    $include shared.all_tiles
-    for i in range(tl.load(Count + entry)):  $if tabled
-        $include shared.record
-        $if parted and not tabled:
-            tiles = hi - lo
-            # This part's share of the tiles that the row sees.
-            begin, end = part * tiles // splits, (part + 1) * tiles // splits
-        $counts
-        $for tiles:
-            # $which
-            for $tile in range($range):
-                $include forward.tile
-            $past
+    $include shared.walk:
+        $include forward.tile
 
     $if parted:
         queries = tl.minimum(q_len, QUERIES)  $if balanced

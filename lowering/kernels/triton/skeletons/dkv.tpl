@@ -4,13 +4,7 @@ $# transposed before it is multiplied. `inner`: the product of dout and v is com
 $jit
 def $name(
     $arrays,  # $of_arrays
-    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
-    $results,  # [$own_shape, dim], contiguous  $if results
-    $buffers
-    Acc,  # float32 [places, BLOCK_K, $numbers_of_part]: sums of the parts of rows  $if listed
-    $include shared.strides
-    scale, $numbers,
-    $include shared.parameters
+    $include shared.gradient_signature
 ):
     $if grouped:
         kv_head, batch = tl.program_id($of_head), tl.program_id(2)
@@ -62,49 +56,38 @@ def $name(
         $hoisted
         $zeros
 
-        $include shared.all_tiles
-        for i in range(tl.load(Count + entry)):  $if tabled
-            $include shared.record
-            edge = lo
-            $counts
-            $for tiles:
-                # $which
-                $if not border:
-                    $include shared.after_border
-                for $tile in range($range):
-                    $tile_of_step
-                    at = tl.cast(tile * BLOCK_Q, tl.int64)
-                    $if described:
-                        query = Q.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, DIM])
-                    $else:
-                        query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd$walked_d)
-                    score = tl.dot(keys, tl.trans(query)$precision)$scale
-                    $if dout:
-                        dout = DOut.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, $dim_e])  $if described
-                        dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)  $if not described
-                    dp = tl.dot(values, tl.trans(dout)$precision)  $if inner
-                    # Several numbers a query in one load: vectors in a product's layout take 16 loads a thread each.
-                    $if by_pairs:
-                        lse, factor = tl.split(tl.load(Stats + (at_q + at) * 4 + stats_at$stats))
-                    $else:
-                        stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
-                        pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
-                        lse, delta = tl.split(pairs[0])
-                        factor, _ = tl.split(pairs[1])
-                    $column
-                    $visible
-                    $score_mod
-                    p = tl.exp2($exponent - lse[None, :]) * factor[None, :]
-                    p = tl.where(visible, p, 0.0)  $if border
-                    $dropout
-                    dv = tl.dot($survivors.to(dout.dtype), dout, dv$precision)  $if dv
-                    $if inner and by_pairs:
-                        delta, _ = tl.split(tl.load(Stats + (at_q + at) * 4 + 2 + stats_at$stats))
-                    $dm = p * (dp$kept - delta[None, :])  $if inner
-                    $sums
-                    $derivative
-                    dk = tl.dot($ds.to(query.dtype), query, dk$precision)  $if dk
-                $past
+        $include shared.walk:
+            at = tl.cast(tile * BLOCK_Q, tl.int64)
+            $if described:
+                query = Q.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, DIM])
+            $else:
+                query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd$walked_d)
+            score = tl.dot(keys, tl.trans(query)$precision)$scale
+            $if dout:
+                dout = DOut.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, $dim_e])  $if described
+                dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)  $if not described
+            dp = tl.dot(values, tl.trans(dout)$precision)  $if inner
+            # Several numbers a query in one load: vectors in a product's layout take 16 loads a thread each.
+            $if by_pairs:
+                lse, factor = tl.split(tl.load(Stats + (at_q + at) * 4 + stats_at$stats))
+            $else:
+                stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
+                pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
+                lse, delta = tl.split(pairs[0])
+                factor, _ = tl.split(pairs[1])
+            $column
+            $visible
+            $score_mod
+            p = tl.exp2($exponent - lse[None, :]) * factor[None, :]
+            p = tl.where(visible, p, 0.0)  $if border
+            $dropout
+            dv = tl.dot($survivors.to(dout.dtype), dout, dv$precision)  $if dv
+            $if inner and by_pairs:
+                delta, _ = tl.split(tl.load(Stats + (at_q + at) * 4 + 2 + stats_at$stats))
+            $dm = p * (dp$kept - delta[None, :])  $if inner
+            $sums
+            $derivative
+            dk = tl.dot($ds.to(query.dtype), query, dk$precision)  $if dk
         $if stores:
 
             $if listed:

@@ -41,13 +41,7 @@ $# dq, and sums of captured gradients over keys.
 $jit
 def attention_dq(
     Q, K, V, DOut,  # $of_arrays
-    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
-    DQ,  # [$own_shape, dim], contiguous  $if dq
-    $buffers
-    Acc,  # float32 [places, BLOCK_Q, $numbers_of_part]: sums of the parts of rows  $if listed
-    $include shared.strides
-    scale, $numbers,
-    $include shared.parameters
+    $include shared.gradient_signature
 ):
     $include shared.row
     start = row * BLOCK_Q
@@ -82,37 +76,26 @@ def attention_dq(
     dq = tl.zeros([BLOCK_Q, DIM], tl.float32)  $if dq
     $zeros
 
-    $include shared.all_tiles
-    for i in range(tl.load(Count + entry)):  $if tabled
-        $include shared.record
-        edge = lo
-        $counts
-        $for tiles:
-            # $which
-            $if not border:
-                $include shared.after_border
-            for $tile in range($range):
-                $tile_of_step
-                $if described:
-                    keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM])
-                    values = V.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, $dim_e])
-                $else:
-                    at = tl.cast(tile * BLOCK_K, tl.int64)
-                    keys = tl.load(K + at * stride_ks + key_at$walked_d)
-                    values = tl.load(V + at * stride_vs + value_at$walked_e)
-                score = tl.dot(query, tl.trans(keys)$precision)$scale
-                dp = tl.dot(dout, tl.trans(values)$precision)
-                $column
-                $visible
-                $score_mod
-                p = tl.where(visible, tl.exp2($exponent - lse), 0.0)  $if border
-                p = tl.exp2($exponent - lse)  $if not border
-                $dropout
-                $dm = p * (dp$kept * factor - delta)
-                $sums
-                $derivative
-                dq = tl.dot($ds.to(keys.dtype), keys, dq$precision)  $if dq
-            $past
+    $include shared.walk:
+        $if described:
+            keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM])
+            values = V.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, $dim_e])
+        $else:
+            at = tl.cast(tile * BLOCK_K, tl.int64)
+            keys = tl.load(K + at * stride_ks + key_at$walked_d)
+            values = tl.load(V + at * stride_vs + value_at$walked_e)
+        score = tl.dot(query, tl.trans(keys)$precision)$scale
+        dp = tl.dot(dout, tl.trans(values)$precision)
+        $column
+        $visible
+        $score_mod
+        p = tl.where(visible, tl.exp2($exponent - lse), 0.0)  $if border
+        p = tl.exp2($exponent - lse)  $if not border
+        $dropout
+        $dm = p * (dp$kept * factor - delta)
+        $sums
+        $derivative
+        dq = tl.dot($ds.to(keys.dtype), keys, dq$precision)  $if dq
 
     $if listed:
         if sums >= 0:

@@ -21,11 +21,7 @@ def attention_forward(
         $include pointers
     present = start + rows < q_len
 
-    $include shared.scalars
-    $rows_of_q
-    $include shared.closed_form
-    $hoisted
-    $include sums
+    $include begin
     $if tabled:
         $# The first record of a row, loaded together with their number: a row has room for one at least.
         used = tl.load(Count + entry)
@@ -38,16 +34,8 @@ def attention_forward(
         $for head:
             query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$mask)
 
-    $include shared.all_tiles
-    for i in range(used):  $if tabled
-        if i > 0:  $if tabled
-            $include shared.record
-        $counts
-        $for tiles:
-            # $which
-            for $tile in range($range):
-                $include tile
-            $past
+    $include shared.walk:
+        $include tile
 
     $if listed:
         if sums >= 0:
@@ -79,7 +67,11 @@ $for head:
 $for values:
     value_at$mark = $value_columns$d[None, :] * stride_vd
 
-$part sums
+$part begin
+$include shared.scalars
+$rows_of_q
+$include shared.closed_form
+$hoisted
 unit = $in_unit * LOG2E  $if in_unit
 top = tl.full([BLOCK_Q], LOWEST, tl.float32)
 total = tl.zeros([BLOCK_Q], tl.float32)
@@ -95,7 +87,6 @@ $for values:
 
 $part tile
 $# One tile of keys: scores, their weights by the online softmax, and the weights' product with values.
-$tile_of_step
 $if described:
     keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM]).T
 $else:

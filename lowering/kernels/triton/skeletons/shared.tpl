@@ -16,6 +16,15 @@ import triton.language as tl
 
 $constants
 
+$part gradient_signature
+Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
+$results
+$buffers
+Acc,  # float32 [places, $own_block, $numbers_of_part]: sums of the parts of rows  $if listed
+$include strides
+scale, $numbers,
+$include parameters
+
 $part parameters
 $# What every kernel with rows of tiles takes behind its tensors and strides.
 $if tabled:
@@ -169,6 +178,24 @@ $# The numbers of attention_delta for a tile of queries; `at_q` counts its first
 lse = tl.load(Stats + (at_q + rows) * 4, mask=present, other=0.0)[:, None]
 factor = tl.load(Stats + (at_q + rows) * 4 + 1, mask=present, other=0.0)[:, None]
 delta = tl.load(Stats + (at_q + rows) * 4 + 2, mask=present, other=0.0)[:, None]
+
+$part walk
+$# The tiles of a row, or of a part of one, where `$body` works on one tile. Border tiles of a range come before its full
+$# ones. `ranges` is the number of ranges in the table; `loaded`: the first of them is known before the loop.
+$include all_tiles
+for i in range($ranges):  $if tabled
+    if i > 0:  $if tabled and loaded
+        $include record
+    edge = lo  $if edges
+    $counts
+    $for tiles:
+        # $which
+        $if edges and not border:
+            $include after_border
+        for $tile in range($range):
+            $tile_of_step
+            $body
+        $past
 
 $part after_border
 # `edge` is below `hi`, which the compiler does not know: so it computes the first addresses of the full tiles after the
