@@ -179,10 +179,10 @@ class GluonForward(Writer):
     def _passed(self) -> list[str]:
         """The arguments of `consume` that its expressions read."""
         by_name = self.arguments
-        origins = [n for n in self.parameters.origins() if n in "qk"]
+        origins = [n for n in self.origins() if n in "qk"]
         names = [n for n in "bh" if n in self.used]
-        names += [f"{n}_origin" for n in origins] + self.parameters.sizes()
-        names += [by_name[s.name].name for s in self.plan.slots]
+        names += [f"{n}_origin" for n in origins] + self.sizes()
+        names += self.slots()
         names += [n for t in self.plan.every_table for n in by_name[t.name].all]
         return textwrap.wrap(f"{', '.join(names)},", 100) if names else []
 

@@ -327,7 +327,7 @@ def _dkv_kernels(
         "dv": "v" in grad_names,
         "by_pairs": by_pairs,
         "arrays": "Q, K, V, DOut" if inner else "Q, K, DOut",
-        "unordered": not traits.listed and not (writer.tabled and writer.parameters.ordered),
+        "unordered": not traits.listed and not (writer.tabled and writer.ordered),
         # With fewer entries than threads the compiler loads what each thread uses, past shared memory.
         "numbers_a_load": 2 if by_pairs else 4,
         "results": [f"{names},  # [batch, {own}, dim], contiguous"] * bool(written),

@@ -344,9 +344,7 @@ class ForwardKernel(Writer):
         return {
             "strides": [{"tensor": x} for x in ("qkv" if traits.parted else "qkvo")],
             "parts_of_rows": "programs, heads, queries" if traits.balanced else "splits, batch, heads, q_len",
-            "row_of_sums": "(program.to(tl.int64) * heads + head) * queries + rows"
-            if traits.balanced
-            else row_of_split,
+            "row_of_sums": row_of_balanced if traits.balanced else row_of_split,
             "first_head": first_head,
             "tiles_seen": [
                 "of_sequences = tiles_seen(",
@@ -456,84 +454,69 @@ def combine(plan: LoopPlan, dims: Dims, optional: OptionalArrays, way: str) -> T
     return TritonKernel("attention_combine", text, f"attention_combine: grid ({rows}, heads, batch).")
 
 
-@dataclass(frozen=True)
 class PartSums:
     """The sums of a part of a row of a backward kernel, which stand beside one another in float32: `arrays` are
-    (gradient, its sum, "d" or "e"), `totals` (buffer, its sum), of which each of `heads` heads has one."""
+    (gradient, its sum, "d" or "e"), `totals` (buffer, its sum), of which each of `heads` heads has one. `numbers` are
+    those of a query or key."""
 
-    dims: Dims
-    arrays: Sequence[tuple[str, str, str]]
-    totals: Sequence[tuple[str, str]]
-    heads: int = 1
-
-    def _width(self, d: str) -> int:
-        return self.dims.head_dim if d == "d" else self.dims.v_dim
-
-    @property
-    def offsets(self) -> list[int]:
-        """The place of each among the numbers of a query or key."""
-        widths = [*(self._width(d) for *_, d in self.arrays), *[self.heads] * len(self.totals)]
-        return [sum(widths[:i]) for i in range(len(widths) + 1)]
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of a query or key."""
-        return self.offsets[-1]
+    def __init__(
+        self, dims: Dims, arrays: Sequence[tuple[str, str, str]], totals: Sequence[tuple[str, str]], heads: int = 1
+    ) -> None:
+        of_axis = {"d": dims.head_dim, "e": dims.v_dim}
+        self.several, self.numbers = heads > 1, 0
+        self.arrays, self.totals = [], []
+        for result, total, d in arrays:
+            self.arrays.append((result, total, d, of_axis[d], self.numbers))
+            self.numbers += of_axis[d]
+        for buffer, total in totals:
+            self.totals.append((buffer, total, self.numbers))
+            self.numbers += heads
 
     def stores(self, masks: dict[str, str]) -> list[str]:
         """The lines that store the sums of arrays at `part_at`."""
+        places = [f"({at} + {d}[None, :])" if at else f"{d}[None, :]" for *_, d, _, at in self.arrays]
         return [
-            f"tl.store(Acc + part_at[:, None] * {self.numbers} + {_behind(offset, d)}, {total}{masks[d]})"
-            for offset, (_, total, d) in zip(self.offsets, self.arrays)
+            f"tl.store(Acc + part_at[:, None] * {self.numbers} + {place}, {total}{masks[d]})"
+            for place, (_, total, d, _, _) in zip(places, self.arrays)
         ]
 
     def stores_of_totals(self) -> list[str]:
         """The lines that store the totals of a head there."""
-        head = " + head - kv_head * GROUP" if self.heads > 1 else ""
+        head = " + head - kv_head * GROUP" if self.several else ""
         return [
-            f"tl.store(Acc + part_at * {self.numbers} + {offset}{head}, {total}, mask=present)"
-            for offset, (_, total) in zip(self.offsets[len(self.arrays) :], self.totals)
+            f"tl.store(Acc + part_at * {self.numbers} + {at}{head}, {total}, mask=present)"
+            for _, total, at in self.totals
         ]
 
     def kernel(self, name: str, length: str, buffers: Sequence[str]) -> TritonKernel:
         """The kernel that adds the parts of rows up; `buffers` are the parameters of totals."""
         # a key head sums over its query heads, and a total has one entry for each of them
-        several = self.heads > 1
-        place = f"(place * GROUP + i).to(tl.int64) * {length} + row" if several else "row_at"
-        offsets = [f" + {n}" if n else "" for n in self.offsets]
-        text = filled(
-            SUMS,
-            wrapped,
-            name=name,
-            numbers=self.numbers,
-            length=length,
-            results=", ".join(n for n, *_ in self.arrays),
-            buffers=list(buffers),
-            of_place="place * GROUP" if several else "place",
-            several=several,
-            arrays=[self._array(*x) for x in zip(offsets, self.arrays)],
-            totals=[
-                {"offset": offset + " + i" * several, "place_of_total": f"{buffer} + {place}"}
-                for offset, (buffer, _) in zip(offsets[len(self.arrays) :], self.totals)
+        place = f"(place * GROUP + i).to(tl.int64) * {length} + row" if self.several else "row_at"
+        holes = {
+            "name": name,
+            "length": length,
+            "results": ", ".join(result for result, *_ in self.arrays),
+            "buffers": list(buffers),
+            "of_place": "place * GROUP" if self.several else "place",
+            "arrays": [self._array(*x) for x in self.arrays],
+            "totals": [
+                {"offset": (f" + {at}" if at else "") + " + i" * self.several, "place_of_total": f"{buffer} + {place}"}
+                for buffer, _, at in self.totals
             ],
-        )
+            **fields(self, "numbers several"),
+        }
+        text = filled(SUMS, wrapped, **holes)
         return TritonKernel(name, text, f"{name}: grid (rows of tiles in parts, heads, batch).")
 
-    def _array(self, offset: str, array: tuple[str, str, str]) -> dict[str, Any]:
-        result, _, d = array
-        width = self._width(d)
-        ragged = padded(width) != width
+    def _array(self, result: str, total: str, d: str, width: int, at: int) -> dict[str, Any]:
+        ragged = f"{{}} < {width}" * (padded(width) != width)
         return {
             "result": result,
             "d": d,
             "dim": padded(width),
             "width": width,
-            "offset": offset,
             "scaled": result != "DV",
-            "load": masked("part[:, None] < splits", f"{d}[None, :] < {width}" * ragged),
-            "store": masked(f"{d} < {width}" * ragged, other=""),
+            "offset": f" + {at}" if at else "",
+            "load": masked("part[:, None] < splits", ragged.format(f"{d}[None, :]")),
+            "store": masked(ragged.format(d), other=""),
         }
-
-
-def _behind(offset: int, d: str) -> str:
-    return f"({offset} + {d}[None, :])" if offset else f"{d}[None, :]"

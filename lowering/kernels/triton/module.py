@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import ast
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, var, walk
 from frisket.dsl.types import BOOL, FLOAT
-from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.text import Names, Page, filled, parts
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Target
 
@@ -121,78 +118,6 @@ def widths(dim: int) -> tuple[int, ...]:
 def padded(dim: int) -> int:
     """The power of two, at least 16, that Triton's dot needs."""
     return max(16, 1 << (dim - 1).bit_length())
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """The parameters of one kernel beside its tensors: `used` are the variables its expressions mention, `tabled`
-    says that the records come from a table, `closed` that they come from formulas, `ordered` that rows are taken in
-    the order of their work."""
-
-    plan: LoopPlan
-    used: frozenset[str]
-    tabled: bool
-    closed: bool
-    ordered: bool = True
-
-    def origins(self) -> list[str]:
-        """The origins that the expressions and bounds ask for."""
-        of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1", "q_line"], "k": ["k", "k0", "k1", "k_line"]}
-        if self.closed:  # the formulas count from the first query and the first key of the call
-            return [n for n, names in of.items() if n in "qk" or self.used.intersection(names)]
-        return [n for n, names in of.items() if self.used.intersection(names)]
-
-    def run_time(self, numbers: Sequence[str]) -> list[str]:
-        """The scalars whose value must not make a new kernel."""
-        slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
-        sizes = [n for t in self.plan.every_table for n in arguments(self.plan)[t.name].sizes]
-        records = ["records"] if self.tabled else []  # their number changes with the mask
-        return [
-            *numbers,
-            *records,
-            *(f"{n}_origin" for n in self.origins()),
-            *self.sizes(),
-            *slots,
-            *sizes,
-            *self._steps(),
-        ]
-
-    def _steps(self) -> list[str]:
-        """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
-        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
-        # a load for each position is wider where its strides are known to be divisible: those stay specialised
-        wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
-        tables = [arguments(self.plan)[t.name] for t in self.plan.every_table if t.name not in wide]
-        return [n for t in tables for n in t.strides[:-1]]
-
-    def sizes(self) -> list[str]:
-        """The global sizes that the expressions read."""
-        return [n for n in SIZES if n in self.used]
-
-    def holes(self, numbers: Sequence[str]) -> dict[str, Any]:
-        """The holes of a kernel's decorator and of shared.parameters; `numbers` are integers of the kernel's own."""
-        named, origins = arguments(self.plan), self.origins()
-        # Triton makes a kernel for each divisibility by 16 of an argument, unless told not to
-        varying = ", ".join(f'"{n}"' for n in self.run_time(numbers))
-        jit = [f"@triton.jit(do_not_specialize=[{varying}])"]
-        if len(varying) >= 80:
-            wrapped = [f"        {line}" for line in textwrap.wrap(f"{varying},", 100)]
-            jit = ["@triton.jit(", "    do_not_specialize=[", *wrapped, "    ]", ")"]
-        groups: list[Sequence[str]] = [self.sizes(), [named[s.name].name for s in self.plan.slots]]
-        groups += [named[t.name].all for t in self.plan.every_table]
-        scalars = ["records,"] * self.tabled
-        if origins:
-            scalars.append(f"{', '.join(f'{n}_origin' for n in origins)},  # of this call in the whole problem")
-        return {
-            "jit": jit,
-            "numbers": ", ".join(numbers),
-            "tabled": self.tabled,
-            "closed": self.closed,
-            "everything": not self.tabled and not self.closed,
-            "ordered": self.ordered,
-            "moved": [n for n in origins if n in "qk"],
-            "scalars": scalars + [f"{', '.join(names)}," for names in groups if names],
-        }
 
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -26,7 +26,7 @@ from frisket.lowering.plan import LoopPlan, Target
 from frisket.lowering.simplify.curves import Ends
 
 from . import expr as expr_triton
-from .module import Argument, Dims, Parameters, TritonKernel, arguments, padded, reserved_names, rows_of_tables
+from .module import Argument, Dims, TritonKernel, arguments, padded, reserved_names, rows_of_tables
 from .units import ALONG, GATHERED, Q_LINE, START, by_distance, last_factor, machine
 
 QUERIES = frozenset(("q", "q0", "q1"))
@@ -111,9 +111,7 @@ class Writer:
         roots = (*self.bounds.values(), *inner)
         self.used = frozenset[str]().union(*map(uses, roots))
         # a table that lists the programs has their order
-        ordered = target.order != "forward" and not shrinking(self.bounds) and not traits.listed
-        origins = {"q" if traits.swapped else "k"} if self.rows else set()
-        self.parameters = Parameters(plan, self.used | origins, self.tabled, bool(self.bounds), ordered)
+        self.ordered = target.order != "forward" and not shrinking(self.bounds) and not traits.listed
         self.decisive = expr_triton.decisive(roots)
         self.approximate = dims.half and target.tanh == "approximate"
         self.near = False  # whether a table's rows are counted from the first that a tile reads
@@ -124,6 +122,59 @@ class Writer:
         when = {**when, **ALONG}
         self.printed = expr.printed(roots, expr_triton.LANGUAGE, self._leaf, self._name, inner, when)
         self.hoisted: set[str] = set()  # lines that stand before the loops
+
+    # -- parameters --------------------------------------------------------------------------------
+
+    def origins(self) -> list[str]:
+        """The origins that the expressions and bounds ask for."""
+        of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1", "q_line"], "k": ["k", "k0", "k1", "k_line"]}
+        # the ends of a row count from the origin of the walked axis, formulas from the call's first query and first key
+        counted = "qk" if self.bounds else ("q" if self.traits.swapped else "k") if self.rows else ""
+        return [n for n, names in of.items() if n in counted or self.used.intersection(names)]
+
+    def run_time(self) -> list[str]:
+        """The scalars whose value must not make a new kernel: the number of records changes with the mask."""
+        origins = [f"{n}_origin" for n in self.origins()]
+        sizes = [n for t in self.plan.every_table for n in self.arguments[t.name].sizes]
+        first = [*self.traits.numbers, *["records"] * self.tabled, *origins, *self.sizes()]
+        return [*first, *self.slots(), *sizes, *self._steps()]
+
+    def slots(self) -> list[str]:
+        return [self.arguments[s.name].name for s in self.plan.slots]
+
+    def _steps(self) -> list[str]:
+        """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
+        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
+        # a load for each position is wider where its strides are known to be divisible: those stay specialised
+        wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
+        tables = [self.arguments[t.name] for t in self.plan.every_table if t.name not in wide]
+        return [n for t in tables for n in t.strides[:-1]]
+
+    def sizes(self) -> list[str]:
+        """The global sizes that the expressions read."""
+        return [n for n in SIZES if n in self.used]
+
+    def parameters(self) -> dict[str, Any]:
+        """The holes of a kernel's decorator and of shared.parameters."""
+        origins = self.origins()
+        # Triton makes a kernel for each divisibility by 16 of an argument, unless told not to
+        varying = ", ".join(f'"{n}"' for n in self.run_time())
+        jit = [f"@triton.jit(do_not_specialize=[{varying}])"]
+        if len(varying) >= 80:
+            lines = [f"        {line}" for line in textwrap.wrap(f"{varying},", 100)]
+            jit = ["@triton.jit(", "    do_not_specialize=[", *lines, "    ]", ")"]
+        places = [f"{', '.join(f'{n}_origin' for n in origins)},  # of this call in the whole problem"] * bool(origins)
+        groups = [self.sizes(), self.slots(), *(self.arguments[t.name].all for t in self.plan.every_table)]
+        return {
+            "jit": jit,
+            "numbers": ", ".join(self.traits.numbers),
+            "tabled": self.tabled,
+            "closed": bool(self.bounds),
+            "everything": not self.tabled and not self.bounds,
+            "ordered": self.ordered,
+            "moved": [n for n in origins if n in "qk"],
+            "scalars": ["records,"] * self.tabled + places + [f"{', '.join(names)}," for names in groups if names],
+        }
 
     # -- expressions ------------------------------------------------------------------------------
 
@@ -284,7 +335,7 @@ class Writer:
 
     def holes(self) -> dict[str, Any]:
         """The holes of every skeleton with rows of tiles: flags, and the lines that read scalars."""
-        traits, common = self.traits, self.parameters.holes(self.traits.numbers)
+        traits, common = self.traits, self.parameters()
         own, walked = ("key", "query") if traits.swapped else ("query", "key")
         lengths = {"query": ("q_len", "BLOCK_Q"), "key": ("kv_len", "BLOCK_K")}
         of_row = f"tl.program_id({self.axes[0]})"
