@@ -147,9 +147,8 @@ class GradientKernel(Writer):
         self.keep_mask = None if plan.keep_mask is None else expr.machine(plan.keep_mask)
         self.sums = [(s, machine(s.gradient.weight, dims)) for s in summed]
         self.inner = slope or bool(self.sums)  # otherwise no product of dout and v is computed
-        arrays = [
-            (f"D{n.upper()}", f"d{n}", "e" if n == "v" and dims.v_dim != dims.head_dim else "d") for n in gradients
-        ]
+        axes = {"v": "d" if dims.v_dim == dims.head_dim else "e"}
+        arrays = [(f"D{n.upper()}", f"d{n}", axes.get(n, "d")) for n in gradients]
         heads = dims.group if traits.swapped else 1
         self.part = PartSums(dims, arrays, [(s.buffer, s.total) for s, _ in self.sums], heads)
         # what is None here is not written: its nodes would take registers
@@ -171,7 +170,7 @@ class GradientKernel(Writer):
         # without a slope ds is dm itself, and one name is enough for both
         ds = "ds" if self.slope is not None or not self.sums else "dm"
         common = super().holes()
-        stored = {n: self.tile_mask(n, "present", other="") for n in "de"}
+        own, stored = ({n: self.tile_mask(n, "present", other) for n in "de"} for other in (", other=0.0", ""))
         boxes = "tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile"
         return {
             **common,
@@ -184,10 +183,8 @@ class GradientKernel(Writer):
             "dropped": self.keep_mask is not None,
             "kept": "" if self.keep_mask is None else " * kept",
             "rate": "" if self.keep_mask is None else self.arguments[str(self.plan.rate)].name,
-            "own_d": self.tile_mask("d", "present"),
-            "own_e": self.tile_mask("e", "present"),
-            "store_d": stored["d"],
-            "store_e": stored["e"],
+            **{f"own_{n}": mask for n, mask in own.items()},
+            **{f"store_{n}": mask for n, mask in stored.items()},
             "exponent": f"{'modified' if self.score else 'score'} * {common['unit']}",  # the forward's own product
             "ds": ds,
             "dm": "ds" if ds == "ds" and not self.sums and self.slope is None else "dm",
@@ -228,8 +225,7 @@ class GradientKernel(Writer):
         visible = inside and "visible"
         walked = ("q", "tile * BLOCK_Q + rows") if self.traits.swapped else ("k", "tile * BLOCK_K + columns")
         return {
-            "walked_d": self.tile_mask("d", inside),
-            "walked_e": self.tile_mask("e", inside),
+            **{f"walked_{n}": self.tile_mask(n, inside) for n in "de"},
             "stats": masked(inside and f"{inside}[:, None]"),
             "column": self.along_tile(*walked, self.positions if inside else self.full, written),
             "visible": self.visible(written) if inside else [],
@@ -240,12 +236,9 @@ class GradientKernel(Writer):
 
     def modified(self, written: set[str], visible: str) -> dict[str, Any]:
         """The modified score, and with dropout `kept`, the factor of the weights."""
-        return {
-            "score_mod": self.score_mod("modified", written, visible),
-            "dropout": self.quoted(
-                self.plan.keep_mask, self.keep_mask, "kept = tl.where({}, survivor, 0.0)", written, visible
-            ),
-        }
+        score_mod, kept = self.score_mod("modified", written, visible), "kept = tl.where({}, survivor, 0.0)"
+        dropout = self.quoted(self.plan.keep_mask, self.keep_mask, kept, written, visible)
+        return {"score_mod": score_mod, "dropout": dropout}
 
     def _summed(self, s: Sum, weight: Expr, written: set[str], visible: str) -> list[str]:
         lines, share = self.times(weight, "weight", written, visible)
@@ -292,10 +285,10 @@ def _dq_kernels(
     traits = KernelTraits("attention_dq", listed=listed, parted=listed, longest=LINE + 1)
     writer = GradientKernel(plan, target, dims, traits, "q" if "q" in grad_names else "", summed)
     by_length = dims.by_length
+    own = "q_len, heads" if by_length else "heads, q_len"
     holes = {
         "dq": "q" in grad_names,
-        "results": [f"DQ,  # [batch, {'q_len, heads' if by_length else 'heads, q_len'}, dim], contiguous"]
-        * ("q" in grad_names),
+        "results": [f"DQ,  # [batch, {own}, dim], contiguous"] * ("q" in grad_names),
         "own_row": "((tl.cast(batch, tl.int64) * q_len + start) * heads + head)" if by_length else "at_q",
         "row_step": "(heads * HEAD_DIM)" if by_length else "HEAD_DIM",
     }
@@ -313,13 +306,9 @@ def _dkv_kernels(
     inner, by_length = writer.inner, dims.by_length
     by_pairs = 2 * target.block_q >= WARP * target.num_warps
     heads, kv_head = f"tl.num_programs({writer.axes[1]})", "head" if dims.group == 1 else "kv_head"
-    own_row = f"(batch * {heads} + {kv_head}).to(tl.int64) * kv_len + start"
-    if by_length:
-        own_row = f"(tl.cast(batch, tl.int64) * kv_len + start) * {heads} + {kv_head}"
-    steps = {
-        f"row_step_of_{n}": f"({heads} * {width})" if by_length else width
-        for n, width in (("k", "HEAD_DIM"), ("v", writer.v))
-    }
+    by_heads = f"(batch * {heads} + {kv_head}).to(tl.int64) * kv_len + start"
+    by_keys = f"(tl.cast(batch, tl.int64) * kv_len + start) * {heads} + {kv_head}"
+    step = f"({heads} * {{}})" if by_length else "{}"
     names = ", ".join(f"D{n.upper()}" for n in written)
     own = "kv_len, key heads" if by_length else "key heads, kv_len"
     holes = {
@@ -333,7 +322,8 @@ def _dkv_kernels(
         "results": [f"{names},  # [batch, {own}, dim], contiguous"] * bool(written),
         "dout": "v" in grad_names or inner,
         "survivors": "p" if writer.keep_mask is None else "(p * kept)",
-        "own_row": own_row,
-        **steps,
+        "own_row": by_keys if by_length else by_heads,
+        "row_step_of_k": step.format("HEAD_DIM"),
+        "row_step_of_v": step.format(writer.v),
     }
     return writer.kernels(DKV["kernel"], writer.grid_of("key tiles", "key heads"), "kv_len", holes)

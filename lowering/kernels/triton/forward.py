@@ -19,7 +19,6 @@ equal calls give equal bits.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -327,10 +326,6 @@ class ForwardKernel(Writer):
         first_head = "kv_head * GROUP" if own_head == "kv_head" else own_head
         packed_heads = "GROUP" if whole else "PACK"
         present = "start + rows < q_len"
-        rows_of_tiles = "rows_of_tiles" if traits.parted else "tl.num_programs(0)"
-        by_group = f"h_origin + {first_head}"
-        row_of_balanced = "(program.to(tl.int64) * heads + head) * queries + rows"
-        row_of_split = "((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows"
         share = [
             "tiles = hi - lo",
             "# This part's share of the tiles that the row sees.",
@@ -340,18 +335,12 @@ class ForwardKernel(Writer):
         if line_of_h and traits.packs:
             line_of_h = [f"h = (h_origin + head)[:, None]{self.wide}"]
         if FIRST.name in self.used:
-            line_of_h.append(f"h_first = ({by_group}){self.wide}" if self.wide else f"h_first = {by_group}")
+            line_of_h.append(f"h_first = {self.plus_origin('h', first_head)}")
         return {
             "strides": [{"tensor": x} for x in ("qkv" if traits.parted else "qkvo")],
             "parts_of_rows": "programs, heads, queries" if traits.balanced else "splits, batch, heads, q_len",
-            "row_of_sums": row_of_balanced if traits.balanced else row_of_split,
             "first_head": first_head,
-            "tiles_seen": [
-                "of_sequences = tiles_seen(",
-                f"    first + lanes, rows_of_tiles, batches, heads, {first_head}, Spans, Count, SliceOf, records",
-                ")",
-            ],
-            "rows_of_tiles": rows_of_tiles,
+            "rows_of_tiles": "rows_of_tiles" if traits.parted else "tl.num_programs(0)",
             "counts": [*share, *counts],
             "parts": "parts" if traits.balanced else "splits",
             "queries": "QUERIES" if traits.packs else "BLOCK_Q",
@@ -381,7 +370,9 @@ class ForwardKernel(Writer):
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
         roots = self.positions if inside else [*self.score, *self.keep_mask, *self.weight]  # full tiles ask no mask
-        row, column = (f"{inside}[None, :]", f"{self._seen}[:, None]") if inside else ("", "")
+        # keys of a border tile have values to read
+        seen = "seen" if self.unwritten else "inside"
+        row, column = (f"{inside}[None, :]", f"{seen}[:, None]") if inside else ("", "")
         first, last, scale = self.head[0], self.head[-1], self.units()["scale"]
         keep_mask, weight = (next(iter(roots), None) for roots in (self.keep_mask, self.weight))
         return {
@@ -407,22 +398,13 @@ class ForwardKernel(Writer):
         return [*self.quoted(self.plan.weight, weight, "", written), scaled, product]
 
     @property
-    def _seen(self) -> str:
-        """The condition that keys of a border tile have values to read."""
-        return "seen" if self.unwritten else "inside"
-
-    @property
     def survival(self) -> str:
         """The divisor of a weight that survived dropout."""
         rate = self.plan.rate
         return "" if rate is None else f"(1.0 - {self.arguments[rate].name})"
 
 
-VARYING = {  # integers of attention_combine by what divides the rows, as the lines of its signature have them
-    "split": ["heads, q_len, splits,"],
-    "balanced": ["heads, q_len,", "queries, pack,  # of a tile, and the heads in it"],
-    "listed": ["heads, q_len, queries,"],
-}
+NUMBERS = {"split": ("splits",), "balanced": ("queries", "pack"), "listed": ("queries",)}  # by what divides the rows
 
 
 def combine(plan: LoopPlan, dims: Dims, optional: OptionalArrays, way: str) -> TritonKernel:
@@ -431,12 +413,11 @@ def combine(plan: LoopPlan, dims: Dims, optional: OptionalArrays, way: str) -> T
     be empty."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
     ragged = padded(dims.v_dim) != dims.v_dim  # without a mask loads are wider
-    numbers = re.findall(r"(\w+),", "".join(x.partition("  #")[0] for x in VARYING[way]))
     holes = {
-        "varying": ", ".join(f'"{n}"' for n in numbers),
-        "numbers": VARYING[way],
+        "varying": ", ".join(f'"{n}"' for n in ("heads", "q_len", *NUMBERS[way])),
+        "number": NUMBERS[way][0],
         "source": "attention_forward" if way == "listed" else "attention_decode",
-        **{name: name == way for name in VARYING},
+        **{name: name == way for name in NUMBERS},
         "part_at": "row_at" if way == "split" else "first_at",
         "of_place": "place",
         "length": "q_len",

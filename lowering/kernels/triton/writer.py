@@ -206,7 +206,7 @@ class Writer:
         args = list(args)
         if row_axis is not None:
             # rows are counted from the first of a tile: with 64 bits for each a thread has no registers left
-            first = f"(q_origin + tile * BLOCK_Q){self.wide}" if self.wide else "q_origin + tile * BLOCK_Q"
+            first = self.plus_origin("q", "tile * BLOCK_Q")
             self.near, args[row_axis] = True, Text(first)
             near_row = f"step_from(q, {first}, {table.sizes[row_axis]}, {table.strides[row_axis]}, NEAR)"
         steps = [self.step(*of_axis) for of_axis in zip(args[:last], table.sizes, table.strides)]
@@ -292,7 +292,7 @@ class Writer:
         return [
             "# One vector of the tile's distances, of which every position takes its own.",
             f"q_line = span(q_origin + {q} - (BLOCK_K - 1), BLOCK_Q, BLOCK_K){self.wide}",
-            f"k_line = (k_origin + {k}){self.wide}" if self.wide else f"k_line = k_origin + {k}",
+            f"k_line = {self.plus_origin('k', k)}",
             f"away = rows{rows} - columns{columns} + (BLOCK_K - 1)",
         ]
 
@@ -338,24 +338,16 @@ class Writer:
         traits, common = self.traits, self.parameters()
         own, walked = ("key", "query") if traits.swapped else ("query", "key")
         lengths = {"query": ("q_len", "BLOCK_Q"), "key": ("kv_len", "BLOCK_K")}
-        of_row = f"tl.program_id({self.axes[0]})"
-        if common["ordered"]:  # the longest row first
-            row = (
-                f"tl.load(Order + distinct + {of_row})"
-                if self.tabled
-                else f"tl.num_programs({self.axes[0]}) - 1 - {of_row}"
-            )
-            of_row = f"{row}  # longest first"
+        walked_len, walked_block = lengths[walked]
         return {
             **vars(traits),
             **common,
             "blank": [""],
             "of_row": str(self.axes[0]),
             "of_head": str(self.axes[1]),
-            "row_of_program": of_row,
             "walked": walked,
-            "walked_len": lengths[walked][0],
-            "walked_block": lengths[walked][1],
+            "walked_len": walked_len,
+            "walked_block": walked_block,
             "queries": "BLOCK_Q",
             "grouped": self.dims.group > 1,
             "kv_head": "head" if self.dims.group == 1 else "kv_head",
@@ -380,8 +372,11 @@ class Writer:
 
     def own_coordinate(self, name: str) -> list[str]:
         """The line of `b` or `h` from the program's batch entry or head, where expressions read it."""
-        value = f"{name}_origin + {'batch' if name == 'b' else 'head'}"
-        return [f"{name} = ({value}){self.wide}" if self.wide else f"{name} = {value}"] * (name in self.used)
+        return [f"{name} = {self.plus_origin(name, 'batch' if name == 'b' else 'head')}"] * (name in self.used)
+
+    def plus_origin(self, name: str, local: str) -> str:
+        """A coordinate by its place in the call."""
+        return f"({name}_origin + {local}){self.wide}" if self.wide else f"{name}_origin + {local}"
 
     def closed_form(self) -> dict[str, Any]:
         """The holes of shared.closed_form."""

@@ -37,13 +37,17 @@ def attention_decode(
         lanes = tl.arange(0, LANES)
         every = 0
         for first in range(0, batches, LANES):
-            $tiles_seen
+            of_sequences = tiles_seen(
+                first + lanes, rows_of_tiles, batches, heads, $first_head, Spans, Count, SliceOf, records
+            )
             every += tl.sum(of_sequences, 0)
         share = tl.maximum(tl.cdiv(every, batches * splits), 1)  # of a part, of all rows of a sequence
         batch, part, parts, row = -1, 0, 0, 0
         begun = 0
         for first in range(0, batches, LANES):
-            $tiles_seen
+            of_sequences = tiles_seen(
+                first + lanes, rows_of_tiles, batches, heads, $first_head, Spans, Count, SliceOf, records
+            )
             # A part may be an eighth longer than the share: sequences that are about as long have as many.
             needed = tl.maximum(tl.cdiv(of_sequences, share + share // 8), 1)
             needed = tl.where(first + lanes < batches, needed, 0)
@@ -94,7 +98,8 @@ def attention_decode(
 
     $if parted:
         queries = tl.minimum(q_len, QUERIES)  $if balanced
-        row_at = $row_of_sums
+        row_at = (program.to(tl.int64) * heads + head) * queries + rows  $if balanced
+        row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows  $if not balanced
         $include forward.sums_of_part
     $else:
         $include shared.lse
@@ -119,7 +124,9 @@ def attention_combine(
     Out,  # [batch, heads, q_len, dim], any strides
     $include shared.lse_arrays
     stride_ob, stride_oh, stride_os, stride_od,
-    $numbers
+    heads, q_len, $number,  $if not balanced
+    heads, q_len,  $if balanced
+    queries, pack,  # of a tile, and the heads in it  $if balanced
 ):
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     $if listed:

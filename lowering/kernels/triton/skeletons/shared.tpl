@@ -60,7 +60,9 @@ $if listed:
     distinct = of_slice * $rows_of_slice
 $else:
     distinct = tl.load(SliceOf + place) * tl.num_programs($of_row)  $if tabled
-    row = $row_of_program
+    row = tl.load(Order + distinct + tl.program_id($of_row))  # longest first  $if ordered and tabled
+    row = tl.num_programs($of_row) - 1 - tl.program_id($of_row)  # longest first  $if ordered and not tabled
+    row = tl.program_id($of_row)  $if not ordered
 entry = distinct + row  $if tabled
 
 $part part
