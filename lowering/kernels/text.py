@@ -15,7 +15,6 @@ import keyword
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib import resources
 from string import Template
 from textwrap import dedent, indent
@@ -80,7 +79,6 @@ class Names:
         return self.new(f"{stem}{n}")
 
 
-@cache
 def parts(package: str, name: str) -> dict[str, str]:
     """The parts of skeletons/`name`.tpl by their names: each stands behind a line `$part name`.
 
@@ -91,6 +89,7 @@ def parts(package: str, name: str) -> dict[str, str]:
     source = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
     pieces = re.split(r"(?m)^\$part (\w+)\n", source)
     texts = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+    others: dict[str, dict[str, str]] = {}
 
     def whole(text: str) -> str:
         return re.sub(r"(?m)^( *)\$include ([\w.]+)(?::((?:\n+\1 +\S.*)+))?$", included, text)
@@ -98,9 +97,12 @@ def parts(package: str, name: str) -> dict[str, str]:
     def included(match: re.Match[str]) -> str:
         pad, place, block = match.groups("")
         *files, name = place.split(".")
-        *sibling, file = files or [""]  # Gluon shares parts with Triton, word for word
+        *sibling, _ = files or [""]  # Gluon shares parts with Triton, word for word
+        file = ".".join(files)
         other = f"{package.rpartition('.')[0]}.{sibling[0]}" if sibling else package
-        part = parts(other, file)[name].strip("\n") if file else whole(texts[name]).rstrip()
+        if file and file not in others:
+            others[file] = parts(other, files[-1])
+        part = others[file][name].strip("\n") if file else whole(texts[name]).rstrip()
         if block:
             body = whole(dedent(block.strip("\n")))
             part = re.sub(r"(?m)^( *)\$body$", lambda m: indent(body, m[1]), part)

@@ -170,7 +170,7 @@ class GradientKernel(Writer):
         # without a slope ds is dm itself, and one name is enough for both
         ds = "ds" if self.slope is not None or not self.sums else "dm"
         common = super().holes()
-        own, stored = ({n: self.tile_mask(n, "present", other) for n in "de"} for other in (", other=0.0", ""))
+        loaded, stored = ({n: self.tile_mask(n, "present", other) for n in "de"} for other in (", other=0.0", ""))
         boxes = "tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile"
         return {
             **common,
@@ -183,7 +183,7 @@ class GradientKernel(Writer):
             "dropped": self.keep_mask is not None,
             "kept": "" if self.keep_mask is None else " * kept",
             "rate": "" if self.keep_mask is None else self.arguments[str(self.plan.rate)].name,
-            **{f"own_{n}": mask for n, mask in own.items()},
+            **{f"own_{n}": mask for n, mask in loaded.items()},
             **{f"store_{n}": mask for n, mask in stored.items()},
             "exponent": f"{'modified' if self.score else 'score'} * {common['unit']}",  # the forward's own product
             "ds": ds,
@@ -236,8 +236,8 @@ class GradientKernel(Writer):
 
     def modified(self, written: set[str], visible: str) -> dict[str, Any]:
         """The modified score, and with dropout `kept`, the factor of the weights."""
-        score_mod, kept = self.score_mod("modified", written, visible), "kept = tl.where({}, survivor, 0.0)"
-        dropout = self.quoted(self.plan.keep_mask, self.keep_mask, kept, written, visible)
+        score_mod, line = self.score_mod("modified", written, visible), "kept = tl.where({}, survivor, 0.0)"
+        dropout = self.quoted(self.plan.keep_mask, self.keep_mask, line, written, visible)
         return {"score_mod": score_mod, "dropout": dropout}
 
     def _summed(self, s: Sum, weight: Expr, written: set[str], visible: str) -> list[str]:
@@ -285,10 +285,10 @@ def _dq_kernels(
     traits = KernelTraits("attention_dq", listed=listed, parted=listed, longest=LINE + 1)
     writer = GradientKernel(plan, target, dims, traits, "q" if "q" in grad_names else "", summed)
     by_length = dims.by_length
-    own = "q_len, heads" if by_length else "heads, q_len"
+    axes = "q_len, heads" if by_length else "heads, q_len"
     holes = {
         "dq": "q" in grad_names,
-        "results": [f"DQ,  # [batch, {own}, dim], contiguous"] * ("q" in grad_names),
+        "results": [f"DQ,  # [batch, {axes}, dim], contiguous"] * ("q" in grad_names),
         "own_row": "((tl.cast(batch, tl.int64) * q_len + start) * heads + head)" if by_length else "at_q",
         "row_step": "(heads * HEAD_DIM)" if by_length else "HEAD_DIM",
     }
@@ -310,7 +310,7 @@ def _dkv_kernels(
     by_keys = f"(tl.cast(batch, tl.int64) * kv_len + start) * {heads} + {kv_head}"
     step = f"({heads} * {{}})" if by_length else "{}"
     names = ", ".join(f"D{n.upper()}" for n in written)
-    own = "kv_len, key heads" if by_length else "key heads, kv_len"
+    axes = "kv_len, key heads" if by_length else "key heads, kv_len"
     holes = {
         "dk": "k" in grad_names,
         "dv": "v" in grad_names,
@@ -319,7 +319,7 @@ def _dkv_kernels(
         "unordered": not traits.listed and not (writer.tabled and writer.ordered),
         # With fewer entries than threads the compiler loads what each thread uses, past shared memory.
         "numbers_a_load": 2 if by_pairs else 4,
-        "results": [f"{names},  # [batch, {own}, dim], contiguous"] * bool(written),
+        "results": [f"{names},  # [batch, {axes}, dim], contiguous"] * bool(written),
         "dout": "v" in grad_names or inner,
         "survivors": "p" if writer.keep_mask is None else "(p * kept)",
         "own_row": by_keys if by_length else by_heads,

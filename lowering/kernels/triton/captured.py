@@ -107,7 +107,7 @@ def weights(gradients: Sequence[Gradient]) -> list[Expr]:
 
 
 class CapturedKernel:
-    """What the kernels of captured gradients share: `dm`, the cotangent of the modified score, of one tile wherever it
+    """The base of the kernels of captured gradients: `dm`, the cotangent of the modified score, of one tile wherever it
     is. The mask is a predicate on every tile, full ones too. `index` is the place in the table where a share goes."""
 
     def __init__(
@@ -181,36 +181,36 @@ class CapturedKernel:
 
 def _diagonal(plan: LoopPlan, target: Target, dims: Dims, gradients: Sequence[Gradient]) -> TritonKernel:
     """The kernel of gradients by distance."""
-    made = CapturedKernel(plan, target, dims, "attention_diagonal", gradients, (), "share")
-    w, roots, n = made.writer, made.tile_roots, len(made.factors)
+    kernel = CapturedKernel(plan, target, dims, "attention_diagonal", gradients, (), "share")
+    w, roots, n = kernel.writer, kernel.tile_roots, len(kernel.factors)
     results = [
         "Sums,  # float32 [batch, heads, weights, parts, 2, block diagonals, BLOCK_K]: gradients of",
         f"# {' and '.join(dict.fromkeys(w.read(g) for g in gradients))}, by distance",
     ]
-    common = {**made.holes(results), "hoisted": w.lines(roots, SCALAR), **made.seen()}
+    common = {**kernel.holes(results), "hoisted": w.lines(roots, SCALAR), **kernel.seen()}
     written = set(w.hoisted)
-    totals = [{"total": w.names.numbered("sum")} for _ in made.factors]
+    totals = [{"total": w.names.numbered("sum")} for _ in kernel.factors]
     holes = {
         **common,
-        "coordinates": made.positioned(frozenset[str]().union(*map(uses, roots))),
-        **made.one_tile(roots, (ROW, COLUMN), written),
+        "coordinates": kernel.positioned(frozenset[str]().union(*map(uses, roots))),
+        **kernel.one_tile(roots, (ROW, COLUMN), written),
         "totals": [
-            {**total, **made.shared(factor, written), "at": "place" if n == 1 else f"(place * {n} + {i})"}
-            for i, (total, factor) in enumerate(zip(totals, made.factors, strict=True))
+            {**total, **kernel.shared(factor, written), "at": "place" if n == 1 else f"(place * {n} + {i})"}
+            for i, (total, factor) in enumerate(zip(totals, kernel.factors, strict=True))
         ],
     }
-    return made.kernel("diagonal", "(block diagonals * parts, heads, batch)", holes)
+    return kernel.kernel("diagonal", "(block diagonals * parts, heads, batch)", holes)
 
 
 def _plane(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, shared: str) -> TritonKernel:
     """The kernel of a table with a place for every query and key."""
     all_heads, all_batches = "h" in shared, "b" in shared
     numbers = ("batches",) * all_batches
-    made = CapturedKernel(plan, target, dims, "attention_plane", [gradient], gradient.index, *numbers)
-    w = made.writer
-    common = made.holes([f"Into,  # float32, contiguous: the gradient of {w.read(gradient)}"])
-    entries = [line for level in (SCALAR, ROW, COLUMN) for line in w.lines(made.index, level)]
-    entries += made.into(gradient.source, w.hoisted)
+    kernel = CapturedKernel(plan, target, dims, "attention_plane", [gradient], gradient.index, *numbers)
+    w = kernel.writer
+    common = kernel.holes([f"Into,  # float32, contiguous: the gradient of {w.read(gradient)}"])
+    entries = [line for level in (SCALAR, ROW, COLUMN) for line in w.lines(kernel.index, level)]
+    entries += kernel.into(gradient.source, w.hoisted)
     written = set(w.hoisted)
     b, h = w.own_coordinate("b"), w.own_coordinate("h")
     holes = {
@@ -224,14 +224,14 @@ def _plane(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, share
         "h_of_step": h if all_heads else [],
         "b_of_step": b if all_batches else [],
         "vectors": [] if all_batches else common["vectors"],
-        "coordinates": made.positioned(frozenset("qk")),
+        "coordinates": kernel.positioned(frozenset("qk")),
         "into": entries,
-        **made.seen(),
-        **made.one_tile(made.tile_roots, (SCALAR, ROW, COLUMN), written),
-        **made.shared(made.factors[0], written),
+        **kernel.seen(),
+        **kernel.one_tile(kernel.tile_roots, (SCALAR, ROW, COLUMN), written),
+        **kernel.shared(kernel.factors[0], written),
     }
     grid = f"(q tiles * k tiles, {'1' if all_heads else 'heads'}, {'1' if all_batches else 'batch'})"
-    return made.kernel("plane", grid, holes)
+    return kernel.kernel("plane", grid, holes)
 
 
 def _scatters(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, fixed: bool) -> list[TritonKernel]:
@@ -244,8 +244,8 @@ def _walk(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, adds: 
     """A kernel whose program owns a tile of queries and walks the tiles of keys it sees. It `adds` the magnitudes of
     shares to a "total", their "counts" of units to a table, or the "shares" themselves."""
     name = "attention_total" if adds == "total" else "attention_scatter"
-    made = CapturedKernel(plan, target, dims, name, [gradient], gradient.index)
-    w, roots = made.writer, [*made.tile_roots, *made.index]
+    kernel = CapturedKernel(plan, target, dims, name, [gradient], gradient.index)
+    w, roots = kernel.writer, [*kernel.tile_roots, *kernel.index]
     what = f"contiguous: the gradient of {w.read(gradient)}"
     results = {
         "total": ["Total,  # float32 [batch, heads, q tiles]: the sum of the magnitudes of all that is added"],
@@ -255,13 +255,13 @@ def _walk(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, adds: 
         ],
         "shares": [f"Into,  # float32, {what}"],
     }
-    own = w.coordinate("q", "start + rows") if "q" in w.used else []
-    common = {**made.holes(results[adds]), "own": own, **w.closed_form()}
+    line_of_q = w.coordinate("q", "start + rows") if "q" in w.used else []
+    common = {**kernel.holes(results[adds]), "own": line_of_q, **w.closed_form()}
     hoisted = [*w.lines(roots, SCALAR), *w.lines(roots, ROW)]
     written = set(w.hoisted)
-    walked = made.one_tile(roots, (COLUMN,), written)
-    walked["row_and_column"][:0] = made.positioned(w.used & {"k"})
-    share = made.shared(made.factors[0], written)
+    walked = kernel.one_tile(roots, (COLUMN,), written)
+    walked["row_and_column"][:0] = kernel.positioned(w.used & {"k"})
+    share = kernel.shared(kernel.factors[0], written)
     holes = {
         **common,
         "hoisted": hoisted,
@@ -272,6 +272,6 @@ def _walk(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, adds: 
         "total": adds == "total",
         "fixed": adds == "counts",
         "atomic": adds == "shares",
-        "into": [] if adds == "total" else made.into(gradient.source, written, "visible"),
+        "into": [] if adds == "total" else kernel.into(gradient.source, written, "visible"),
     }
-    return made.kernel("scatter", "(q tiles, heads, batch)", holes)
+    return kernel.kernel("scatter", "(q tiles, heads, batch)", holes)
