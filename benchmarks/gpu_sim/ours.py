@@ -12,9 +12,9 @@ import numpy as np
 
 import frisket as fk
 from frisket.lowering.kernels.triton import backward, forward
-from frisket.lowering.kernels.triton.module import emit
+from frisket.lowering.kernels.triton.captured import emit_all
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.tiles import TABLE, of_kernel, ordered
@@ -190,7 +190,7 @@ def compiled(ours: Ours, tile: Tile) -> Compiled:
 def _emitted(listed: str, plan: LoopPlan, target: Target, dims: Dims) -> str:
     """The module; of the kernel that is `listed` alone, or of all kernels."""
     if not listed:
-        return emit(plan, target, dims)
+        return emit_all(plan, target, dims)
     if listed == "forward":
         return forward.emit(plan, target, dims, listed=True)
     return backward.emit(plan, target, dims, set("qkv"), dlse=False, listed={f"attention_{listed}"})

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
-from frisket.lowering.kernels.triton import decode, forward
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton import forward
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Operand, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import kernels as triton_kernels
@@ -192,7 +192,7 @@ def made(name: str, step: Step, chosen: Shares) -> Compiled:
     if name == "attention_forward":
         source = forward.emit(plan, target, step.dims)
     else:
-        source = decode.emit(plan, target, step.dims, packs=chosen.pack > 1, balanced=chosen.balanced)
+        source = forward.emit_decode(plan, target, step.dims, packs=chosen.pack > 1, balanced=chosen.balanced)
     kernel = vars(load_from_file(source))[name]
     own = of_kernel(name, target)
     key = (source, name, triton_kernels.signature(kernel, plan, own, step.dims), own, step.dims)

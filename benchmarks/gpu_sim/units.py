@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import frisket as fk
 from frisket.lowering.kernels.gluon import forward
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.runtime.backends.gluon.torch import compiled_for
 from frisket.runtime.machine.modules import load_from_file
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import resources
 from string import Template
-from textwrap import indent
+from textwrap import dedent, indent
 from typing import Any
 
 
@@ -84,18 +84,36 @@ def words(source: str) -> set[str]:
     return set(re.findall(r"[A-Za-z_]\w*", source))
 
 
-def skeleton(package: str, name: str) -> str:
-    """The text of skeletons/`name`.tpl of a package; `$include other` and `$include triton.other` are filled in."""
-    sibling, _, name = name.rpartition(".")  # Gluon shares parts with Triton, word for word
-    package = f"{package.rpartition('.')[0]}.{sibling}" if sibling else package
-    text = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
-    return re.sub(r"(?m)^( *)\$include ([\w.]+)$", lambda m: indent(skeleton(package, m[2]), m[1]).rstrip(), text)
-
-
 def parts(package: str, name: str) -> dict[str, str]:
-    """The parts of skeletons/`name`.tpl by their names: each stands behind a line `$part name`."""
-    pieces = re.split(r"(?m)^\$part (\w+)\n", skeleton(package, name))
-    return {part: f"\n{text.rstrip()}\n" for part, text in zip(pieces[1::2], pieces[2::2], strict=True)}
+    """The parts of skeletons/`name`.tpl by their names: each stands behind a line `$part name`.
+
+    A line `$include other` stands for another part of the file, `$include shared.other` for a part of shared.tpl, and
+    `$include triton.shared.other` for one of a sibling package's file. With a colon behind it, the block below is what
+    `$body` stands for in that part.
+    """
+    source = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
+    pieces = re.split(r"(?m)^\$part (\w+)\n", source)
+    texts = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+    others: dict[str, dict[str, str]] = {}
+
+    def whole(text: str) -> str:
+        return re.sub(r"(?m)^( *)\$include ([\w.]+)(?::((?:\n+\1 +\S.*)+))?$", included, text)
+
+    def included(match: re.Match[str]) -> str:
+        pad, place, block = match.groups("")
+        *files, name = place.split(".")
+        *sibling, _ = files or [""]  # Gluon shares parts with Triton, word for word
+        file = ".".join(files)
+        other = f"{package.rpartition('.')[0]}.{sibling[0]}" if sibling else package
+        if file and file not in others:
+            others[file] = parts(other, files[-1])
+        part = others[file][name].strip("\n") if file else whole(texts[name]).rstrip()
+        if block:
+            body = whole(dedent(block.strip("\n")))
+            part = re.sub(r"(?m)^( *)\$body$", lambda m: indent(body, m[1]), part)
+        return indent(part, pad)
+
+    return {part: f"\n{whole(text).rstrip()}\n" for part, text in texts.items()}
 
 
 def fields(record: object, names: str) -> dict[str, Any]:

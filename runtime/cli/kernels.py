@@ -27,7 +27,7 @@ from frisket.dsl.errors import BackendError, BackwardError, LoweringError, Misma
 from frisket.grammar.memo import Info, tables
 from frisket.lowering.architectures import GPUS, H100
 from frisket.lowering.dtypes import HALVES, SINGLE
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.runtime.attention import entry as _entry  # noqa: F401 (the tables of a call are listed too)
 from frisket.runtime.attention.report import FLOOR, Report
 from frisket.runtime.attention.warm import warm

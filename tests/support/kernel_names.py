@@ -9,7 +9,7 @@ import symtable
 from collections.abc import Iterator
 
 from frisket.lowering.kernels.triton import expr
-from frisket.lowering.kernels.triton.writer import OWN, SIZES, arguments
+from frisket.lowering.kernels.triton.module import OWN, SIZES, arguments
 
 
 def unknown_names(text: str) -> set[str]:

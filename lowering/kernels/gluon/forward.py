@@ -26,14 +26,14 @@ from frisket.lowering.architectures import architecture_of
 from frisket.lowering.features import GLUON, missing
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, levels
-from frisket.lowering.kernels.text import skeleton
+from frisket.lowering.kernels.text import parts
 from frisket.lowering.kernels.triton.forward import NO_ARRAYS, OptionalArrays
-from frisket.lowering.kernels.triton.rows import RowKernel
+from frisket.lowering.kernels.triton.module import Dims, TritonKernel, module, padded
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims, KernelTraits, TritonKernel, arguments, module, padded
+from frisket.lowering.kernels.triton.writer import KernelTraits, Writer
 from frisket.lowering.plan import LoopPlan
 
-FORWARD, BLACKWELL, MODULE = (skeleton(__package__, name) for name in ("forward", "blackwell", "module"))
+HOPPER, BLACKWELL, SHARED = (parts(__package__, name) for name in ("hopper", "blackwell", "shared"))
 INSTEAD = "take backend='triton'"
 OF_SLOT = ("k_full", "k_free", "v_full", "v_free")  # barriers of a slot of the rings
 PART = 64  # columns of the sums that a warp group reads from tensor memory at once
@@ -75,9 +75,8 @@ def emit(plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays = 
     if target.block_q != groups * rows or target.block_k not in (32, 64, 128):
         tile = f"{target.block_q} x {target.block_k}"
         raise LoweringError(f"the Gluon kernel tiles {groups * rows} queries and 32, 64 or 128 keys, not {tile}")
-    kernel = GluonForward if architecture_of(target.arch).products == "wgmma" else BlackwellForward
-    writer = kernel(plan, target, dims, optional)
-    return translated(module("Attention forward", plan, dims, [writer.kernel()], MODULE))
+    kernel = GluonForward(plan, target, dims, optional).forward()
+    return translated(module("Attention forward", plan, dims, [kernel], SHARED["module"]))
 
 
 def groups_of(arch: str, head_dim: int, v_dim: int) -> tuple[int, int]:
@@ -100,44 +99,42 @@ def translated(text: str) -> str:
     return source
 
 
-class GluonForward(RowKernel):
-    """Writes the three functions of Hopper's forward: `produce`, `consume`, and the kernel that starts them."""
-
-    skeleton = FORWARD
-    of_group: tuple[str, ...] = ("q_full", "turns")  # barriers
+class GluonForward(Writer):
+    """Writes the functions of the forward: `produce`, `consume`, on Blackwell `multiply`, which issues the products,
+    and the kernel that starts them."""
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays) -> None:
-        self.target, self.optional = target, optional
+        self.optional, self.blackwell = optional, architecture_of(target.arch).products == "tcgen05"
         self.keep_mask = [] if plan.keep_mask is None else [expr.machine(plan.keep_mask)]
         self.groups, self.queries = groups_of(target.arch, dims.head_dim, dims.v_dim)
         # a vector of a tile's diagonals would take shared memory of both warp groups
-        super().__init__(plan, dims, target, self.keep_mask, KernelTraits(gathers=False))
+        super().__init__(plan, dims, target, KernelTraits(gathers=False), self.keep_mask)
         self.spread = False  # only Triton's interpreter spreads a scalar Bool over a tile
 
-    def kernel(self) -> TritonKernel:
+    def forward(self) -> TritonKernel:
+        # beside the four of the first group: four of the second, if there is one, one that loads, one that multiplies
+        extra = 4 * self.groups - 2 if self.blackwell else 5
         launch = (
             f"attention_forward: grid (q tiles, heads, batch), tiles of {self.target.block_q} queries by "
             f"{self.target.block_k} keys in {self.target.num_stages} stages, "
-            f"num_warps=4 beside {self.extra_warps()} of its own."
+            f"num_warps=4 beside {extra} of its own."
         )
-        return TritonKernel("attention_forward", self.filled(self.skeleton), launch)
-
-    def extra_warps(self) -> int:
-        """The number of warps beside the four of the first group: four of the second, and one that loads."""
-        return 5
+        part = (BLACKWELL if self.blackwell else HOPPER)["kernel"]
+        return TritonKernel(self.traits.name, self.filled(part, self.holes()), launch)
 
     def holes(self) -> dict[str, Any]:
         common, closed = super().holes(), self.closed_form()
         self.hoisted = set()  # lines so far are in the kernel, the next ones in `consume`, which computes them again
-        rate = self.plan.rate
-        optional = self.optional
+        rate, optional, padded_v = self.plan.rate, self.optional, padded(self.dims.v_dim)
         results = [("Top", optional.row_max), ("Low", optional.lse_residual), ("Sinks", optional.sinks)]
+        of_group = ("q_full", "s_full", "p_full", "o_full") if self.blackwell else ("q_full", "turns")  # barriers
+        width = min(PART, padded_v)
         return {
             **common,
             **closed,
-            "same": padded(self.dims.head_dim) == padded(self.dims.v_dim),
+            "same": padded(self.dims.head_dim) == padded_v,
             "barriers": [
-                *({"name": name, "count": self.groups} for name in self.of_group),
+                *({"name": name, "count": self.groups} for name in of_group),
                 *({"name": name, "count": "STAGES"} for name in OF_SLOT),
             ],
             "groups": self.groups,
@@ -146,21 +143,29 @@ class GluonForward(RowKernel):
             "results": "".join(f" {n}," for n, use in results if use),
             **optional.holes,
             "guard": self.plan.guard,
+            "of_rows": ", mask=present",
             "walk": "Spans, Count, entry, records" if self.tabled else "lo, full_lo, full_hi, hi",
-            "passed": self._passed(common),
+            "passed": self._passed(),
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
             "hoisted": self.before_tiles(),
-            "tiles": self.tiles(),
+            "tiles": self._tiles_of_blackwell() if self.blackwell else self.tiles(),
             "whole": "total" if rate is None else f"(total * (1.0 - {self.arguments[rate].name}))",
+            # of the last group, and of the sums that a group reads at once
+            "last": self.groups - 1,
+            "width": width,
+            "parts": padded_v // width,
+            "slack": "" if optional.row_max else f" + {SLACK}",
+            "warps": str([4] * (self.groups - 1) + [1, 1]),
+            "registers": str([240] * (self.groups - 1) + [24, 24]),
         }
 
-    def _passed(self, common: dict[str, Any]) -> list[str]:
+    def _passed(self) -> list[str]:
         """The arguments of `consume` that its expressions read."""
-        by_name = arguments(self.plan)
-        origins = [n for n in self.parameters.origins() if n in "qk"]
-        names = ["b"] * common["by_batch"] + ["h"] * common["by_head"]
-        names += [f"{n}_origin" for n in origins] + self.parameters.sizes()
-        names += [by_name[s.name].name for s in self.plan.slots]
+        by_name = self.arguments
+        origins = [n for n in self.origins() if n in "qk"]
+        names = [n for n in "bh" if n in self.used]
+        names += [f"{n}_origin" for n in origins] + self.sizes()
+        names += self.slots()
         names += [n for t in self.plan.every_table for n in by_name[t.name].all]
         return textwrap.wrap(f"{', '.join(names)},", 100) if names else []
 
@@ -197,40 +202,14 @@ class GluonForward(RowKernel):
             "dropout": self.quoted(self.plan.keep_mask, keep_mask, "p = tl.where({}, p, 0.0)", written),
         }
 
-
-class BlackwellForward(GluonForward):
-    """Writes the four functions of Blackwell's forward: those of Hopper, and `multiply`, which issues the products."""
-
-    skeleton = BLACKWELL
-    of_group = ("q_full", "s_full", "p_full", "o_full")
-
-    def extra_warps(self) -> int:
-        """The number of warps beside the four of the first group: four of the second, if there is one, one that
-        multiplies, and one that loads."""
-        return 4 * self.groups - 2
-
-    def holes(self) -> dict[str, Any]:
-        common = super().holes()
-        width = min(PART, padded(self.dims.v_dim))
-        return {
-            **common,
-            "last": self.groups - 1,
-            "width": width,
-            "parts": padded(self.dims.v_dim) // width,
-            "slack": "" if self.optional.row_max else f" + {SLACK}",
-            "warps": str([4] * (self.groups - 1) + [1, 1]),
-            "registers": str([240] * (self.groups - 1) + [24, 24]),
-        }
-
-    def tiles(self) -> list[dict[str, Any]]:
+    def _tiles_of_blackwell(self) -> list[dict[str, Any]]:
         """The holes of a record's two loops."""
-        _, edge, full = super().tiles()
+        _, edge, full = self.tiles()
         inside = [*self.score, *self.keep_mask]
         ends = 3 if "least" in self.rows else 2  # instructions of a comparison with the ends of a row, and of a select
-        return [
-            {**edge, "range": "borders", "by_polynomial": by_polynomial(inside, ends + work(self.mask))},
-            {**full, "range": "borders, hi - lo", "by_polynomial": by_polynomial(inside)},
-        ]
+        edge |= {"range": "borders", "by_polynomial": by_polynomial(inside, ends + work(self.mask))}
+        full |= {"range": "borders, hi - lo", "by_polynomial": by_polynomial(inside)}
+        return [edge, full]
 
 
 def by_polynomial(roots: Sequence[Expr], masking: int = 0) -> int:

@@ -8,21 +8,26 @@ five, but no two programs add to one entry, and results repeat bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.lowering.kernels.language import Text
-from frisket.lowering.kernels.text import fields, filled, skeleton
+from frisket.dsl.ir import Expr, lit, renamed
+from frisket.dsl.show import show
+from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.expr import POSITION
+from frisket.lowering.kernels.text import fields, filled, parts
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
+from frisket.lowering.kernels.units import machine
 from frisket.lowering.plan import LoopPlan
 
-from . import writer
-from .cotangents import GradientKernel, sums
-from .forward import describable
+from .forward import PartSums, describable
+from .module import Dims, TritonKernel, arguments, check_tile, module, padded, reserved_names
+from .writer import LINE, KernelTraits, Writer, masked, wrapped
 
-DELTA_KERNEL, DQ, DKV = (skeleton(__package__, name) for name in ("delta", "dq", "dkv"))
+DQ, DKV = parts(__package__, "dq"), parts(__package__, "dkv")
 WARP = 32  # threads
 DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole rows and waits for memory
 
@@ -30,7 +35,7 @@ DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole 
 def emit(
     plan: LoopPlan,
     target: Target,
-    dims: writer.Dims,
+    dims: Dims,
     grad_names: Collection[str],
     *,
     dlse: bool = True,
@@ -40,20 +45,18 @@ def emit(
     compute the gradients of the arrays, tables and slots in `grad_names` (plan names), with or without a cotangent of
     lse; the same input gives the same text. A table lists the programs of the kernels that are `listed`, of which
     several share a long row of tiles; `attention_dq_sums` and `attention_dkv_sums` add up what these write."""
-    return writer.module(
-        "Attention backward", plan, dims, kernels(plan, target, dims, grad_names, dlse=dlse, listed=listed)
-    )
+    return module("Attention backward", plan, dims, kernels(plan, target, dims, grad_names, dlse=dlse, listed=listed))
 
 
 def kernels(
     plan: LoopPlan,
     target: Target,
-    dims: writer.Dims,
+    dims: Dims,
     grad_names: Collection[str],
     *,
     dlse: bool = True,
     listed: Collection[str] = (),
-) -> list[writer.TritonKernel]:
+) -> list[TritonKernel]:
     """The kernels that these gradients take. Of `target` their text depends on the order of rows, the precision, tensor
     descriptors and on whether each thread of dkv has a load of two numbers of a query."""
     if dims.kv_dtype:
@@ -63,13 +66,13 @@ def kernels(
     along = {s.along for s in sums(plan, grad_names)}
     emitted = [delta_kernel(plan, dims, dlse)]
     if "q" in grad_names or "q" in along:
-        emitted += _DqKernel(plan, target.dq or target, dims, grad_names, "attention_dq" in listed).kernels()
+        emitted += _dq_kernels(plan, target.dq or target, dims, grad_names, "attention_dq" in listed)
     dv_target = target.dv if {"k", "v"} <= set(grad_names) else None
     if {"k", "v"} & set(grad_names) or "k" in along:
         both = set(grad_names) - {"v"} if dv_target else grad_names
-        emitted += _DkvKernel(plan, target.dkv or target, dims, both, "attention_dkv" in listed).kernels()
+        emitted += _dkv_kernels(plan, target.dkv or target, dims, both, "attention_dkv", listed)
     if dv_target:
-        emitted += _DkvKernel(plan, dv_target, dims, {"v"}, "attention_dv" in listed, "attention_dv").kernels()
+        emitted += _dkv_kernels(plan, dv_target, dims, {"v"}, "attention_dv", listed)
     return emitted
 
 
@@ -79,95 +82,249 @@ def bare(plan: LoopPlan) -> LoopPlan:
     return replace(plan, slots=(), tables=(), run_tables=(), **none)
 
 
-def delta_kernel(plan: LoopPlan, dims: writer.Dims, dlse: bool) -> writer.TritonKernel:
+def delta_kernel(plan: LoopPlan, dims: Dims, dlse: bool) -> TritonKernel:
+    """The kernel of what dq and dkv read of each query, with or without a cotangent of lse."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
-    pad = "" if writer.padded(dims.v_dim) == dims.v_dim else f"{e}[None, :] < {length}"
-    mask = writer.masked("present[:, None]", pad)
-    text = filled(DELTA_KERNEL, writer.wrapped, e=e, dim=dim, mask=mask, dlse=dlse, guard=plan.guard)
+    pad = "" if padded(dims.v_dim) == dims.v_dim else f"{e}[None, :] < {length}"
+    of_dlse = {"and_dlse": ", DLse" * dlse, "less_dlse": " - dlse" * dlse}
+    mask = masked("present[:, None]", pad)
+    text = filled(DQ["delta"], wrapped, e=e, dim=dim, mask=mask, guard=plan.guard, **of_dlse)
     launch = (
         f"attention_delta: grid (query tiles, heads, batch), tiles of {DELTA.block_q} queries, "
         f"num_warps={DELTA.num_warps}."
     )
-    return writer.TritonKernel("attention_delta", text, launch)
+    return TritonKernel("attention_delta", text, launch)
 
 
-class _DqKernel(GradientKernel):
-    """The kernel of dq, and of sums of captured gradients over keys."""
+@dataclass(frozen=True)
+class Sum:
+    """A captured gradient that a row or column of tiles sums: `buffer` is the pointer, `total` the running sum."""
 
-    longest = writer.LINE + 1
+    gradient: Gradient
+    buffer: str
+    total: str
 
-    def __init__(
-        self, plan: LoopPlan, target: Target, dims: writer.Dims, grad_names: Collection[str], listed: bool = False
-    ) -> None:
-        self.dq = "q" in grad_names
-        summed = [s for s in sums(plan, grad_names) if s.along == "q"]
-        traits = writer.KernelTraits(listed=listed, parted=listed)
-        super().__init__(plan, target, dims, traits, "q" * self.dq, summed)
-        self.described = target.descriptors and describable(plan, dims)
-
-    def kernels(self) -> list[writer.TritonKernel]:
-        kernel = writer.launched("attention_dq", self.filled(DQ), self.grid_of("query tiles", "heads"), self.target)
-        return [kernel, *[self.part.kernel("attention_dq_sums", "q_len", self.buffers())] * self.traits.listed]
-
-    def holes(self) -> dict[str, Any]:
-        return {
-            **super().holes(),
-            **fields(self, "dq described"),
-            "dim_e": "DIM" if self.e == "d" else "DIM_V",
-            **self.before_loops(),
-        }
+    @property
+    def along(self) -> str:
+        """The last axis of the buffer, float32 [batch, heads, q_len] or [batch, heads, kv_len]. A sum per head is
+        summed per query first."""
+        return "k" if self.gradient.over == "column" else "q"
 
 
-class _DkvKernel(GradientKernel):
-    """The kernel of dk and dv, or of one of them, and of sums of captured gradients over queries."""
+def sums(plan: LoopPlan, grad_names: Collection[str]) -> list[Sum]:
+    """The sums of the tables and slots in `grad_names`, in the order of `backward_of(plan).gradients`; "diagonal" and
+    "scatter" are not among them."""
+    names, known = reserved_names(plan), arguments(plan)
+    return [
+        Sum(g, names.new(f"D{known[g.source].name}"), names.new(f"d{known[g.source].name}"))
+        for g in backward_of(plan).gradients
+        if g.source in grad_names and g.over in ("head", "row", "column")
+    ]
+
+
+class GradientKernel(Writer):
+    """A kernel that owns a tile of queries, or swapped one of keys, and walks tiles of the other axis. `p` are the
+    weights of a tile before dropout, `dm` is the cotangent of its modified scores, `ds` the cotangent of the plain
+    ones.
+
+    `gradients` are those among "qkv" that the kernel writes: those of q and k want ds. `summed` are the sums it takes
+    of dm; where it wants neither, p suffices. `others` are other expressions that it uses per position."""
 
     def __init__(
         self,
         plan: LoopPlan,
         target: Target,
-        dims: writer.Dims,
-        grad_names: Collection[str],
-        listed: bool = False,
-        name: str = "attention_dkv",
+        dims: Dims,
+        traits: KernelTraits,
+        gradients: Collection[str] = (),
+        summed: Iterable[Sum] = (),
+        others: Iterable[Expr] = (),
     ) -> None:
-        self.name = name
-        self.dk, self.dv = "k" in grad_names, "v" in grad_names
-        known = writer.arguments(plan)
-        self.rows_of_tables = {known[n].name: axis for n, axis in writer.rows_of_tables(plan).items()}
-        self.by_pairs = 2 * target.block_q >= WARP * target.num_warps
-        summed = [s for s in sums(plan, grad_names) if s.along == "k"]
-        written = [n for n in "kv" if n in grad_names]
-        traits = writer.KernelTraits(swapped=True, listed=listed, parted=listed)
-        super().__init__(plan, target, dims, traits, written, summed)
+        check_tile(target)
+        derived = backward_of(plan)
+        self.careful = derived.guard  # 0 * inf is NaN where nothing is seen
+        slope = bool({"q", "k"}.intersection(gradients))
+        self.slope = machine(derived.slope, dims) if slope and derived.slope is not None else None
+        self.keep_mask = None if plan.keep_mask is None else expr.machine(plan.keep_mask)
+        self.sums = [(s, machine(s.gradient.weight, dims)) for s in summed]
+        self.inner = slope or bool(self.sums)  # otherwise no product of dout and v is computed
+        axes = {"v": "d" if dims.v_dim == dims.head_dim else "e"}
+        arrays = [(f"D{n.upper()}", f"d{n}", axes.get(n, "d")) for n in gradients]
+        heads = dims.group if traits.swapped else 1
+        self.part = PartSums(dims, arrays, [(s.buffer, s.total) for s, _ in self.sums], heads)
+        # what is None here is not written: its nodes would take registers
+        more = [e for e in (self.slope, self.keep_mask, *(w for _, w in self.sums), *others) if e is not None]
+        super().__init__(plan, dims, target, replace(traits, selects=True), more)
+        self.full = [*self.score, *more]  # what full tiles ask for
         self.described = target.descriptors and describable(plan, dims)
 
-    def address(self, table: writer.Argument, args: Sequence[Text]) -> str:
-        """The address of an entry. Rows of a table are counted from the first of a tile: with 64 bits for each a thread
-        has no registers left."""
-        axis = self.rows_of_tables.get(table.name)
-        if axis is None:
-            return super().address(table, args)
-        self.near, first = True, f"(q_origin + tile * BLOCK_Q){self.wide}" if self.wide else "q_origin + tile * BLOCK_Q"
-        row_step = f"step_from(q, {first}, {table.sizes[axis]}, {table.strides[axis]}, NEAR)"
-        *outer, (index, size, stride) = zip(args, table.sizes, table.strides, strict=True)
-        steps = [self.step(Text(first) if i == axis else x, n, by) for i, (x, n, by) in enumerate(outer)]
-        return f"{' + '.join([table.name, *steps])} + ({row_step} + {self.clamped(index, size)} * {stride})"
-
-    def kernels(self) -> list[writer.TritonKernel]:
-        grid, text = self.grid_of("key tiles", "key heads"), self.filled(DKV)
-        kernel = writer.launched(self.name, text, grid, self.target, swapped=True)
-        return [kernel, *[self.part.kernel(f"{self.name}_sums", "kv_len", self.buffers())] * self.traits.listed]
+    def kernels(self, part: str, grid: str, length: str, holes: dict[str, Any]) -> list[TritonKernel]:
+        """The kernel of a part of a skeleton, and where a table lists its programs the one that adds up the sums of
+        rows in parts, of queries or keys by `length`."""
+        kernel = self.kernel(self.filled(part, {**self.holes(), **holes, **self.before_loops()}), grid)
+        name = f"{self.traits.name}_sums"
+        return [kernel, *[self.part.kernel(name, length, self.buffers())] * self.traits.listed]
 
     def holes(self) -> dict[str, Any]:
+        swapped, dims = self.traits.swapped, self.dims
+        axis, index, block = ("k", "columns", "BLOCK_K") if swapped else ("q", "rows", "BLOCK_Q")
+        # without a slope ds is dm itself, and one name is enough for both
+        ds = "ds" if self.slope is not None or not self.sums else "dm"
+        common = super().holes()
+        loaded, stored = ({n: self.tile_mask(n, "present", other) for n in "de"} for other in (", other=0.0", ""))
+        boxes = "tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile"
         return {
-            **super().holes(),
-            **fields(self, "name dk dv described by_pairs"),
-            "dout": self.dv or self.inner,
-            "arrays": "Q, K, V, DOut" if self.inner else "Q, K, DOut",
-            # With fewer entries than threads the compiler loads what each thread uses, past shared memory.
-            "numbers_a_load": 2 if self.by_pairs else 4,
-            "results": ", ".join(n for n, use in (("DK", self.dk), ("DV", self.dv)) if use),
+            **common,
+            **fields(self, "e inner described"),
             "dim_e": "DIM" if self.e == "d" else "DIM_V",
             "v_dim": self.v,
-            **self.before_loops(),
+            "apart": self.e == "e",
+            "of_arrays": boxes if self.described else "[batch, heads, length, dim], any strides",
+            "strides": [{"tensor": x} for x in ("" if self.described else "qkvg" if self.inner else "qkg")],
+            "dropped": self.keep_mask is not None,
+            "kept": "" if self.keep_mask is None else " * kept",
+            "rate": "" if self.keep_mask is None else self.arguments[str(self.plan.rate)].name,
+            **{f"own_{n}": mask for n, mask in loaded.items()},
+            **{f"store_{n}": mask for n, mask in stored.items()},
+            "exponent": f"{'modified' if self.score else 'score'} * {common['unit']}",  # the forward's own product
+            "ds": ds,
+            "dm": "ds" if ds == "ds" and not self.sums and self.slope is None else "dm",
+            "buffers": self.buffers(),
+            "zeros": [f"{s.total} = tl.zeros([{block}], tl.float32)" for s, _ in self.sums],
+            "edges": True,
+            "own_block": block,
+            "numbers_of_part": self.part.numbers,
+            "place": "batch * heads + kv_head * GROUP" if swapped and dims.group > 1 else "place",
+            "own_place": f"batch * tl.num_programs({self.axes[1]}) + kv_head" if dims.group > 1 else "place",
+            "partial": self.part.stores(stored),
+            "partial_totals": self.part.stores_of_totals(),
+            "stores": [f"tl.store({s.buffer} + at_{axis} + {index}, {s.total}, mask=present)" for s, _ in self.sums],
         }
+
+    def before_loops(self) -> dict[str, Any]:
+        """The lines before the loop over tiles, beside origins and slots."""
+        axis, index = ("k", "columns") if self.traits.swapped else ("q", "rows")
+        return {
+            "own": self.coordinate(axis, f"start + {index}") if axis in self.used else [],
+            **self.closed_form(),
+            "hoisted": self.before_tiles(),
+            "tiles": self.tiles(),
+        }
+
+    def tile_mask(self, axis: str, inside: str, other: str = ", other=0.0") -> str:
+        """The mask of a tile of keys or queries, "d", or of values, "e", whose rows are `inside`; all rows where that
+        is empty."""
+        pad = self.value_pad(f"{self.e}[None, :]") if axis == "e" else self.head_pad("d[None, :]")
+        return masked(inside and f"{inside}[:, None]", pad, other=other)
+
+    def inside_of_tile(self) -> list[str]:
+        walked = "BLOCK_Q + rows < q_len" if self.traits.swapped else "BLOCK_K + columns < kv_len"
+        return ["edge = tile", f"inside = tile * {walked}"]
+
+    def tile(self, inside: str) -> dict[str, Any]:
+        written = set(self.hoisted)
+        visible = inside and "visible"
+        walked = ("q", "tile * BLOCK_Q + rows") if self.traits.swapped else ("k", "tile * BLOCK_K + columns")
+        return {
+            **{f"walked_{n}": self.tile_mask(n, inside) for n in "de"},
+            "stats": masked(inside and f"{inside}[:, None]"),
+            "column": self.along_tile(*walked, self.positions if inside else self.full, written),
+            "visible": self.visible(written) if inside else [],
+            **self.modified(written, visible),
+            "sums": [line for s, w in self.sums for line in self._summed(s, w, written, visible)],
+            "derivative": self._derivative(written, visible),
+        }
+
+    def modified(self, written: set[str], visible: str) -> dict[str, Any]:
+        """The modified score, and with dropout `kept`, the factor of the weights."""
+        score_mod, line = self.score_mod("modified", written, visible), "kept = tl.where({}, survivor, 0.0)"
+        dropout = self.quoted(self.plan.keep_mask, self.keep_mask, line, written, visible)
+        return {"score_mod": score_mod, "dropout": dropout}
+
+    def _summed(self, s: Sum, weight: Expr, written: set[str], visible: str) -> list[str]:
+        lines, share = self.times(weight, "weight", written, visible)
+        return [f"# The gradient of {self.read(s.gradient)}.", *lines, f"{s.total} += tl.sum({share}, 1)"]
+
+    def _derivative(self, written: set[str], visible: str) -> list[str]:
+        if self.slope is None:
+            return []
+        lines, ds = self.times(self.slope, "derivative", written, visible)
+        return ["# The derivative of the score mod.", *lines, f"ds = {ds}"]
+
+    def times(self, factor: Expr, name: str, written: set[str], visible: str) -> tuple[list[str], str]:
+        """The text of `dm` times a factor, 0 where p is 0 if the factor may be infinite or NaN there; and the lines
+        before it."""
+        if factor is lit(1.0):
+            return [], "dm"
+        lines, value = self.lines([factor], POSITION, written, visible), self.value(factor)
+        if not value.isidentifier():
+            lines.append(f"{name} = {value}")
+            value = name
+        # 0 times an infinite slope is NaN
+        return lines, f"tl.where(p == 0.0, 0.0, dm * {value})" if self.careful else f"dm * {value}"
+
+    def read(self, gradient: Gradient) -> str:
+        """The text `slope[h]`, or the name of a slot."""
+        named = {n: a.name for n, a in self.arguments.items()}
+        index = [show(renamed(i, named), known=set(named.values())) for i in gradient.index]
+        return f"{named[gradient.source]}[{', '.join(index)}]" if index else named[gradient.source]
+
+    def buffers(self) -> list[str]:
+        """The lines of the signature for the buffers of sums."""
+        length, over = ("kv_len", "queries") if self.traits.swapped else ("q_len", "keys")
+        shape = f"float32 [batch, heads, {length}]"
+        return [
+            f"{s.buffer},  # {shape}: the gradient of {self.read(s.gradient)}, summed over {over}" for s, _ in self.sums
+        ]
+
+
+def _dq_kernels(
+    plan: LoopPlan, target: Target, dims: Dims, grad_names: Collection[str], listed: bool
+) -> list[TritonKernel]:
+    """The kernel of dq, and of sums of captured gradients over keys."""
+    summed = [s for s in sums(plan, grad_names) if s.along == "q"]
+    traits = KernelTraits("attention_dq", listed=listed, parted=listed, longest=LINE + 1)
+    writer = GradientKernel(plan, target, dims, traits, "q" if "q" in grad_names else "", summed)
+    by_length = dims.by_length
+    axes = "q_len, heads" if by_length else "heads, q_len"
+    holes = {
+        "dq": "q" in grad_names,
+        "results": [f"DQ,  # [batch, {axes}, dim], contiguous"] * ("q" in grad_names),
+        "own_row": "((tl.cast(batch, tl.int64) * q_len + start) * heads + head)" if by_length else "at_q",
+        "row_step": "(heads * HEAD_DIM)" if by_length else "HEAD_DIM",
+    }
+    return writer.kernels(DQ["kernel"], writer.grid_of("query tiles", "heads"), "q_len", holes)
+
+
+def _dkv_kernels(
+    plan: LoopPlan, target: Target, dims: Dims, grad_names: Collection[str], name: str, listed: Collection[str]
+) -> list[TritonKernel]:
+    """The kernel of dk and dv, or of one of them, and of sums of captured gradients over queries."""
+    summed = [s for s in sums(plan, grad_names) if s.along == "k"]
+    written = [n for n in "kv" if n in grad_names]
+    traits = KernelTraits(name, swapped=True, listed=name in listed, parted=name in listed)
+    writer = GradientKernel(plan, target, dims, traits, written, summed)
+    inner, by_length = writer.inner, dims.by_length
+    by_pairs = 2 * target.block_q >= WARP * target.num_warps
+    heads, kv_head = f"tl.num_programs({writer.axes[1]})", "head" if dims.group == 1 else "kv_head"
+    by_heads = f"(batch * {heads} + {kv_head}).to(tl.int64) * kv_len + start"
+    by_keys = f"(tl.cast(batch, tl.int64) * kv_len + start) * {heads} + {kv_head}"
+    step = f"({heads} * {{}})" if by_length else "{}"
+    names = ", ".join(f"D{n.upper()}" for n in written)
+    axes = "kv_len, key heads" if by_length else "key heads, kv_len"
+    holes = {
+        "dk": "k" in grad_names,
+        "dv": "v" in grad_names,
+        "by_pairs": by_pairs,
+        "arrays": "Q, K, V, DOut" if inner else "Q, K, DOut",
+        "unordered": not traits.listed and not (writer.tabled and writer.ordered),
+        # With fewer entries than threads the compiler loads what each thread uses, past shared memory.
+        "numbers_a_load": 2 if by_pairs else 4,
+        "results": [f"{names},  # [batch, {axes}, dim], contiguous"] * bool(written),
+        "dout": "v" in grad_names or inner,
+        "survivors": "p" if writer.keep_mask is None else "(p * kept)",
+        "own_row": by_keys if by_length else by_heads,
+        "row_step_of_k": step.format("HEAD_DIM"),
+        "row_step_of_v": step.format(writer.v),
+    }
+    return writer.kernels(DKV["kernel"], writer.grid_of("key tiles", "key heads"), "kv_len", holes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.language import SHARED, SHIFTS, TRUNCATED, Language, Text, calls
-from frisket.lowering.kernels.text import filled, skeleton, words
+from frisket.lowering.kernels.text import filled, parts, words
 
 _OF_ONE = """
 abs:tl.abs int:to_int exp:tl.exp exp2:tl.exp2 log:tl.log log2:tl.log2 tanh:tanh sigmoid:tl.sigmoid sin:tl.sin
@@ -20,7 +20,7 @@ TRITON: dict[str, str] = SHARED | SHIFTS | TRUNCATED | calls("{}", _OF_ONE) | ca
 TRITON |= {"not": "~{}", "where": "tl.where({}, {}, {})", "float": "{}.to(tl.float32)", "floor": "to_int(tl.floor({}))"}
 
 
-FUNCTIONS = filled(skeleton(__package__, "functions"))
+FUNCTIONS = filled(parts(__package__, "functions")["functions"])
 _FUNCTIONS = FUNCTIONS.removeprefix("def ").split("\n\ndef ")
 PRELUDE = {text.split("(")[0]: f"\n\n@triton.jit\ndef {text.strip()}\n" for text in _FUNCTIONS}
 

@@ -1,4 +1,5 @@
-"""Writes the Triton forward kernel of a LoopPlan, and the kernels that combine parts of a row in their order.
+"""Writes the Triton forward and decode kernels of a LoopPlan, and the kernels that combine parts of a row in their
+order.
 
 One program works on one tile of queries of one head. It walks the records of its row: first the border tiles of
 keys, with the mask as a predicate, then the full ones without. Scores are in the units of the softmax, whose base
@@ -9,29 +10,36 @@ a scalar; where a tile has several pages each of its keys has one.
 
 Tensor descriptors stand for queries, keys and values where the target asks for them: the copy of a tile is one
 instruction, and what lies past the lengths is 0 whatever memory holds there.
+
+A program of the decode kernel works on one tile of few queries and one part of the key tiles that these queries see.
+The query heads that share a key head are packed into one tile, so that keys and values are read once for all of them.
+They are not where the mask depends on the head. A second kernel combines the parts of a row in the order of the keys:
+equal calls give equal bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from frisket.dsl.ir import Expr, lookup, make, transform, var
+from frisket.dsl.ir import Expr, build, lookup, make, transform, var
 from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN
 from frisket.lowering.kernels.language import Text
-from frisket.lowering.kernels.text import fields, filled, skeleton
+from frisket.lowering.kernels.text import fields, filled, parts
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.kernels.units import machine
 from frisket.lowering.plan import LoopPlan
 
-from .rows import RowKernel
-from .writer import Dims, KernelTraits, TritonKernel, check_tile, launched, masked, module, padded, parts, wrapped
+from .module import Dims, TritonKernel, check_tile, module, padded, widths
+from .writer import KernelTraits, Writer, masked, wrapped
 
-FORWARD = skeleton(__package__, "forward")
+FORWARD, DECODE = parts(__package__, "forward"), parts(__package__, "decode")
+SUMS = parts(__package__, "dkv")["sums"]
 PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and their places in it, which a kernel knows
+H, FIRST = var("h"), var("h_first")  # the head, and the first of those in a tile
 
 
 @dataclass(frozen=True)
@@ -70,15 +78,67 @@ def kernels(
 ) -> list[TritonKernel]:
     """The forward kernel, and with `listed` the one that combines parts of rows. Of `target` the text depends on the
     order of rows and the precision alone, and where keys are in pages on the number of pages of a tile."""
-    traits = KernelTraits(listed=listed, parted=listed)
-    first = ForwardKernel(plan, target, dims, optional, traits).kernel()
-    return [first, *[combine(plan, dims, optional, listed=True)] * listed]
+    traits = KernelTraits(listed=listed, parted=listed, words=target.words)
+    writer = ForwardKernel(plan, target, dims, optional, traits)
+    first = writer.kernel(writer.filled(FORWARD["kernel"], writer.holes()), writer.grid_of("q tiles", "heads"))
+    return [first, *[combine(plan, dims, optional, "listed")] * listed]
+
+
+def emit_decode(
+    plan: LoopPlan,
+    target: Target,
+    dims: Dims,
+    optional: OptionalArrays = NO_ARRAYS,
+    *,
+    packs: bool = True,
+    balanced: bool = False,
+) -> str:
+    """The text of a module with `attention_decode` and `attention_combine`; arguments as in `emit`. Without `packs`, a
+    tile holds the queries of one head. Where `target.splits` is 1 there are no parts: `attention_decode` writes the
+    results. With `balanced`, each row has parts in proportion to the tiles that it sees. The kernel reads their number
+    from the table of spans, so the host need not know it."""
+    parted = target.splits != 1
+    balanced = balanced and parted
+    numbers = ("heads", "q_len", "kv_len", *["splits"] * parted, *["batches"] * balanced)
+    traits = KernelTraits(
+        "attention_decode",
+        numbers,
+        parted=parted,
+        balanced=balanced,
+        pack=packed(plan, dims) if packs else 1,
+        bounded=False,  # loads of keys take the time here, not the mask, and stored keys need the registers
+        words=target.words,
+    )
+    writer = ForwardKernel(plan, target, dims, NO_ARRAYS if parted else optional, traits)
+    emitted = [writer.decode()]
+    if parted:
+        emitted.append(combine(plan, dims, optional, "balanced" if balanced else "split"))
+    return module("Attention of few queries", plan, dims, emitted)
+
+
+def packed(plan: LoopPlan, dims: Dims) -> int:
+    """The number of query heads packed into a tile, 1 where the mask depends on the head: all heads that share a key
+    head, or the largest divisor of their number whose tile fits into registers."""
+    if plan.uses_head:
+        return 1
+    dim, most = padded(max(dims.head_dim, dims.v_dim)), rows_of_a_tile(dims)
+    if dims.group <= (128 if dim <= 128 else most):
+        return dims.group
+    return max(n for n in range(1, most + 1) if dims.group % n == 0)
+
+
+def rows_of_a_tile(dims: Dims) -> int:
+    """The most rows of a packed tile, a row being one query of one head: 128 rows hold 16 queries of each of 8 heads,
+    which read keys and values once. Where keys have 8 bits, two programs of 64 rows would take a tenth less time by the
+    model of an H100, and read them twice. A key head with more heads than this may have a larger tile."""
+    dim = padded(max(dims.head_dim, dims.v_dim))
+    return 128 if dim <= 128 and dims.half else 64 if dim <= 256 else 16
 
 
 def describable(plan: LoopPlan, dims: Dims) -> bool:
     """Whether a kernel of `plan` can read its arrays through tensor descriptors: 16-bit numbers, in one part along the
     head dimension, neither in pages nor such that keys which no query sees may hold anything."""
-    whole = len(parts(dims.head_dim)) == len(parts(dims.v_dim)) == 1
+    whole = len(widths(dims.head_dim)) == len(widths(dims.v_dim)) == 1
     return whole and dims.half and not dims.kv_dtype and plan.pages is None and not plan.unwritten
 
 
@@ -108,28 +168,24 @@ class HeadPart:
 
 
 def parts_of(dim: int, index: str, constant: str, length: str) -> list[HeadPart]:
-    widths = parts(dim)
-    if len(widths) == 1:  # no mark: kernels of one part have the plain names
-        return [HeadPart("", index, 0, constant, length if widths[0] > dim else "")]
-    whole, rest = widths
+    of_dim = widths(dim)
+    if len(of_dim) == 1:  # no mark: kernels of one part have the plain names
+        return [HeadPart("", index, 0, constant, length if of_dim[0] > dim else "")]
+    whole, rest = of_dim
     return [
         HeadPart("0", f"{index}0", 0, str(whole), ""),
         HeadPart("1", f"{index}1", whole, str(rest), length if whole + rest > dim else ""),
     ]
 
 
-class ForwardKernel(RowKernel):
-    """The parts that the forward kernel and the decode kernel are made of."""
-
-    skeleton, name = FORWARD, "attention_forward"
+class ForwardKernel(Writer):
+    """The forward kernel, or by its traits the decode kernel, which have the same tile of keys."""
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, optional: OptionalArrays, traits: KernelTraits
     ) -> None:
         check_tile(target)
-        self.plan, self.target, self.optional, self.traits = plan, target, optional, traits
-        if target.words:
-            self.one_of = "among"
+        self.plan, self.dims, self.optional, self.traits = plan, dims, optional, traits
         self.paged = plan.pages is not None
         self.numbered = self.paged and plan.page % target.block_k != 0  # each key of a tile by its own page
         # a tile within one page has one number of it, which is loaded once
@@ -139,7 +195,11 @@ class ForwardKernel(RowKernel):
         self.keep_mask = [] if plan.keep_mask is None else [expr.machine(plan.keep_mask)]
         levels = {**traits.levels, PAGE.name: COLUMN, TOKEN.name: COLUMN}
         self.weight = [] if plan.weight is None else [machine(self.rewritten(plan.weight), dims, levels)]
-        super().__init__(plan, dims, target, [*self.keep_mask, *self.weight], traits, levels)
+        if traits.name == "attention_decode":
+            target = replace(target, order="forward", descriptors=False)
+        if self.paged:
+            traits = replace(traits, numbers=(*traits.numbers, "pool"))
+        super().__init__(plan, dims, target, traits, [*self.keep_mask, *self.weight], levels)
         self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
         same = dims.head_dim == dims.v_dim
         # one set of masks and offsets for both
@@ -147,12 +207,17 @@ class ForwardKernel(RowKernel):
         # TMA reads boxes of an array as it lies: no pages, no conversion
         self.described = target.descriptors and describable(plan, dims)
         self.unwritten = plan.mask is not None and plan.unwritten  # keys in a border tile may be so
-        if self.paged:
-            self.numbers = (*self.numbers, "pool")
 
     def rewritten(self, e: Expr) -> Expr:
-        """A score mod or weight whose scales are found by the page and the places in it that the tile has."""
-        return super().rewritten(e if self.page_of is None else transform(e, self._in_page))
+        """A score mod or weight whose scales are found by the page and the places in it that the tile has, and in which
+        `h // n` is that of a packed tile's first head, where all heads of the tile have the same: values that depend on
+        the key head alone are then read once, not for every row."""
+        e = transform(e, self._of_group) if self.traits.packs else e
+        return e if self.page_of is None else transform(e, self._in_page)
+
+    def _of_group(self, e: Expr) -> Expr:
+        shared = e.op == "floordiv" and e.args[0] is H and e.args[1].op == "lit" and e.args[1].name > 0
+        return build("floordiv", FIRST, e.args[1]) if shared and e.args[1].name % self.dims.group == 0 else e
 
     def _in_page(self, e: Expr) -> Expr:
         if e.op != "lookup" or self.page_of not in e.args:
@@ -180,39 +245,121 @@ class ForwardKernel(RowKernel):
         wide = self.dims.fp8 and self.dims.dtype == "bfloat16"
         return ".to(tl.float32)" * wide + ".to(Q.dtype.element_ty)" * bool(self.dims.kv_dtype)
 
-    def kernel(self) -> TritonKernel:
-        return launched(self.name, self.filled(self.skeleton), self.grid_of("q tiles", "heads"), self.target)
+    def decode(self) -> TritonKernel:
+        """The kernel of few queries."""
+        t, traits = self.target, self.traits
+        heads, queries = (f"heads / {traits.pack}", "packed queries") if traits.packs else ("heads", "queries")
+        rows = "q tiles * splits, {}, batch" if traits.parted else "q tiles, {}, batch"
+        rows = "{}, batch * q tiles * (splits + 1)" if traits.balanced else rows
+        launch = (
+            f"attention_decode: grid ({rows.format(heads)}), tiles of {t.block_q} {queries} by {t.block_k} "
+            f"keys,\n    num_warps={t.num_warps}, num_stages={t.num_stages}."
+        )
+        holes = self.holes()
+        holes |= self._of_few(holes["counts"])
+        return TritonKernel(traits.name, self.filled(DECODE["kernel"], holes), launch)
 
     def holes(self) -> dict[str, Any]:
         # a descriptor carries the range of the head dimension
         axes = [self.values] if self.described or self.values is self.head else [self.head, self.values]
-        pages = self.arguments[str(self.plan.pages)] if self.paged else None
+        decodes = self.traits.name == "attention_decode"
+        common = super().holes()
         return {
-            **super().holes(),
+            **common,
+            "loaded": not decodes,
+            "ranges": common["ranges"] if decodes else "used",
             "axes": [f"{', '.join(p.index for p in a)} = {', '.join(p.positions for p in a)}" for a in axes],
             **self.optional.holes,
-            **fields(self, "paged numbered described unwritten within cast"),
-            "guard": self.plan.guard, "pages": pages and pages.name, "pages_size": pages and pages.sizes[1],
-            "pages_step": pages and pages.strides[0], "pages_stride": pages and pages.strides[1],
-            "page_size": self.plan.page, "key": "at" if self.numbered else "tile * BLOCK_K",
-            "first_key": self._first("k", "[None, :]"), "first_value": self._first("v", "[:, None]"),
+            "guard": self.plan.guard,
+            **fields(self, "paged numbered described unwritten cast"),
+            "tensors": self._tensors("" if decodes else "Out"),
+            "strides": [{"tensor": x} for x in ("o" if self.described else "qkvo")],
+            **self._pages(),
+            "first_key": self._first("k", "[None, :]"),
+            "first_value": self._first("v", "[:, None]"),
             "head": [p.holes("present[:, None]") for p in self.head],
             "values": [p.holes("present[:, None]", other="") for p in self.values],
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
-            **self.closed_form(), "hoisted": self.before_tiles(), "weighed": bool(self.weight),
-            "scaled": self.value(self.weight[0]) if self.weight else "",
+            **self.closed_form(),
+            "hoisted": self.before_tiles(),
             "tiles": self.tiles(),
             "whole": f"(total * {self.survival})" if self.survival else "total",
             "survived": f" * (1.0 / {self.survival})" if self.survival else "",
             "v_dim": self.v,
-        }  # fmt: skip
+            "of_rows": ", mask=present",
+        }
 
-    @property
-    def within(self) -> str:
-        """The condition that keys of a tile exist: with one subtraction a tile, not an addition a key, where registers
-        are left for it. A tile of 128 x 128 at head size 128 would spill 16 bytes with Triton 3.9."""
+    def _tensors(self, out: str) -> list[str]:
+        """The lines of the signature for tensors; `out` stands beside them where it is one of the kernel."""
+        strided = "[batch, heads, length, dim], any strides"
+        if self.described:
+            boxes = "tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile"
+            return [f"Q, K, V,  # {boxes}", f"{out},  # {strided}"]
+        tensors = ", ".join(["Q", *["K", "V"] * (not self.paged), *[out] * bool(out)])
+        return [
+            f"{tensors},  # {strided}",
+            *["K, V,  # [pages, heads, tokens of a page, dim], any strides"] * self.paged,
+        ]
+
+    def _pages(self) -> dict[str, Any]:
+        """The holes about pages, and about the batch axis, which is that of pages in a pool."""
+        pages, page = self.arguments[str(self.plan.pages)] if self.paged else None, self.plan.page
+        return {
+            "pages": pages and pages.name,
+            "pages_step": pages and pages.strides[0],
+            "pages_stride": pages and pages.strides[1],
+            "place_in_page": f"at % {page}" if self.numbered else f"tl.cast(tile * BLOCK_K % {page}, tl.int64)",
+            **{f"batch_of_{x}": "" if self.paged else f"batch.to(tl.int64) * stride_{x}b + " for x in "kv"},
+            "key_columns": "" if self.numbered else "columns[None, :] * stride_ks + ",
+            "value_columns": "" if self.numbered else "columns[:, None] * stride_vs + ",
+        }
+
+    def _number_of_page(self, inside: str) -> str:
+        """The place of a tile's or a key's page in its row of the table."""
+        number = f"{'at' if self.numbered else 'tile * BLOCK_K'} // {self.plan.page}"
+        size = self.arguments[str(self.plan.pages)].sizes[1] if self.paged else ""
+        return f"clamp({number}, {size})" if inside else number
+
+    def _of_few(self, counts: list[str]) -> dict[str, Any]:
+        """The holes of the decode kernel beside those of the forward."""
+        traits = self.traits
+        whole = traits.pack == self.dims.group  # all query heads of a key head in one tile
+        own_head = "head" if not traits.packs else "kv_head" if whole else "first_head"
+        first_head = "kv_head * GROUP" if own_head == "kv_head" else own_head
+        packed_heads = "GROUP" if whole else "PACK"
+        present = "start + rows < q_len"
+        share = [
+            "tiles = hi - lo",
+            "# This part's share of the tiles that the row sees.",
+            "begin, end = part * tiles // splits, (part + 1) * tiles // splits",
+        ] * (traits.parted and not self.tabled)
+        line_of_h = self.own_coordinate("h")
+        if line_of_h and traits.packs:
+            line_of_h = [f"h = (h_origin + head)[:, None]{self.wide}"]
+        if FIRST.name in self.used:
+            line_of_h.append(f"h_first = {self.plus_origin('h', first_head)}")
+        return {
+            "strides": [{"tensor": x} for x in ("qkv" if traits.parted else "qkvo")],
+            "parts_of_rows": "programs, heads, queries" if traits.balanced else "splits, batch, heads, q_len",
+            "first_head": first_head,
+            "rows_of_tiles": "rows_of_tiles" if traits.parted else "tl.num_programs(0)",
+            "counts": [*share, *counts],
+            "parts": "parts" if traits.balanced else "splits",
+            "queries": "QUERIES" if traits.packs else "BLOCK_Q",
+            "partly": own_head == "first_head",
+            "heads_of_program": " * PACK" if own_head == "first_head" else "",
+            "packed_heads": packed_heads,
+            "of_heads": "the GROUP" if whole else "PACK",
+            "own_head": own_head,
+            "present": f"(packed < QUERIES * {packed_heads}) & ({present})" if traits.packs else present,
+            "line_of_h": line_of_h,
+        }
+
+    def inside_of_tile(self) -> list[str]:
+        # One subtraction a tile, not an addition a key, where registers are left for it: a tile of 128 x 128 at head
+        # size 128 would spill 16 bytes with Triton 3.9.
         few = self.traits.bounded and self.target.block_k <= 64
-        return "columns < kv_len - tile * BLOCK_K" if few else "tile * BLOCK_K + columns < kv_len"
+        return [f"inside = {'columns < kv_len - tile * BLOCK_K' if few else 'tile * BLOCK_K + columns < kv_len'}"]
 
     def _first(self, step: str, axes: str) -> str:
         """The offset of a tile's first key, or of each key where keys are `numbered`."""
@@ -225,7 +372,9 @@ class ForwardKernel(RowKernel):
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
         roots = self.positions if inside else [*self.score, *self.keep_mask, *self.weight]  # full tiles ask no mask
-        row, column = (f"{inside}[None, :]", f"{self._seen}[:, None]") if inside else ("", "")
+        # keys of a border tile have values to read
+        seen = "seen" if self.unwritten else "inside"
+        row, column = (f"{inside}[None, :]", f"{seen}[:, None]") if inside else ("", "")
         first, last, scale = self.head[0], self.head[-1], self.units()["scale"]
         keep_mask, weight = (next(iter(roots), None) for roots in (self.keep_mask, self.weight))
         return {
@@ -234,17 +383,21 @@ class ForwardKernel(RowKernel):
                 for p in self.head
             ],
             "values": [p.holes(column) for p in self.values],
+            "number_of_page": self._number_of_page(inside),
             "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
             "visible": self.visible(written) if inside else [],
             "score_mod": self.score_mod("score", written, inside and "visible"),
             "dropout": self.quoted(self.plan.keep_mask, keep_mask, "p = tl.where({}, p, 0.0)", written),
-            "weight": self.quoted(self.plan.weight, weight, "", written),
+            "weight": self._weighed(weight, inside, written),
         }
 
-    @property
-    def _seen(self) -> str:
-        """The condition that keys of a border tile have values to read."""
-        return "seen" if self.unwritten else "inside"
+    def _weighed(self, weight: Expr | None, inside: str, written: set[str]) -> list[str]:
+        """The lines that multiply the weights of a tile by those of its values."""
+        if weight is None:
+            return []
+        scaled = wrapped(f"scaled = {self.value(weight)}")
+        product = "p = tl.where(visible, p * scaled, 0.0)" if inside else "p *= scaled"
+        return [*self.quoted(self.plan.weight, weight, "", written), scaled, product]
 
     @property
     def survival(self) -> str:
@@ -253,103 +406,100 @@ class ForwardKernel(RowKernel):
         return "" if rate is None else f"(1.0 - {self.arguments[rate].name})"
 
 
-COMBINE, SUMS = skeleton(__package__, "combine"), skeleton(__package__, "sums")
+NUMBERS = {"split": ("splits",), "balanced": ("queries", "pack"), "listed": ("queries",)}  # by what divides the rows
 
 
-def combine(
-    plan: LoopPlan, dims: Dims, optional: OptionalArrays, *, balanced: bool = False, listed: bool = False
-) -> TritonKernel:
-    """The kernel that combines the parts of each row, or of those rows that a table lists. Of the plan it reads
-    `guard`: whether a row may be empty."""
+def combine(plan: LoopPlan, dims: Dims, optional: OptionalArrays, way: str) -> TritonKernel:
+    """The kernel that combines the parts of each row, by how these are divided: "split" and "balanced" by
+    `attention_decode`, or "listed" by a table of `attention_forward`. Of the plan it reads `guard`: whether a row may
+    be empty."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
     ragged = padded(dims.v_dim) != dims.v_dim  # without a mask loads are wider
-    text = filled(
-        COMBINE, wrapped, d=e, dim=dim, v_dim=length,
-        load=masked("part[:, None] < splits", f"{e}[None, :] < {length}" if ragged else ""),
-        store=masked(f"{e} < {length}" if ragged else "", other=""), guard=plan.guard, balanced=balanced, listed=listed,
-        of_place="place", length="q_len", part_at="first_at" if balanced or listed else "row_at", **optional.holes,
-    )  # fmt: skip
-    rows = "queries of rows in parts" if listed else "q_len"
+    holes = {
+        "varying": ", ".join(f'"{n}"' for n in ("heads", "q_len", *NUMBERS[way])),
+        "number": NUMBERS[way][0],
+        "source": "attention_forward" if way == "listed" else "attention_decode",
+        **{name: name == way for name in NUMBERS},
+        "part_at": "row_at" if way == "split" else "first_at",
+        "of_place": "place",
+        "length": "q_len",
+        "d": e,
+        "dim": dim,
+        "v_dim": length,
+        "load": masked("part[:, None] < splits", f"{e}[None, :] < {length}" if ragged else ""),
+        "store": masked(f"{e} < {length}" if ragged else "", other=""),
+        "guard": plan.guard,
+        "of_rows": "",
+        **optional.holes,
+    }
+    rows = "queries of rows in parts" if way == "listed" else "q_len"
+    text = filled(DECODE["combine"], wrapped, **holes)
     return TritonKernel("attention_combine", text, f"attention_combine: grid ({rows}, heads, batch).")
 
 
-@dataclass(frozen=True)
 class PartSums:
     """The sums of a part of a row of a backward kernel, which stand beside one another in float32: `arrays` are
-    (gradient, its sum, "d" or "e"), `totals` (buffer, its sum), of which each of `heads` heads has one."""
+    (gradient, its sum, "d" or "e"), `totals` (buffer, its sum), of which each of `heads` heads has one. `numbers` are
+    those of a query or key."""
 
-    dims: Dims
-    arrays: Sequence[tuple[str, str, str]]
-    totals: Sequence[tuple[str, str]]
-    heads: int = 1
-
-    def _width(self, d: str) -> int:
-        return self.dims.head_dim if d == "d" else self.dims.v_dim
-
-    @property
-    def offsets(self) -> list[int]:
-        """The place of each among the numbers of a query or key."""
-        widths = [*(self._width(d) for *_, d in self.arrays), *[self.heads] * len(self.totals)]
-        return [sum(widths[:i]) for i in range(len(widths) + 1)]
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of a query or key."""
-        return self.offsets[-1]
+    def __init__(
+        self, dims: Dims, arrays: Sequence[tuple[str, str, str]], totals: Sequence[tuple[str, str]], heads: int = 1
+    ) -> None:
+        of_axis = {"d": dims.head_dim, "e": dims.v_dim}
+        self.several, self.numbers = heads > 1, 0
+        self.arrays, self.totals = [], []
+        for result, total, d in arrays:
+            self.arrays.append((result, total, d, of_axis[d], self.numbers))
+            self.numbers += of_axis[d]
+        for buffer, total in totals:
+            self.totals.append((buffer, total, self.numbers))
+            self.numbers += heads
 
     def stores(self, masks: dict[str, str]) -> list[str]:
         """The lines that store the sums of arrays at `part_at`."""
+        places = [f"({at} + {d}[None, :])" if at else f"{d}[None, :]" for *_, d, _, at in self.arrays]
         return [
-            f"tl.store(Acc + part_at[:, None] * {self.numbers} + {_behind(offset, d)}, {total}{masks[d]})"
-            for offset, (_, total, d) in zip(self.offsets, self.arrays)
+            f"tl.store(Acc + part_at[:, None] * {self.numbers} + {place}, {total}{masks[d]})"
+            for place, (_, total, d, _, _) in zip(places, self.arrays)
         ]
 
     def stores_of_totals(self) -> list[str]:
         """The lines that store the totals of a head there."""
-        head = " + head - kv_head * GROUP" if self.heads > 1 else ""
+        head = " + head - kv_head * GROUP" if self.several else ""
         return [
-            f"tl.store(Acc + part_at * {self.numbers} + {offset}{head}, {total}, mask=present)"
-            for offset, (_, total) in zip(self.offsets[len(self.arrays) :], self.totals)
+            f"tl.store(Acc + part_at * {self.numbers} + {at}{head}, {total}, mask=present)"
+            for _, total, at in self.totals
         ]
 
     def kernel(self, name: str, length: str, buffers: Sequence[str]) -> TritonKernel:
         """The kernel that adds the parts of rows up; `buffers` are the parameters of totals."""
         # a key head sums over its query heads, and a total has one entry for each of them
-        several = self.heads > 1
-        offsets = [f" + {n}" if n else "" for n in self.offsets]
-        text = filled(
-            SUMS,
-            wrapped,
-            name=name,
-            numbers=self.numbers,
-            length=length,
-            results=", ".join(n for n, *_ in self.arrays),
-            buffers=list(buffers),
-            of_place="place * GROUP" if several else "place",
-            several=several,
-            arrays=[self._array(*x) for x in zip(offsets, self.arrays)],
-            totals=[
-                {"offset": offset + " + i" * several, "buffer": buffer}
-                for offset, (buffer, _) in zip(offsets[len(self.arrays) :], self.totals)
+        place = f"(place * GROUP + i).to(tl.int64) * {length} + row" if self.several else "row_at"
+        holes = {
+            "name": name,
+            "length": length,
+            "results": ", ".join(result for result, *_ in self.arrays),
+            "buffers": list(buffers),
+            "of_place": "place * GROUP" if self.several else "place",
+            "arrays": [self._array(*x) for x in self.arrays],
+            "totals": [
+                {"offset": (f" + {at}" if at else "") + " + i" * self.several, "place_of_total": f"{buffer} + {place}"}
+                for buffer, _, at in self.totals
             ],
-        )
+            **fields(self, "numbers several"),
+        }
+        text = filled(SUMS, wrapped, **holes)
         return TritonKernel(name, text, f"{name}: grid (rows of tiles in parts, heads, batch).")
 
-    def _array(self, offset: str, array: tuple[str, str, str]) -> dict[str, Any]:
-        result, _, d = array
-        width = self._width(d)
-        ragged = padded(width) != width
+    def _array(self, result: str, total: str, d: str, width: int, at: int) -> dict[str, Any]:
+        ragged = f"{{}} < {width}" * (padded(width) != width)
         return {
             "result": result,
             "d": d,
             "dim": padded(width),
             "width": width,
-            "offset": offset,
             "scaled": result != "DV",
-            "load": masked("part[:, None] < splits", f"{d}[None, :] < {width}" * ragged),
-            "store": masked(f"{d} < {width}" * ragged, other=""),
+            "offset": f" + {at}" if at else "",
+            "load": masked("part[:, None] < splits", ragged.format(f"{d}[None, :]")),
+            "store": masked(ragged.format(d), other=""),
         }
-
-
-def _behind(offset: int, d: str) -> str:
-    return f"({offset} + {d}[None, :])" if offset else f"{d}[None, :]"

@@ -1,338 +1,71 @@
-"""The writer of all Triton kernels of a LoopPlan: expressions, names, lookups, and modules of kernels.
+"""The writer of all Triton kernels of a LoopPlan: expressions, lookups, and the loop over the tiles of a row.
 
-Parts of an expression that depend on b, h and the coordinate of the program's own tile are computed before the loop
-over the other's tiles, parts that depend on the other coordinate alone once per tile, the rest per position.
-
-A kernel says what it reads by the names of its parameters: pointers, strides, lengths, and values such as origins and
-slots. Its entry for JAX takes arrays, lengths, and results, in this order; it works the strides out, where their
-factors tell the compiler what divides them, and loads values from two vectors, so that they are operands and never a
-part of what is compiled.
+A program owns one row of tiles: a tile of queries and records of key tiles, or, swapped, a tile of keys and records of
+query tiles. Parts of an expression that depend on b, h and the coordinate of the program's own tile are computed before
+the loop over the other's tiles, parts that depend on the other coordinate alone once per tile, the rest per position.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses, var, walk
+from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.dtypes import ACCELERATED, BYTES, DTYPES
-from frisket.lowering.features import TRITON
+from frisket.lowering.analysis.intervals import K0, K1
+from frisket.lowering.analysis.solve import Ends
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.language import COMPARISON, PRECEDENCE, Text
 from frisket.lowering.kernels.legalise import legalise
-from frisket.lowering.kernels.text import Names, Page, filled, skeleton, words
+from frisket.lowering.kernels.text import fields, filled
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.units import ALONG, GATHERED, Q_LINE, START
-from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan
+from frisket.lowering.kernels.units import ALONG, GATHERED, Q_LINE, START, by_distance, last_factor, machine
+from frisket.lowering.plan import LoopPlan
 
 from . import expr as expr_triton
+from .module import Argument, Dims, TritonKernel, arguments, padded, reserved_names, rows_of_tables
 
-NAMED = {SEED: "seed", RATE: "rate", K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages", FIRST: "first_key"}
-QUERY = var("q")
-# Names that a kernel uses itself: a slot or table of such a name gets another one.
-OWN = (
-    """
-attention_forward attention_delta attention_dq attention_dkv attention_dv attention_decode attention_combine
-Q K V Out Lse Low Top Sinks DOut DQ DK DV Spans Count SliceOf Order records scale heads q_len kv_len
-b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH NEAR b h q k q_first q_last k_first k_last
-BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head place kv_head distinct entry record used
-query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
-at i j tile inside visible score unit top peak rescale total p kept acc out lse largest sink empty present
-range float int bool out_at
-attention_diagonal attention_plane attention_total attention_scatter Sums Total PerUnit Into Counted q_at k_at v_at
-dout_at dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead counted per parts to batches
-Acc Tops Totals splits part packed QUERIES PACK first_head PARTS row_at begin end tiles border full tops totals
-weight query_at pool page paged seen scaled h_first
-q_line k_line away here
-Stats stats stats_at pairs factor edge _ DLse low near dq dk dv at_q at_k queries douts own delta ds derivative
-Parts LANES lanes rows_of_tiles of_rows needed begun at_row first_at
-gluon gl hopper mbarrier tma produce consume load_tile store_tile group_barrier sigmoid ALL STAGES half outs turns
-q_full k_full k_free v_full v_free slot phase before before_phase left borders n weights zero dtype
-SCORES SUMS ROWS COLUMNS HALF EACH LAYOUT blackwell multiply columns_of seen_as weights_in
-s_full p_full o_full scores sums key grown some every of_sequences behind exp2_polynomial exponent biased rest whole
-any_grown
-of_slice At Rows within listed part_at attention_dq_sums attention_dkv_sums attention_dv_sums
-""".split()
-    + [f"stride_{tensor}{axis}" for tensor in "qkvog" for axis in "bhsd"]
-    + [f"{name}{part}" for name in "d e query keys values key_at value_at acc".split() for part in "01"]
-)
-
-
-@dataclass(frozen=True)
-class Argument:
-    """A slot or table as a parameter of the kernel: its value or pointer, and for a table its axes."""
-
-    name: str
-    sizes: tuple[str, ...] = ()
-    strides: tuple[str, ...] = ()
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return (self.name, *self.sizes, *self.strides)
-
-
-def arguments(plan: LoopPlan) -> dict[str, Argument]:
-    """The names in the kernel by `Slot.name` and `TableUse.name`: the user's own where they are free."""
-    names = Names({*OWN, *SIZES, *expr_triton.LANGUAGE.reserved})
-    by_name = {s.name: Argument(names.new(NAMED.get(str(s.source), s.name))) for s in plan.slots}
-    for t in plan.every_table:
-        wish = NAMED.get(t.source, t.source)
-        name = names.new(f"{wish}_{t.derived.split('_')[1]}" if t in plan.run_tables else wish)
-        # a table of one axis reads better without a number
-        axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
-        sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
-        by_name[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
-    return by_name
-
-
-def rows_of_tables(plan: LoopPlan) -> dict[str, int]:
-    """The axis of each table, before its last, that counts queries: the 1 of `bias[h, q, k]`, by `TableUse.name`."""
-    roots = [e for e in (plan.mask, plan.score, plan.weight) if e is not None]
-    query_axes: dict[str, set[int]] = {}
-    for node in walk(*roots):
-        if node.op == "lookup":
-            # two reads with q on different axes leave no one axis to count rows along
-            axes = [i for i, a in enumerate(node.args[:-1]) if a is QUERY]
-            query_axes.setdefault(node.name, set()).add(axes[0] if len(axes) == 1 else -1)
-    return {n: axes.pop() for n, axes in query_axes.items() if len(axes) == 1 and -1 not in axes}
-
-
-def near(shape: Sequence[int], strides: Sequence[int], axis: int, rows: int) -> bool:
-    """Whether so many rows of a table, along one of its axes, are within 2**31 entries of one another."""
-    return rows * strides[axis] + shape[-1] * strides[-1] < 1 << 31  # Triton computes such offsets in 32 bits
-
-
-def reserved_names(plan: LoopPlan) -> Names:
-    """The names that the kernel of this plan uses for other things."""
-    return Names({*OWN, *SIZES, *expr_triton.LANGUAGE.reserved}.union(*(a.all for a in arguments(plan).values())))
-
-
-def parts(dim: int) -> tuple[int, ...]:
-    """The powers of two, one or two, that a head size is worked on in: 96 as 64 and 32, not as a padded 128.
-
-    >>> parts(96), parts(128), parts(72), parts(112), parts(40)
-    ((64, 32), (128,), (64, 16), (128,), (64,))
-    """
-    # dots take powers of two, and a padded one multiplies zeros
-    most = 1 << (dim.bit_length() - 1)
-    rest = padded(dim - most)
-    # two parts only where they are less than one padded power of two
-    return (most, rest) if dim > 64 and dim > most > rest else (padded(dim),)
-
-
-def padded(dim: int) -> int:
-    """The power of two, at least 16, that Triton's dot needs."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """The parameters of one kernel beside its tensors: `used` are the variables its expressions mention, `tabled`
-    says that the records come from a table, `closed` that they come from formulas, `ordered` that rows are taken in
-    the order of their work."""
-
-    plan: LoopPlan
-    used: frozenset[str]
-    tabled: bool
-    closed: bool
-    ordered: bool = True
-
-    def origins(self) -> list[str]:
-        """The origins that the expressions and bounds ask for."""
-        of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1", "q_line"], "k": ["k", "k0", "k1", "k_line"]}
-        if self.closed:  # the formulas count from the first query and the first key of the call
-            return [n for n, names in of.items() if n in "qk" or self.used.intersection(names)]
-        return [n for n, names in of.items() if self.used.intersection(names)]
-
-    def run_time(self, numbers: Sequence[str]) -> list[str]:
-        """The scalars whose value must not make a new kernel."""
-        slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
-        sizes = [n for t in self.plan.every_table for n in arguments(self.plan)[t.name].sizes]
-        records = ["records"] if self.tabled else []  # their number changes with the mask
-        return [
-            *numbers,
-            *records,
-            *(f"{n}_origin" for n in self.origins()),
-            *self.sizes(),
-            *slots,
-            *sizes,
-            *self._steps(),
-        ]
-
-    def _steps(self) -> list[str]:
-        """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
-        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
-        # a load for each position is wider where its strides are known to be divisible: those stay specialised
-        wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
-        tables = [arguments(self.plan)[t.name] for t in self.plan.every_table if t.name not in wide]
-        return [n for t in tables for n in t.strides[:-1]]
-
-    def sizes(self) -> list[str]:
-        """The global sizes that the expressions read."""
-        return [n for n in SIZES if n in self.used]
-
-    def holes(self, numbers: Sequence[str]) -> dict[str, Any]:
-        """The holes of a kernel's decorator and of parameters.tpl; `numbers` are integers of the kernel's own."""
-        named, origins = arguments(self.plan), self.origins()
-        # Triton makes a kernel for each divisibility by 16 of an argument, unless told not to
-        varying = ", ".join(f'"{n}"' for n in self.run_time(numbers))
-        jit = [f"@triton.jit(do_not_specialize=[{varying}])"]
-        if len(varying) >= 80:
-            wrapped = [f"        {line}" for line in textwrap.wrap(f"{varying},", 100)]
-            jit = ["@triton.jit(", "    do_not_specialize=[", *wrapped, "    ]", ")"]
-        return {
-            "jit": jit,
-            "numbers": ", ".join(numbers),
-            "tabled": self.tabled,
-            "closed": self.closed,
-            "everything": not self.tabled and not self.closed,
-            "ordered": self.ordered,
-            "origins": "".join(f"{n}_origin, " for n in origins)[:-1],
-            "moved": [n for n in origins if n in "qk"],
-            "sizes": "".join(f"{n}, " for n in self.sizes())[:-1],
-            "slots": "".join(f"{named[s.name].name}, " for s in self.plan.slots)[:-1],
-            "tables": [f"{', '.join(named[t.name].all)}," for t in self.plan.every_table],
-        }
-
-
+QUERIES = frozenset(("q", "q0", "q1"))
 EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
 LINE = 105  # of a load, before its indentation
-MODULE = skeleton(__package__, "module")
 LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
 
 
-@dataclass(frozen=True)
-class Dims:
-    """The properties of the arrays on which a kernel's text depends: head sizes, the dtype of q, the query heads of a
-    key head, and the dtype of k and v where it is another one, the Float slots that come as pointers, their values
-    being on the device, and whether gradients of arrays are written as [batch, length, heads, dim], not by heads."""
-
-    head_dim: int
-    v_dim: int
-    dtype: str
-    group: int = 1
-    kv_dtype: str = ""
-    device_slots: tuple[str, ...] = ()
-    by_length: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ACCELERATED:
-            raise LoweringError(TRITON["float64"].format(dtype=self.dtype))
-        if self.kv_dtype and self.kv_dtype not in BYTES:
-            raise LoweringError(
-                "the Triton kernel takes keys and values in the dtype of the queries, or in "
-                f"{', '.join(BYTES[:-1])} or {BYTES[-1]}; they are {self.kv_dtype}, queries {self.dtype}"
-            )
-
-    @property
-    def half(self) -> bool:
-        """Whether queries have 16 bits."""
-        return DTYPES[self.dtype].half
-
-    @property
-    def fp8(self) -> bool:
-        """Whether keys and values are Floats of 8 bits."""
-        return self.kv_dtype != "" and DTYPES[self.kv_dtype].kind == "fp8"
-
-    @property
-    def kv_bytes(self) -> int:
-        """The bytes of an entry of keys and values."""
-        return DTYPES[self.kv_dtype or self.dtype].bytes
-
-    def __str__(self) -> str:
-        size = str(self.head_dim) if self.head_dim == self.v_dim else f"{self.head_dim} (values {self.v_dim})"
-        keys = f", keys and values {self.kv_dtype}" if self.kv_dtype else ""
-        group = f", {self.group} query heads to a key head" if self.group > 1 else ""
-        return f"Head size {size}, {self.dtype}{keys}{group}"
-
-
-@dataclass(frozen=True)
-class TritonKernel:
-    """The text of one kernel, and the grid of its launch, for the head of the module."""
-
-    name: str
-    text: str
-    launch: str
-
-
-def launched(name: str, text: str, grid: str, target: Target, *, swapped: bool = False) -> TritonKernel:
-    """The kernel of a text. The tile that a program owns is named first; with `swapped` it is a tile of keys."""
-    queries, walked = f"{target.block_q} queries", f"{target.block_k} keys"
-    tiles = f"{walked} by {queries}" if swapped else f"{queries} by {walked}"
-    launch = f"{name}: grid {grid}, tiles of {tiles}, num_warps={target.num_warps}, num_stages={target.num_stages}."
-    return TritonKernel(name, text, launch)
-
-
-def check_tile(target: Target) -> None:
-    for name, block in (("block_q", target.block_q), ("block_k", target.block_k)):
-        if block < 16 or block & (block - 1):
-            raise LoweringError(f"Triton tiles are powers of two from 16 on, {name} is {block}; take 64 or 128")
-
-
-def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[TritonKernel], head: str = MODULE) -> str:
-    """The text of a module: its head, by a skeleton, the constants and functions that the kernels use, and the
-    kernels."""
-    # the head comes last: it holds only what the kernels below turn out to use
-    texts = "\n\n".join(k.text for k in kernels)
-    prelude = expr_triton.prelude(texts, expr_triton.language(dims.half, plan.int64))
-    needed = words(prelude + texts)
-    constants: dict[str, object] = {
-        "GROUP": dims.group,
-        "HEAD_DIM": dims.head_dim,
-        "V_DIM": dims.v_dim,
-        "DIM": padded(dims.head_dim),
-        "DIM_V": padded(dims.v_dim),
-        "LOG2E": 1.4426950408889634,
-        "LN2": 0.6931471805599453,
-        "PARTS": 16,
-        "LANES": 128,
-        "LOWEST": "-3.4028234663852886e38",
-        "INFINITY": 'float("inf")',
-    }
-    filled_head = filled(
-        head,
-        title=title,
-        plan=[line.rstrip() for line in _shown(plan).split("\n")],
-        dims=str(dims),
-        launches=[k.launch for k in kernels],
-        constants=[f"{name} = tl.constexpr({x})" for name, x in constants.items() if name in needed],
-    )
-    return f"{filled_head}{prelude}\n\n{texts}"
-
-
-def _shown(plan: LoopPlan) -> str:
-    """The text of the plan and the meaning of its slots, fit for a docstring."""
-    names = arguments(plan)
-    lines = [plan.text or "every key visible, plain scores"]
-    for s in plan.slots:
-        name = names[s.name].name
-        if s.source != name:
-            lines.append(f"{name} = {s.source if s.value is None else s.value}")
-    # the text of a mask is the user's, and a quote in it would end the docstring
-    return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
+def axes_of(target: Target) -> tuple[int, int]:
+    """The axes of the grid that count rows of tiles and heads. Programs start in the order of the first axis: there
+    heads follow one another where the longest row of each comes before the second longest of any."""
+    return (1, 0) if target.order == "longest-of-all-first" else (0, 1)
 
 
 @dataclass(frozen=True)
 class KernelTraits:
     """The choices by which the text of one kernel of a plan differs from that of another kernel."""
 
+    name: str = "attention_forward"
+    numbers: tuple[str, ...] = ("heads", "q_len", "kv_len")  # integers of the kernel's own
     swapped: bool = False  # the program's own tile is one of keys: tensors are [keys, queries]
     listed: bool = False  # a table lists the programs: their rows, and their parts of them
     parted: bool = False  # a program may have a part of the tiles of its row alone
-    packs: bool = False  # a tile holds several heads, which are rows of it
+    balanced: bool = False  # each row has parts in proportion to the tiles that it sees
+    pack: int = 1  # heads that a tile holds, as rows of it
     bounded: bool = True  # the ends of what a row sees are computed once, before its tiles
-    gathers: bool = (
-        True  # tables by distance are loaded as one vector a tile, out of which positions take their entries
-    )
+    words: bool = False  # border tiles test bits of 32 keys, where a row sees an interval
+    gathers: bool = True  # tables by distance are one vector a tile, out of which positions take their entries
     selects: bool = False  # values by distance are 0 where the mask hides the position
+    shown: str = "inside[None, :]"  # the positions of a border tile that exist
+    longest: int = LINE  # of a load that stays on one line
+
+    @property
+    def packs(self) -> bool:
+        """Whether a tile holds several heads."""
+        return self.pack > 1
 
     @property
     def levels(self) -> Mapping[str, int]:
@@ -340,36 +73,112 @@ class KernelTraits:
         return {**LEVELS, "h": ROW} if self.packs else LEVELS
 
 
-class TritonWriter:
-    """The writer of a plan's expressions. `roots` are the expressions the kernel needs; the roots in `inner` are used
-    per position. `when` gives the levels of the coordinates; where the tiles are `swapped`, values that depend on k are
-    computed before the loop."""
+class Writer:
+    """The writer of a kernel whose program owns one row of tiles. `more` are the expressions that a position needs
+    beside mask and score mod, such as that of dropout; `when` gives the levels of the coordinates. A swapped kernel of
+    a mask reads its records from a table; others may have them from a closed form."""
 
     def __init__(
         self,
         plan: LoopPlan,
         dims: Dims,
         target: Target,
-        roots: Iterable[Expr],
-        inner: Collection[Expr],
         traits: KernelTraits,
-        when: Mapping[str, int],
+        more: Iterable[Expr],
+        when: Mapping[str, int] = LEVELS,
     ) -> None:
-        self.plan, self.dims, self.traits = plan, dims, traits
+        self.plan, self.dims, self.target, self.traits = plan, dims, target, traits
+        self.axes = axes_of(target)
         self.wide = ".to(tl.int64)" if plan.int64 else ""
         self.precision = f', input_precision="{target.precision}"' if not dims.half else ""
         self.e, self.v = ("d", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "V_DIM")  # along the values' axis
-        if traits.swapped:
-            when = {**when, "q": when["k"], "k": when["q"]}
-        when = {**when, **ALONG}
-        self.arguments = arguments(plan)
-        self.names = reserved_names(plan)
-        roots, language = tuple(roots), expr_triton.language(dims.half, plan.int64)
+        self.arguments, self.names = arguments(plan), reserved_names(plan)
+        self.ends = self._ends()
+        # what the ends of a row say already is not asked again of its positions
+        mask = conjuncts(plan.mask if self.ends is None else self.ends.rest)
+        self.mask = [by_distance(e, when) for e in mask] if traits.gathers else mask
+        self.score, self.factor = [], 1.0
+        if plan.score is not None:
+            score = machine(self.rewritten(plan.score), dims, when, gathers=traits.gathers)
+            score, self.factor = last_factor(score) if dims.half else (score, 1.0)
+            self.score = [score]
+        # the closed form gives keys of queries; a swapped kernel reads its spans from tables
+        self.bounds = {} if traits.swapped else bounds_of(plan)
+        self.tabled = plan.mask is not None and not self.bounds
+        self.rows = self._rows()
+        known = levels(*self.mask, when={**when, **ALONG})
+        # a Bool that no position decides, which only the interpreter minds
+        self.spread = any(n.type is BOOL and n.op != "const" and at == SCALAR for n, at in known.items())
+        self.positions = [*self.mask, *self.score, *more]
+        inner = [*self.positions, *self.rows.values()]
+        roots = (*self.bounds.values(), *inner)
         self.used = frozenset[str]().union(*map(uses, roots))
+        # a table that lists the programs has their order
+        self.ordered = target.order != "forward" and not shrinking(self.bounds) and not traits.listed
+        language = expr_triton.language(dims.half, plan.int64)
         self.decisive = expr.decisive(legalise(e, language) for e in roots)
         self.approximate = dims.half and target.tanh == "approximate"
+        self.near = False  # whether a table's rows are counted from the first that a tile reads
+        by_rows = rows_of_tables(plan).items() if traits.swapped else ()
+        self.rows_of_tables = {self.arguments[n].name: axis for n, axis in by_rows}
+        if traits.swapped:  # values that depend on k are computed before the loop
+            when = {**when, "q": when["k"], "k": when["q"]}
+        when = {**when, **ALONG}
         self.printed = expr.printed(roots, language, self._leaf, self._name, inner, when)
         self.hoisted: set[str] = set()  # lines that stand before the loops
+
+    # -- parameters --------------------------------------------------------------------------------
+
+    def origins(self) -> list[str]:
+        """The origins that the expressions and bounds ask for."""
+        of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1", "q_line"], "k": ["k", "k0", "k1", "k_line"]}
+        # the ends of a row count from the origin of the walked axis, formulas from the call's first query and first key
+        counted = "qk" if self.bounds else ("q" if self.traits.swapped else "k") if self.rows else ""
+        return [n for n, names in of.items() if n in counted or self.used.intersection(names)]
+
+    def run_time(self) -> list[str]:
+        """The scalars whose value must not make a new kernel: the number of records changes with the mask."""
+        origins = [f"{n}_origin" for n in self.origins()]
+        sizes = [n for t in self.plan.every_table for n in self.arguments[t.name].sizes]
+        first = [*self.traits.numbers, *["records"] * self.tabled, *origins, *self.sizes()]
+        return [*first, *self.slots(), *sizes, *self._steps()]
+
+    def slots(self) -> list[str]:
+        return [self.arguments[s.name].name for s in self.plan.slots]
+
+    def _steps(self) -> list[str]:
+        """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
+        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
+        # a load for each position is wider where its strides are known to be divisible: those stay specialised
+        wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
+        tables = [self.arguments[t.name] for t in self.plan.every_table if t.name not in wide]
+        return [n for t in tables for n in t.strides[:-1]]
+
+    def sizes(self) -> list[str]:
+        """The global sizes that the expressions read."""
+        return [n for n in SIZES if n in self.used]
+
+    def parameters(self) -> dict[str, Any]:
+        """The holes of a kernel's decorator and of shared.parameters."""
+        origins = self.origins()
+        # Triton makes a kernel for each divisibility by 16 of an argument, unless told not to
+        varying = ", ".join(f'"{n}"' for n in self.run_time())
+        jit = [f"@triton.jit(do_not_specialize=[{varying}])"]
+        if len(varying) >= 80:
+            lines = [f"        {line}" for line in textwrap.wrap(f"{varying},", 100)]
+            jit = ["@triton.jit(", "    do_not_specialize=[", *lines, "    ]", ")"]
+        places = [f"{', '.join(f'{n}_origin' for n in origins)},  # of this call in the whole problem"] * bool(origins)
+        groups = [self.sizes(), self.slots(), *(self.arguments[t.name].all for t in self.plan.every_table)]
+        return {
+            "jit": jit,
+            "numbers": ", ".join(self.traits.numbers),
+            "tabled": self.tabled,
+            "closed": bool(self.bounds),
+            "everything": not self.tabled and not self.bounds,
+            "ordered": self.ordered,
+            "moved": [n for n in origins if n in "qk"],
+            "scalars": ["records,"] * self.tabled + places + [f"{', '.join(names)}," for names in groups if names],
+        }
 
     # -- expressions ------------------------------------------------------------------------------
 
@@ -397,10 +206,17 @@ class TritonWriter:
 
     def address(self, table: Argument, args: Sequence[Text]) -> str:
         """The address of an entry of a table, indices clamped."""
-        *outer, (index, size, stride) = zip(args, table.sizes, table.strides, strict=True)
-        # The last axis counts in 32 bits: the launcher sees to it that it fits.
-        steps = [table.name, *(self.step(i, n, by) for i, n, by in outer)]
-        return f"{' + '.join(steps)} + {self.clamped(index, size)} * {stride}"
+        row_axis, last, near_row = self.rows_of_tables.get(table.name), len(args) - 1, ""
+        args = list(args)
+        if row_axis is not None:
+            # rows are counted from the first of a tile: with 64 bits for each a thread has no registers left
+            first = self.plus_origin("q", "tile * BLOCK_Q")
+            self.near, args[row_axis] = True, Text(first)
+            near_row = f"step_from(q, {first}, {table.sizes[row_axis]}, {table.strides[row_axis]}, NEAR)"
+        steps = [self.step(*of_axis) for of_axis in zip(args[:last], table.sizes, table.strides)]
+        # the last axis counts in 32 bits: the launcher sees to it that it fits
+        inner = f"{self.clamped(args[last], table.sizes[last])} * {table.strides[last]}"
+        return " + ".join([table.name, *steps, f"({near_row} + {inner})" if near_row else inner])
 
     def step(self, index: Text, size: str, stride: str) -> str:
         """The step of an address along an axis that is not the last."""
@@ -480,7 +296,7 @@ class TritonWriter:
         return [
             "# One vector of the tile's distances, of which every position takes its own.",
             f"q_line = span(q_origin + {q} - (BLOCK_K - 1), BLOCK_Q, BLOCK_K){self.wide}",
-            f"k_line = (k_origin + {k}){self.wide}" if self.wide else f"k_line = k_origin + {k}",
+            f"k_line = {self.plus_origin('k', k)}",
             f"away = rows{rows} - columns{columns} + (BLOCK_K - 1)",
         ]
 
@@ -489,6 +305,209 @@ class TritonWriter:
 
     def value_pad(self, index: str) -> str:
         return "" if padded(self.dims.v_dim) == self.dims.v_dim else f"{index} < {self.v}"
+
+    # -- rows of tiles ----
+
+    def rewritten(self, e: Expr) -> Expr:
+        """A score mod or weight as this kernel reads it."""
+        return e
+
+    def units(self) -> dict[str, Any]:
+        """The holes of two factors: `unit` turns scores into exponents of 2, `scale` products into scores."""
+        plain = self.plan.score is None
+        unit = "scale" if plain else "" if self.factor == 1.0 else f"{self.factor!r}"
+        return {
+            "in_unit": unit,
+            "unit": "unit" if unit else "LOG2E",
+            "scale": "" if plain or self.dims.half else " * scale",
+        }
+
+    def grid_of(self, rows: str, heads: str) -> str:
+        """The grid, in words."""
+        return f"({heads}, {rows}, batch)" if self.axes[0] else f"({rows}, {heads}, batch)"
+
+    def kernel(self, text: str, grid: str) -> TritonKernel:
+        """The kernel of a text, and its launch. The tile that a program owns is named first."""
+        target, swapped = self.target, self.traits.swapped
+        tiles = f"{target.block_q} queries", f"{target.block_k} keys"
+        shape = " by ".join(tiles[::-1] if swapped else tiles)
+        launch = f"grid {grid}, tiles of {shape}, num_warps={target.num_warps}, num_stages={target.num_stages}."
+        return TritonKernel(self.traits.name, text, f"{self.traits.name}: {launch}")
+
+    def filled(self, part: str, holes: Mapping[str, Any]) -> str:
+        return filled(part, partial(wrapped, longest=self.traits.longest), **holes)
+
+    def holes(self) -> dict[str, Any]:
+        """The holes of every skeleton with rows of tiles: flags, and the lines that read scalars."""
+        traits, common = self.traits, self.parameters()
+        own, walked = ("key", "query") if traits.swapped else ("query", "key")
+        lengths = {"query": ("q_len", "BLOCK_Q"), "key": ("kv_len", "BLOCK_K")}
+        walked_len, walked_block = lengths[walked]
+        return {
+            **vars(traits),
+            **common,
+            "blank": [""],
+            "of_row": str(self.axes[0]),
+            "of_head": str(self.axes[1]),
+            "walked": walked,
+            "walked_len": walked_len,
+            "walked_block": walked_block,
+            "queries": "BLOCK_Q",
+            "grouped": self.dims.group > 1,
+            "kv_head": "head" if self.dims.group == 1 else "kv_head",
+            "masked": self.plan.mask is not None,
+            "packs": traits.packs,
+            "place": "place",
+            **fields(self, "near precision wide"),
+            "several": traits.swapped and self.dims.group > 1,  # heads that a program walks, one after another
+            "rows_of_slice": f"tl.cdiv({', '.join(lengths[own])})",
+            **self.units(),
+            "open": "(" if self.wide else "",
+            "close": f"){self.wide}" if self.wide else "",
+            "vectors": [f"{n}_origin = tl.load({n}_origin + batch)" for n in common["moved"]],
+            "conversions": self.conversions(),
+            "line_of_b": self.own_coordinate("b"),
+            "line_of_h": self.own_coordinate("h"),
+            "ranges": "tl.load(Count + entry)",
+            "loaded": False,
+            "edges": False,
+            "counts": ["border, full = full_lo - lo + hi - full_hi, full_hi - full_lo"] * traits.parted,
+        }
+
+    def own_coordinate(self, name: str) -> list[str]:
+        """The line of `b` or `h` from the program's batch entry or head, where expressions read it."""
+        return [f"{name} = {self.plus_origin(name, 'batch' if name == 'b' else 'head')}"] * (name in self.used)
+
+    def plus_origin(self, name: str, local: str) -> str:
+        """A coordinate by its place in the call."""
+        return f"({name}_origin + {local}){self.wide}" if self.wide else f"{name}_origin + {local}"
+
+    def closed_form(self) -> dict[str, Any]:
+        """The holes of shared.closed_form."""
+        bounds = [f"{name} = {self.bound(name)}" for name in self.bounds]
+        return {"formulas": self.lines(list(self.bounds.values()), SCALAR), "bounds": bounds}
+
+    def bound(self, name: str) -> str:
+        """A bound of the closed form, counted from the call's first key and clamped to its keys, unless the bound says
+        otherwise."""
+        root = self.bounds[name]
+        # a bound that holds its clamp already is not clamped again
+        op, end, clamp = ("max", K0, "tl.maximum({}, k_first)")
+        if "last" in name:
+            op, end, clamp = ("min", K1, "tl.minimum({}, k_last)")
+        value = self.value(root) if end in operands(root, op) else clamp.format(self.value(root))
+        return "0" if value == "k_first" else f"{value} - k_first"
+
+    def tiles(self) -> list[dict[str, Any]]:
+        """The holes of both loops of a skeleton over tiles: partial tiles first, then full ones."""
+        # A loop from full_hi to hi has one tile at most: ptxas would see that, and make products of gradients wait.
+        edge: dict[str, Any] = {"which": "The ragged edge: a last tile that is not full.", "range": "hi - full_hi"}
+        edge["tile_of_step"] = ["tile = full_hi + j"]
+        if self.plan.mask is not None:
+            which = "Border tiles, before and behind the full ones: the mask is a predicate."
+            step = "tile = tl.where(j < full_lo, j, j - full_lo + full_hi)"
+            edge = {"which": which, "range": "lo, hi - full_hi + full_lo", "tile_of_step": [step]}
+        full = {"which": "Full tiles: every position is visible.", "range": "full_lo, full_hi", "tile_of_step": []}
+        parted = self.traits.parted
+        if parted:
+            edge["range"] = "lo + bounded(begin, border), lo + bounded(end, border)"
+            full["range"] = "full_lo + bounded(begin, full), full_lo + bounded(end, full)"
+        # the one record of a closed form is the last
+        more = parted and (self.tabled or self.traits.listed)
+        edge["past"] = ["begin, end = begin - border, end - border"] * parted
+        full["past"] = ["begin, end = begin - full, end - full"] * more
+        edge["tile_of_step"] += self.inside_of_tile()
+        return [
+            {**edge, "tile": "j", "border": True, **self.tile("inside")},
+            {**full, "tile": "tile", "border": False, **self.tile("")},
+        ]
+
+    def inside_of_tile(self) -> list[str]:
+        """The lines of `inside`, the positions along a border tile that exist."""
+        raise NotImplementedError
+
+    def tile(self, inside: str) -> dict[str, Any]:
+        """The holes of one loop; `inside` names the positions of a tile that exist, "" where all exist."""
+        raise NotImplementedError
+
+    def _ends(self) -> Ends | None:
+        """The ends of what a row sees, or None where the kernel evaluates the whole mask instead. A swapped kernel with
+        heads past 64 has no registers left for a row's last position beside its accumulators: the compiler spills. The
+        ends of runs are worth it there: the entries of the table would take more registers."""
+        swapped = self.traits.swapped
+        ends = self.plan.by_key if swapped else self.plan.by_query
+        if ends is None or not self.traits.bounded:
+            return None
+        if swapped and ends.last is not None and self.dims.head_dim > 64 and not self.plan.run_tables:
+            return None
+        return ends
+
+    def _rows(self) -> dict[str, Expr]:
+        """The Exprs of a row's ends, which are computed before the loops, by name."""
+        if self.ends is None:
+            return {}
+        asks = None if self.ends.asks is TRUE else self.ends.asks
+        ends = {"least": self.ends.first, "most": self.ends.last, "asks": asks}
+        return {name: expr.machine(e) for name, e in ends.items() if e is not None}
+
+    def before_tiles(self) -> list[str]:
+        """The lines before the loops: values that are known once a program or once a row, and the ends of each row."""
+        # all in one go: values that the mask and the score mod share are computed once
+        roots = [*self.positions, *self.rows.values()]
+        lines = [*self.lines(roots, SCALAR), *self.lines(roots, ROW)]
+        if not self.rows:
+            return lines
+        axis, length = ("q", "q_len") if self.traits.swapped else ("k", "kv_len")
+        row, others = ("key", "queries") if self.traits.swapped else ("query", "keys")
+        # a condition on the row alone makes its interval empty, so that no position asks it again
+        least, most, asks = (self.value(self.rows[n]) if n in self.rows else "" for n in ("least", "most", "asks"))
+        most = f"placed({most}, {axis}_origin, -1, {length} - 1)" if most else f"{length} - 1"
+        most = f"tl.where({asks}, {most}, -1)" if asks else most
+        if not least:
+            return [*lines, f"# The last of the call's {others} that a {row} may see.", f"most = {most}"]
+        return [
+            *lines,
+            f"# The first of the call's {others} that a {row} may see, and the number of those up to the last.",
+            f"least = placed({least}, {axis}_origin, 0, {length})",
+            f"many = tl.maximum({most} + 1 - least, 0)",
+        ]
+
+    def visible(self, written: set[str]) -> list[str]:
+        """The condition that positions of a border tile are visible."""
+        lines = self.lines(self.mask, POSITION, written)
+        if self.plan.mask is not None:
+            lines += self.quote(self.plan.mask)
+        along, start = ("rows", "tile * BLOCK_Q") if self.traits.swapped else ("columns", "tile * BLOCK_K")
+        shown = self.traits.shown
+        if self.rows:
+            shown = f"up_to({along}[None, :], most - {start})"
+        if "least" in self.rows:
+            function = "among" if self.traits.words else "one_of"
+            shown = f"{function}({along}[None, :], least - {start}, many)"
+        lines += [f"visible = {shown}", *(f"visible &= {self.value(term)}" for term in self.mask)]
+        if self.spread:
+            lines.append("visible = visible != 0  # Triton's interpreter spreads a bool over a tile as bytes")
+        return lines
+
+    def quoted(self, e: Expr | None, root: Expr | None, line: str, written: set[str], mask: str = "") -> list[str]:
+        """An Expr of the plan as a comment, and the lines that compute and apply it."""
+        if e is None or root is None:
+            return []
+        lines = [*self.quote(e), *self.lines([root], POSITION, written, mask)]
+        return [*lines, *[line.format(self.value(root))] * bool(line)]
+
+    def score_mod(self, name: str, written: set[str], mask: str = "") -> list[str]:
+        """The lines of the modified score, which has the shape of a tile also where it is one number for all keys."""
+        root = next(iter(self.score), None)
+        # without the score it has no axis of queries, and products need a whole tile
+        whole = root is None or "score" in uses(root)
+        line = f"{name} = {{}}" if whole else f"_, {name} = tl.broadcast(score, tl.cast({{}}, tl.float32))"
+        return self.quoted(self.plan.score, root, line, written, mask)
+
+    def along_tile(self, name: str, local: str, roots: Sequence[Expr], written: set[str]) -> list[str]:
+        """The coordinate along the walked axis, where `roots` read it, and the lines of values that depend on it."""
+        known = self.coordinate(name, local) if any(name in uses(r) for r in roots) else []
+        return [*known, *self.line(roots), *self.lines(roots, COLUMN, written)]
 
 
 def conjuncts(mask: Expr | None) -> list[Expr]:
@@ -526,103 +545,12 @@ def wrapped(load: str, longest: int = LINE) -> str:
     return "\n".join([head, f"    {address},", *[f"    mask={mask},"] * bool(mask), tail])
 
 
-LENGTHS = ("heads", "q_len", "kv_len", "records", "splits", "pool", "share", "batches", "queries", "pack")
-ORIGINS = ("b_origin", "h_origin", "q_origin", "k_origin")
-STRIDE = re.compile(r"stride_([qkvog])([bhsd])")
-PAIRS = "tl.cast({}, tl.pointer_type(tl.int64), bitcast=True)"  # 64 bits in two int32, as JAX has them
+def shrinking(bounds: Mapping[str, Expr]) -> bool:
+    """Whether later rows of a closed form see fewer keys, as under `k >= q`: their first key moves with the queries and
+    their last key does not. The longest row is then the first."""
+    return bool(bounds) and bool(uses(bounds["first"]) & QUERIES) and not uses(bounds["last"]) & QUERIES
 
 
-@dataclass(frozen=True)
-class Form:
-    """The properties of a call on which the text of its entries depends, beside the plan: head sizes, whether
-    `q_origin` and `k_origin` are vectors, the arrays that are pairs of int32, and the strides of tables that 16
-    divides."""
-
-    dims: Dims
-    per_batch: bool = False
-    pairs: frozenset[str] = frozenset()
-    aligned: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class JaxEntry:
-    """The text of an entry, and its arguments: `arrays` and `results` by the kernel's names, `whole` and `real` the
-    contents of the vectors of values."""
-
-    name: str
-    text: str
-    arrays: tuple[str, ...]
-    lengths: tuple[str, ...]
-    results: tuple[str, ...]
-    constants: tuple[str, ...]
-    whole: tuple[str, ...]
-    real: tuple[str, ...]
-
-
-def parameters(source: str) -> dict[str, dict[str, bool]]:
-    """The kernels of a module's text, each with its parameters: whether they are constants of the compiler."""
-    return {
-        node.name: {a.arg: a.annotation is not None for a in node.args.args}
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("attention_")
-    }
-
-
-def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, results: Sequence[str]) -> JaxEntry:
-    """The entry to a kernel with these parameters; the kernel writes `results`."""
-    known = arguments(plan)
-    slots = {known[s.name].name: s.type for s in plan.slots}
-    tables = [known[t.name] for t in plan.every_table]
-    sizes = [n for t in tables for n in t.sizes if n in named]
-    steps = {n: t.sizes[i + 1 :] for t in tables for i, n in enumerate(t.strides)}
-    vectors = {"q_origin", "k_origin"} if form.per_batch else set()
-    constants = tuple(n for n, constant in named.items() if constant)
-    lengths = (*(n for n in ("scale", *LENGTHS) if n in named), *sizes)
-    values = [n for n in named if n in (*ORIGINS, *SIZES, *slots) and n not in vectors]
-    whole = tuple(n for n in values if slots.get(n) is not FLOAT)
-    real = tuple(n for n in values if slots.get(n) is FLOAT)
-    rest = {*constants, *lengths, *values, *results, *steps}
-    arrays = tuple(n for n in named if n not in rest and not STRIDE.fullmatch(n))
-
-    def value_of(n: str) -> str:
-        if match := STRIDE.fullmatch(n):
-            return _stride(match[1], match[2], form.dims, plan.page)
-        if n in steps:
-            text = " * ".join(f"tl.cast({x}, tl.int64)" if i else x for i, x in enumerate(steps[n])) or "1"
-            # tells the compiler that 16 divides it: loads may be wide
-            return f"({text}) // 16 * 16" if n in form.aligned else text
-        if n in real:
-            return f"tl.load(Real + {real.index(n)})"
-        if n in whole:
-            load = f"tl.load(Whole + {whole.index(n)})"
-            return f"{load} != 0" if slots.get(n) is BOOL else load
-        if n in form.pairs:
-            return PAIRS.format(n)
-        if n in lengths:  # jax-triton makes a constant of every 1
-            return f"tl.cast({n}, tl.{'float32' if n == 'scale' else 'int32'})"
-        return n
-
-    page, name = Page(), f"{kernel}_from_jax"
-    page.line("@triton.jit")
-    with page.block(f"def {name}(", "):"):
-        vectors_of_values = ("Whole",) * bool(whole) + ("Real",) * bool(real)
-        for group in ((*arrays, *vectors_of_values), lengths, results, [f"{n}: tl.constexpr" for n in constants]):
-            if group:
-                page.line(", ".join(group) + ",")
-    head = Page()
-    with head.block(str(page).rstrip()):
-        if whole and plan.int64:
-            head.line(f"Whole = {PAIRS.format('Whole')}")
-        with head.block(f"{kernel}(", ")"):
-            head.line(*(f"{n}={value_of(n)}," for n in named))
-    return JaxEntry(name, str(head), arrays, lengths, tuple(results), constants, whole, real)
-
-
-def _stride(letter: str, axis: str, dims: Dims, page: int) -> str:
-    """The strides of a compact [batch, length, heads, dim], or of keys [pages, tokens of a `page`, heads, dim]."""
-    dim = dims.head_dim if letter in "qk" else dims.v_dim
-    keys = letter in "kv"
-    heads = f"heads // {dims.group}" if keys and dims.group > 1 else "heads"
-    step = f"{heads} * {dim}"
-    length = str(page) if keys and page else "kv_len" if keys else "q_len"
-    return {"b": f"tl.cast({length}, tl.int64) * ({step})", "h": str(dim), "s": step, "d": "1"}[axis]
+def operands(e: Expr, op: str) -> list[Expr]:
+    """The operands of nested nodes of one operator: a, b and c of `min(min(a, b), c)`."""
+    return [x for a in e.args for x in operands(a, op)] if e.op == op else [e]

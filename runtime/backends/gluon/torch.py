@@ -31,8 +31,8 @@ from frisket.lowering.dtypes import DTYPES, HALVES
 from frisket.lowering.kernels.expr import COLUMN, POSITION, levels
 from frisket.lowering.kernels.gluon.forward import INSTEAD, emit, groups_of
 from frisket.lowering.kernels.triton.forward import OptionalArrays
+from frisket.lowering.kernels.triton.module import Dims, padded
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, SpanSource
 from frisket.runtime.backends.triton import launch as triton_launch
 from frisket.runtime.backends.triton import tiles as triton_tiles

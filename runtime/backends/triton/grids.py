@@ -23,15 +23,13 @@ from frisket.dsl.ir import COORDINATES, SCORE, SIZES, Expr, uses, walk
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, alone, backward_of
 from frisket.lowering.dtypes import DTYPES
-from frisket.lowering.kernels.triton import cotangents
-from frisket.lowering.kernels.triton import decode as triton_decode
+from frisket.lowering.kernels.triton import captured
 from frisket.lowering.kernels.triton import forward as triton_forward
-from frisket.lowering.kernels.triton.backward import DELTA
-from frisket.lowering.kernels.triton.decode import packed, rows_of_a_tile
-from frisket.lowering.kernels.triton.forward import OptionalArrays
-from frisket.lowering.kernels.triton.rows import axes_of
+from frisket.lowering.kernels.triton.backward import DELTA, Sum
+from frisket.lowering.kernels.triton.forward import OptionalArrays, packed, rows_of_a_tile
+from frisket.lowering.kernels.triton.module import Dims, padded
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims, padded
+from frisket.lowering.kernels.triton.writer import axes_of
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource
 from frisket.runtime.plans.device import FlatPlan, Values
 
@@ -97,7 +95,9 @@ class ForwardKind(NamedTuple):
         """The kernels of a forward: of few queries, of rows of which some are long, or one kernel."""
         few = shares(plan, spans, g, target, dims, processors)
         if few is not None:
-            return KernelProgram(triton_decode.emit, (few.text_target, dims, self.optional), few.flags, few.steps(g))
+            return KernelProgram(
+                triton_forward.emit_decode, (few.text_target, dims, self.optional), few.flags, few.steps(g)
+            )
         steps = [LaunchStep("attention_forward", target, of_forward(g, target), "rows")]
         parts = of_call(plan, spans, g, target, processors)
         if parts is not None:
@@ -110,7 +110,7 @@ def of_backward(
     g: Geometry,
     target: Target,
     kernels: Mapping[str, Collection[str]],
-    totals: Sequence[cotangents.Sum] = (),
+    totals: Sequence[Sum] = (),
     parts: Mapping[str, RowParts] = EMPTY,
 ) -> list[LaunchStep]:
     """The launches of a backward in their order: those of the `kernels` that the module has, each with the names of its
@@ -143,7 +143,7 @@ def by_position(plan: LoopPlan, grad_names: frozenset[str]) -> list[Gradient]:
     return [x for x in captured if x.over in ("diagonal", "scatter")]
 
 
-def shapes_of(totals: Sequence[cotangents.Sum], g: Geometry) -> dict[str, tuple[int, ...]]:
+def shapes_of(totals: Sequence[Sum], g: Geometry) -> dict[str, tuple[int, ...]]:
     """The shapes of the float32 buffers of sums of rows and columns, by their names."""
     return {s.buffer: (g.batch, g.heads, g.kv_len if s.along == "k" else g.q_len) for s in totals}
 
@@ -239,11 +239,11 @@ class CapturedKernels:
         return buffers | {g: self.scattered(g, deterministic) for g in gradients if g.over == "scatter"}
 
     def diagonals(self, gradients: tuple[Gradient, ...]) -> list[Any]:
-        g, side, factors = self.geometry, self.tile.block_q, cotangents.weights(gradients)
+        g, side, factors = self.geometry, self.tile.block_q, captured.weights(gradients)
         across, share, parts = of_diagonals(g, side, len(factors))
         shape = g.batch, g.heads, len(factors), parts, 2, across, side
         step = self.step("diagonal", (across * parts, g.heads, g.batch), share=share)
-        sums = self.run(CapturedLaunch(cotangents.diagonal, (gradients,), step, "Sums", shape)).sum(3)
+        sums = self.run(CapturedLaunch(captured.diagonal, (gradients,), step, "Sums", shape)).sum(3)
         low, high = sums[:, :, :, 0], sums[:, :, :, 1]  # diagonals c of a tile, and c - side: those of the next one up
         whole = self.padded(low, 1, 0) + self.padded(high, 0, 1)
         whole = whole.reshape(*whole.shape[:3], -1)
@@ -256,14 +256,14 @@ class CapturedKernels:
         shared = self.plane(gradient)
         if shared is not None:
             step = self.step("plane", of_plane(g, side, shared), batches=g.batch)
-            return self.run(CapturedLaunch(cotangents.plane, (gradient, shared), step, "Into", shape, zeroed=True))
+            return self.run(CapturedLaunch(captured.plane, (gradient, shared), step, "Into", shape, zeroed=True))
         rows, parts = tiles(g, side)[0], (gradient, deterministic)
         grid = rows, g.heads, g.batch
-        add = CapturedLaunch(cotangents.scatter, parts, self.step("scatter", grid), "Into", shape, zeroed=True)
+        add = CapturedLaunch(captured.scatter, parts, self.step("scatter", grid), "Into", shape, zeroed=True)
         if not deterministic:
             return self.run(add)
         step = self.step("total", grid)
-        total = self.run(CapturedLaunch(cotangents.scatter, parts, step, "Total", (g.batch, g.heads, rows)))
+        total = self.run(CapturedLaunch(captured.scatter, parts, step, "Total", (g.batch, g.heads, rows)))
         return self.in_fixed_point(total, add._replace(result="Counted"))
 
     def step(self, kernel: str, grid: Grid, **numbers: int) -> LaunchStep:

@@ -29,9 +29,9 @@ from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.triton import backward as triton_backward
-from frisket.lowering.kernels.triton import cotangents as triton_cotangents
-from frisket.lowering.kernels.triton import writer as triton_writer
-from frisket.lowering.kernels.triton.writer import Dims, Form, JaxEntry, arguments, near, rows_of_tables
+from frisket.lowering.kernels.triton import captured as triton_captured
+from frisket.lowering.kernels.triton import module as triton_module
+from frisket.lowering.kernels.triton.module import Dims, Form, JaxEntry, arguments, near, rows_of_tables
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names, TableUse
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.captured import amounts, folded_in_fixed_point, units
@@ -101,7 +101,7 @@ def backward(
     if dlse is not None:
         arrays["DLse"] = dlse.astype(np.float32)
     source = _source(triton_backward.emit, plan, target, dims, grad_names, dlse=dlse is not None)
-    totals = triton_cotangents.sums(plan, grad_names)
+    totals = triton_backward.sums(plan, grad_names)
     shapes: dict[str, Any] = {"Stats": ((*arrays["Lse"].shape, 4), np.float32)}
     shapes |= {f"D{n.upper()}": (x.shape, x.dtype) for n, x in qkv.items() if n in grad_names}
     shapes |= {n: (shape, np.float32) for n, shape in triton_grids.shapes_of(totals, g).items()}
@@ -163,7 +163,7 @@ class _CapturedJaxRun(triton_grids.CapturedKernels):
     writes it."""
 
     def __init__(self, call: JaxTritonCall, arrays: Values) -> None:
-        self.call, self.arrays, self.tile = call, arrays, triton_cotangents.square(call.target)
+        self.call, self.arrays, self.tile = call, arrays, triton_captured.square(call.target)
         self.plan, self.geometry, self.slots, self.tables = call.plan, call.geometry, call.slots, call.tables
 
     def run(self, launch: CapturedLaunch, operands: Values = EMPTY) -> Array:
@@ -306,13 +306,13 @@ class JaxTritonCall:
         return dict(zip(entry.results, outputs, strict=True))
 
 
-kernels_of = memo(group="kernels")(triton_writer.parameters)
+kernels_of = memo(group="kernels")(triton_module.parameters)
 
 
 @memo(1024)
 def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[str, ...]) -> tuple[Any, JaxEntry]:
     """A kernel of a module through its entry, which stands behind it in a module of its own."""
-    entry = triton_writer.entry(kernel, kernels_of(source)[kernel], plan, form, results)
+    entry = triton_module.entry(kernel, kernels_of(source)[kernel], plan, form, results)
     return getattr(loaded_kernels(f"{source}\n\n{entry.text}"), entry.name), entry
 
 

@@ -19,10 +19,10 @@ from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.architectures import GPUS, H100
 from frisket.lowering.dtypes import DTYPES
-from frisket.lowering.kernels.triton import decode, module
-from frisket.lowering.kernels.triton.forward import OptionalArrays
+from frisket.lowering.kernels.triton import captured
+from frisket.lowering.kernels.triton.forward import OptionalArrays, emit_decode
+from frisket.lowering.kernels.triton.module import Dims, arguments
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims, arguments
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource
 from frisket.runtime.machine.modules import load_from_file, pip_install
 
@@ -52,11 +52,11 @@ def text(
     few = shares(plan, at, g, target, dims_of(plan, g, dtype), tiles.processors())  # of this machine's GPU or an H100
     if few is not None and g.q_len < PACK:
         decode_target = replace(few.target, splits=0) if few.balanced else few.target
-        return decode.emit(plan, decode_target, dims, OptionalArrays(sinks=sinks), **few.flags), few.target
-    grad_names = module.ARRAYS.union(dims.device_slots, (t.name for t in plan.tables if t.source in learned))
+        return emit_decode(plan, decode_target, dims, OptionalArrays(sinks=sinks), **few.flags), few.target
+    grad_names = captured.ARRAYS.union(dims.device_slots, (t.name for t in plan.tables if t.source in learned))
     names = OF_GRADIENTS if few is not None else ("attention_forward", *OF_GRADIENTS)
     listed = of_kernels(names, plan, spans, g, target, tiles.processors())
-    return module.emit(plan, target, dims, grad_names=grad_names, sinks=sinks, listed=listed), target
+    return captured.emit_all(plan, target, dims, grad_names=grad_names, sinks=sinks, listed=listed), target
 
 
 def dims_of(plan: LoopPlan, g: Geometry, dtype: str, learned: Collection[str] = ()) -> Dims:

@@ -20,9 +20,9 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import Memo, cached_on, memo, remember
+from frisket.lowering.kernels.triton.module import Argument, Dims, arguments, padded, rows_of_tables
+from frisket.lowering.kernels.triton.module import near as near_rows
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Argument, Dims, arguments, padded, rows_of_tables
-from frisket.lowering.kernels.triton.writer import near as near_rows
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, TableUse
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.calls.arrays import uploaded

@@ -40,9 +40,9 @@ from frisket.lowering.architectures import GPUS, H100, Architecture, architectur
 from frisket.lowering.dtypes import HALVES
 from frisket.lowering.kernels.expr import LEVELS, POSITION, levels
 from frisket.lowering.kernels.triton.backward import DELTA
-from frisket.lowering.kernels.triton.cotangents import NAMES, square
+from frisket.lowering.kernels.triton.captured import NAMES, square
+from frisket.lowering.kernels.triton.module import padded
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import padded
 from frisket.lowering.kernels.units import ALONG, GATHERED, by_distance
 from frisket.lowering.plan import Geometry, LoopPlan, Problem, score_class
 from frisket.runtime.backends.base import RECORDS, Block

@@ -13,9 +13,9 @@ from frisket.grammar.memo import memo, remember
 from frisket.lowering.aten.captured import amounts, folded, units
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.triton import backward as triton_backward
-from frisket.lowering.kernels.triton import cotangents as triton_cotangents
+from frisket.lowering.kernels.triton import captured as triton_captured
 from frisket.lowering.kernels.triton import forward as triton_forward
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, Names, SpanSource
 from frisket.runtime.plans.device import Values
 
@@ -35,7 +35,7 @@ from .launch import (
 )
 
 Tensor = Any
-sums_of = memo(group="kernels")(triton_cotangents.sums)  # asked at every call
+sums_of = memo(group="kernels")(triton_backward.sums)  # asked at every call
 Make = Callable[[], Any]  # lays out the launches of calls of one kind
 Results = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]  # of a forward
 
@@ -140,7 +140,7 @@ def backward(
     # strides of 0: zeros of the shape without its memory
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     if far(q, k, v, out, dout):
-        backward_tiles = target.dq, target.dkv, target.dv, triton_backward.DELTA, triton_cotangents.square(target)
+        backward_tiles = target.dq, target.dkv, target.dv, triton_backward.DELTA, triton_captured.square(target)
         rows = max(side for t in backward_tiles for side in ((t or target).block_q, (t or target).block_k))
         q, k, v, out, dout = (near(x, rows) for x in (q, k, v, out, dout))
     context = bound(inputs.plan, inputs.spans, g, target, q, k)
@@ -218,7 +218,7 @@ def captured(
     import torch
 
     deterministic = inputs.deterministic or torch.are_deterministic_algorithms_enabled()
-    context = bound(inputs.plan, inputs.spans, inputs.geometry, triton_cotangents.square(inputs.target), q, k)
+    context = bound(inputs.plan, inputs.spans, inputs.geometry, triton_captured.square(inputs.target), q, k)
     run = _CapturedRun(context, inputs, {"Q": q, "K": k, "V": v, "DOut": dout, "Stats": stats})
     try:
         buffers = run.buffers(gradients, deterministic)

@@ -22,9 +22,9 @@ from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.architectures import architecture_of
 from frisket.lowering.kernels.triton import forward as triton_forward
-from frisket.lowering.kernels.triton import writer as triton_writer
+from frisket.lowering.kernels.triton import module as triton_module
+from frisket.lowering.kernels.triton.module import Dims, Form
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims, Form
 from frisket.lowering.plan import Bounds, Cotangents, ForwardResults, Geometry, ProgramFacts, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import jax as triton_jax
@@ -51,9 +51,9 @@ def test_jax_entry_of_a_triton_kernel_passes_known_sizes():
     made = make_plan(ProgramExprs(mask, score * ir.param("c", FLOAT)))
     dims = Dims(64, 48, "float16", 2)
     source = triton_forward.emit(made, Target("triton", 64, 64), dims)
-    named = triton_writer.parameters(source)["attention_forward"]
+    named = triton_module.parameters(source)["attention_forward"]
     form = Form(dims, pairs=frozenset({"Counted"}), aligned=frozenset({"keep_stride1"}))
-    found = triton_writer.entry("attention_forward", named, made, form, ("Out", "Lse"))
+    found = triton_module.entry("attention_forward", named, made, form, ("Out", "Lse"))
     assert (
         found.text
         == """\

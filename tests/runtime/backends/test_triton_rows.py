@@ -15,8 +15,8 @@ import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.sugar import k, q
 from frisket.lowering.kernels.triton import backward, forward
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, Spans, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.grids import FINER, LATER, LEAST, LONG, of_call, row_parts

@@ -11,7 +11,7 @@ import pytest
 
 import frisket as fk
 from frisket.lowering.architectures import GPUS
-from frisket.lowering.kernels.triton.cotangents import square
+from frisket.lowering.kernels.triton.captured import square
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.triton import tiles

@@ -1,4 +1,6 @@
-$include produce
+$part kernel
+$# The forward on Blackwell: the warp that loads, the one that multiplies, the warp groups that compute, and the kernel.
+$include shared.produce
 
 
 @gluon.jit
@@ -18,7 +20,7 @@ def multiply(
     commit tells of all products before it."""
     tiles = 0  $if tabled
     for i in range(gl.load(Count + entry)):  $if tabled
-        $include triton.record
+        $include triton.shared.record
         tiles += hi - lo  $if tabled
     tiles = hi - lo  $if not tabled
     for half in range($groups):
@@ -72,16 +74,14 @@ def consume(
         acc.slice(part * $width, $width).store(gl.full([$rows, $width], 0.0, gl.float32, SUMS))
     n = 0  # tiles so far
     for i in range(gl.load(Count + entry)):  $if tabled
-        $include triton.record
-        left = full_lo - lo
-        borders = left + hi - full_hi
+        $include shared.tile_range
         $for tiles:
             # $which
             for j in range($range):
                 tile = $tile  $if positioned
-                $include blackwell_tile
+                $include tile
 
-    $include triton.lse
+    $include triton.shared.lse
     weight = gl.convert_layout($rescale / $whole, gl.SliceLayout(1, SUMS))
     out = outs.index(half).reshape([$rows, DIM_V])
     mbarrier.wait(o_full.index(half), 0)
@@ -90,19 +90,15 @@ def consume(
         out.slice(part * $width, $width, 1).store(found.to(Out.dtype))
     hopper.fence_async_shared()
     store_tile(Out, [batch, head, start + half * $rows, 0], outs.index(half))
-    row_at = place.to(gl.int64) * q_len + start + rows
-    gl.store(Lse + row_at, lse, mask=present)
-    gl.store(Top + row_at, largest, mask=present)  $if row_max
-    gl.store(Low + row_at, low, mask=present)  $if lse_residual
-    tma.store_wait(0)
+    $include shared.store_rows
 
 
 $jit
 def attention_forward(
     Q, K, V, Out,  # descriptors of [batch, heads, length, dim], in blocks of $rows queries or BLOCK_K keys
-    $include signature
+    $include shared.signature
 ):
-    $include begin
+    $include shared.begin
     SCORES: gl.constexpr = blackwell.TensorMemoryLayout([$rows, BLOCK_K], col_stride=1)
     SUMS: gl.constexpr = blackwell.TensorMemoryLayout([$rows, DIM_V], col_stride=1)
     scores = blackwell.allocate_tensor_memory(gl.float32, [$groups, $rows, BLOCK_K], SCORES)
@@ -132,12 +128,43 @@ def attention_forward(
                 $walk,
                 BLOCK_K, STAGES,
             )),
-            (produce, (
-                Q, K, V, queries, keys, values, q_full, k_full, k_free, v_full, v_free, batch, head, kv_head, start,
-                $walk,
-                BLOCK_Q, BLOCK_K, STAGES,
-            )),
+            $include shared.producer
         ],
         $warps,
         $registers,
     )
+
+$part tile
+$# One tile of keys: its scores out of tensor memory, their weights by the online softmax into it.
+mbarrier.wait(s_full.index(half), n & 1)
+score = scores.index(half).load(SCORES)
+inside = tile * BLOCK_K + columns < kv_len  $if bounded
+$column
+$visible
+$score_mod
+score = gl.where(visible, score, -INFINITY)  $if border
+peak = gl.maximum(top, gl.max(score, 1) * $unit)
+$if slack:
+    # Weights are relative to `top`, which follows the largest score once that is 2**8 times as large: up to 256 they are
+    # as exact as up to 1, the same `top` is in the sums, and so in none of the results. Sums are rarely rescaled.
+grown = peak > top$slack
+# Of the group's rows, known by the end of the exponentials. Where no weight came before, the sums are 0.
+any_grown = gl.max(gl.convert_layout((grown & (total > 0.0)).to(gl.int32), EACH), 0) > 0
+peak = gl.where(grown, peak, top)  $if slack
+$if by_polynomial:
+    exponent = score * $unit - peak[:, None]
+    p = gl.where(columns[None, :] % 32 < $by_polynomial, exp2_polynomial(exponent), gl.exp2(exponent))
+$else:
+    p = gl.exp2(score * $unit - peak[:, None])
+rescale = gl.exp2(top - peak)
+total = total * rescale + gl.sum(p, 1)
+$dropout
+weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
+if any_grown:
+    # `s_full` means that the products before these scores are done too: nothing adds to the sums now.
+    for part in gl.static_range($parts):
+        some = acc.slice(part * $width, $width)
+        some.store(some.load(SUMS) * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None])
+mbarrier.arrive(p_full.index(half), count=1)
+top = peak
+n += 1

@@ -1,37 +1,26 @@
+$part kernel
 $jit
 def attention_decode(
-    Q, K, V,  # [batch, heads, length, dim], any strides  $if not paged
-    Q,  # [batch, heads, length, dim], any strides  $if paged
-    K, V,  # [pages, heads, tokens of a page, dim], any strides  $if paged
-    $if balanced:
-        Acc,  # float32 [programs, heads, queries, dim]: values of each part by their weights
-        Tops, Totals,  # float32 [programs, heads, queries]: largest scores, and sums of weights
-        Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's programs, and how many it has
-    $if parted and not balanced:
-        Acc,  # float32 [splits, batch, heads, q_len, dim]: values of each part by their weights
-        Tops, Totals,  # float32 [splits, batch, heads, q_len]: largest scores, and sums of weights
-    $if not parted:
+    $tensors
+    $if parted:
+        Acc,  # float32 [$parts_of_rows, dim]: values of each part by their weights
+        Tops, Totals,  # float32 [$parts_of_rows]: largest scores, and sums of weights
+    $else:
         Out,  # [batch, heads, length, dim], any strides
-        Lse,  # float32 [batch, heads, q_len], contiguous
-        Top,  # the largest scores, as Lse  $if row_max
-        Low,  # the rounding error of Lse  $if lse_residual
-        Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_ob, stride_oh, stride_os, stride_od,  $if not parted
+        $include shared.lse_arrays
+    Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's programs, and how many it has  $if balanced
+    $include shared.strides
     scale, $numbers,
-    $include parameters
+    $include shared.parameters
 ):
-    rows_of_tiles = tl.num_programs(0) // splits  $if parted and not balanced
-    part, row = tl.program_id(0) // rows_of_tiles, tl.program_id(0) % rows_of_tiles  $if parted and not balanced
     row = tl.program_id(0)  $if not parted
+    $if parted and not balanced:
+        rows_of_tiles = tl.num_programs(0) // splits
+        part, row = tl.program_id(0) // rows_of_tiles, tl.program_id(0) % rows_of_tiles
     PACK: tl.constexpr = $pack  $if partly
-    first_head, batch = tl.program_id(1) * PACK, tl.program_id(2)  $if partly and not balanced
-    first_head = tl.program_id(0) * PACK  $if partly and balanced
+    $own_head, batch = tl.program_id(1)$heads_of_program, tl.program_id(2)  $if not balanced
+    $own_head = tl.program_id(0)$heads_of_program  $if balanced
     kv_head = first_head // GROUP  $if partly
-    $own_head, batch = tl.program_id(1), tl.program_id(2)  $if not partly and not balanced
-    $own_head = tl.program_id(0)  $if not partly and balanced
     entry = tl.load(SliceOf + batch * heads + $first_head) * $rows_of_tiles + row  $if tabled and not balanced
     $if packs:
         # A tile holds QUERIES queries of each of $of_heads heads that share a key head.
@@ -48,13 +37,17 @@ def attention_decode(
         lanes = tl.arange(0, LANES)
         every = 0
         for first in range(0, batches, LANES):
-            $tiles_seen
+            of_sequences = tiles_seen(
+                first + lanes, rows_of_tiles, batches, heads, $first_head, Spans, Count, SliceOf, records
+            )
             every += tl.sum(of_sequences, 0)
         share = tl.maximum(tl.cdiv(every, batches * splits), 1)  # of a part, of all rows of a sequence
         batch, part, parts, row = -1, 0, 0, 0
         begun = 0
         for first in range(0, batches, LANES):
-            $tiles_seen
+            of_sequences = tiles_seen(
+                first + lanes, rows_of_tiles, batches, heads, $first_head, Spans, Count, SliceOf, records
+            )
             # A part may be an eighth longer than the share: sequences that are about as long have as many.
             needed = tl.maximum(tl.cdiv(of_sequences, share + share // 8), 1)
             needed = tl.where(first + lanes < batches, needed, 0)
@@ -81,22 +74,16 @@ def attention_decode(
         start = row * BLOCK_Q
         rows = tl.arange(0, BLOCK_Q)
         kv_head = head // GROUP  $if grouped
-    $include forward_arrays
+    $include forward.axes
+    # Offsets are 64 bits where they are scalars, 32 within a tile.
     Q += batch.to(tl.int64) * stride_qb
     query_at = head.to(tl.int64) * stride_qh + (start + rows).to(tl.int64) * stride_qs
-    $include forward_keys
-    present = (packed < QUERIES * $packed_heads) & (start + rows < q_len)  $if packs
-    present = start + rows < q_len  $if not packs
+    $include forward.pointers
+    present = $present
     $for head:
         query$mark = tl.load(Q + query_at[:, None] + $d[None, :] * stride_qd$mask)
 
-    $include scalars
-    h = (h_origin + head)[:, None]$wide  $if by_head and packs
-    h_first = ${open}h_origin + $first_head$close  $if by_group
-    $rows_of_q
-    $include closed_form
-    $hoisted
-    $include forward_sums
+    $include forward.begin
     $if tabled and parted:
 
         tiles = 0
@@ -106,24 +93,16 @@ def attention_decode(
         # This part's share of the tiles that the row sees.
         begin, end = part * tiles // $parts, (part + 1) * tiles // $parts
 
-    lo, full_lo = 0, 0  $if everything
-    full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
-    for i in range(tl.load(Count + entry)):  $if tabled
-        $include record
-        $if parted and not tabled:
-            tiles = hi - lo
-            # This part's share of the tiles that the row sees.
-            begin, end = part * tiles // splits, (part + 1) * tiles // splits
-        border, full = full_lo - lo + hi - full_hi, full_hi - full_lo  $if parted
-        $for tiles:
-            # $which
-            for $tile in range($range):
-                $include forward_tile
-            begin, end = begin - border, end - border  $if parted and border
-            begin, end = begin - full, end - full  $if parted and tabled and not border
+    $include shared.walk:
+        $include forward.tile
 
-    $if not parted:
-        $include lse
+    $if parted:
+        queries = tl.minimum(q_len, QUERIES)  $if balanced
+        row_at = (program.to(tl.int64) * heads + head) * queries + rows  $if balanced
+        row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows  $if not balanced
+        $include forward.sums_of_part
+    $else:
+        $include shared.lse
         weight = $rescale / $whole
         Out += batch.to(tl.int64) * stride_ob
         out_at = head.to(tl.int64) * stride_oh + (start + rows).to(tl.int64) * stride_os
@@ -131,16 +110,57 @@ def attention_decode(
             out = (acc$mark * weight[:, None]).to(Out.dtype.element_ty)
             tl.store(Out + out_at[:, None] + $d[None, :] * stride_od, out$mask)
         row_at = (batch.to(tl.int64) * heads + head) * q_len + start + rows
-        tl.store(Lse + row_at, lse, mask=present)
-        tl.store(Top + row_at, largest, mask=present)  $if row_max
-        tl.store(Low + row_at, low, mask=present)  $if lse_residual
-    $else:
-        $if balanced:
-            queries = tl.minimum(q_len, QUERIES)
-            row_at = (program.to(tl.int64) * heads + head) * queries + rows
-        row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows  $if not balanced
-        tl.store(Tops + row_at, top, mask=present)
-        tl.store(Totals + row_at, total, mask=present)
-        $for values:
-            out_at = row_at[:, None] * $v_dim + $d[None, :]
-            tl.store(Acc + out_at, acc$mark$survived$mask)
+        $include shared.store_lse
+
+$part combine
+$# The kernel that combines the parts of rows, of attention_decode or of attention_forward.
+@triton.jit(do_not_specialize=[$varying])
+def attention_combine(
+    Acc, Tops, Totals,  # the parts, of $source
+    $if listed:
+        Rows,  # int32 [slices, rows in parts, 3]: a row of tiles, the first place of its sums, and how many parts it has
+        SliceOf, At,  # int32 [batch, heads]: the slice, and the first place of a head's sums
+    Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's parts, and how many it has  $if balanced
+    Out,  # [batch, heads, q_len, dim], any strides
+    $include shared.lse_arrays
+    stride_ob, stride_oh, stride_os, stride_od,
+    heads, q_len, $number,  $if not balanced
+    heads, q_len,  $if balanced
+    queries, pack,  # of a tile, and the heads in it  $if balanced
+):
+    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    $if listed:
+        place = batch * heads + head
+        $include shared.listed
+    row_at = (batch.to(tl.int64) * heads + head) * q_len + row
+    rows = tl.num_programs(2).to(tl.int64) * heads * q_len  # of one part  $if split
+    $if balanced:
+        rows_of_tiles = tl.cdiv(q_len, queries)
+        at_row = Parts + ((head // pack * tl.num_programs(2) + batch) * rows_of_tiles + row // queries) * 2
+        begin, splits = tl.load(at_row), tl.load(at_row + 1)
+        rows = heads.to(tl.int64) * tl.minimum(q_len, queries)  # of one program
+        first_at = begin * rows + head * tl.minimum(q_len, queries) + row % queries
+        rows *= rows_of_tiles  # from a part of a row to its next part
+    $d = tl.arange(0, $dim)
+    top = tl.cast(LOWEST, tl.float32)
+    total = tl.cast(0.0, tl.float32)
+    acc = tl.zeros([$dim], tl.float32)
+
+    for first in range(0, splits, PARTS):
+        part = first + tl.arange(0, PARTS)
+        at = part * rows + $part_at
+        tops = tl.load(Tops + at, mask=part < splits, other=LOWEST)
+        totals = tl.load(Totals + at, mask=part < splits, other=0.0)
+        values = tl.load(Acc + at[:, None] * $v_dim + $d[None, :]$load)
+        peak = tl.maximum(top, tl.max(tops, 0))
+        weight = tl.exp2(tops - peak)
+        rescale = tl.exp2(top - peak)
+        total = total * rescale + tl.sum(weight * totals, 0)
+        acc = acc * rescale + tl.sum(weight[:, None] * values, 0)
+        top = peak
+
+    $include shared.lse
+    Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + row.to(tl.int64) * stride_os
+    out = acc * ($rescale / total)
+    tl.store(Out + $d * stride_od, out.to(Out.dtype.element_ty)$store)
+    $include shared.store_lse

@@ -1,34 +1,23 @@
+$part kernel
 $# dk, dv, and sums of captured gradients over queries. Tensors are [keys, queries]: so neither p nor ds has to be
-$# transposed before it is multiplied.
+$# transposed before it is multiplied. `inner`: the product of dout and v is computed, which dv alone does not take.
 $jit
 def $name(
-    $arrays,  # tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile  $if described
-    $arrays,  # [batch, heads, length, dim], any strides  $if not described
-    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
-    $results,  # [batch, kv_len, key heads, dim], contiguous  $if results and by_length
-    $results,  # [batch, key heads, kv_len, dim], contiguous  $if results and not by_length
-    $buffers
-    Acc,  # float32 [places, BLOCK_K, $numbers_of_part]: sums of the parts of rows  $if listed
-    stride_qb, stride_qh, stride_qs, stride_qd,  $if not described
-    stride_kb, stride_kh, stride_ks, stride_kd,  $if not described
-    stride_vb, stride_vh, stride_vs, stride_vd,  $if inner and not described
-    stride_gb, stride_gh, stride_gs, stride_gd,  $if not described
-    scale, $numbers,
-    $include parameters
+    $arrays,  # $of_arrays
+    $include shared.gradient_signature
 ):
     $if grouped:
         kv_head, batch = tl.program_id($of_head), tl.program_id(2)
         $if listed:
-            $include part
+            $include shared.part
         $if tabled and ordered:
             first = tl.load(SliceOf + batch * heads + kv_head * GROUP) * tl.num_programs($of_row)
             row = tl.load(Order + first + tl.program_id($of_row))  # longest first, by the first head of the group
-        row = tl.program_id($of_row)  $if not tabled and not listed
-        row = tl.program_id($of_row)  $if tabled and not ordered and not listed
+        row = tl.program_id($of_row)  $if unordered
     $else:
-        $include row
+        $include shared.row
     start = row * BLOCK_K
-    $include backward_axes
+    $include shared.gradient_axes
     stats_at = rows[:, None] * 4 + tl.arange(0, $numbers_a_load)[None, :]
 
     $if not described:
@@ -46,9 +35,9 @@ def $name(
         keys = tl.load(K + columns[:, None] * stride_ks + d[None, :] * stride_kd$own_d)
         values = tl.load(V + columns[:, None] * stride_vs + $e[None, :] * stride_vd$own_e)  $if inner
 
-    $include values
-    b = ${open}b_origin + batch$close  $if by_batch
-    $include backward_factors
+    $include shared.values
+    $line_of_b
+    $include shared.gradient_factors
     dk = tl.zeros([BLOCK_K, DIM], tl.float32)  $if dk
     dv = tl.zeros([BLOCK_K, $dim_e], tl.float32)  $if dv
     $blank  $if grouped
@@ -58,81 +47,60 @@ def $name(
         $if several and listed:
             entry = of_slice * $rows_of_slice + row
             begin, end = tl.load(program + 2), tl.load(program + 3)
-        queries = Q + tl.cast(head, tl.int64) * stride_qh  $if not described
-        douts = DOut + tl.cast(head, tl.int64) * stride_gh  $if not described
+        $if not described:
+            queries = Q + tl.cast(head, tl.int64) * stride_qh
+            douts = DOut + tl.cast(head, tl.int64) * stride_gh
         at_q = tl.cast(place, tl.int64) * q_len
-        h = ${open}h_origin + head$close  $if by_head
+        $line_of_h
         $own
         $hoisted
         $zeros
 
-        lo, full_lo = 0, 0  $if everything
-        full_hi, hi = q_len // BLOCK_Q, tl.cdiv(q_len, BLOCK_Q)  $if everything
-        for i in range(tl.load(Count + entry)):  $if tabled
-            $include record
-            edge = lo
-            border, full = full_lo - lo + hi - full_hi, full_hi - full_lo  $if listed
-            $for tiles:
-                # $which
-                $if not border:
-                    $include after_border
-                for $tile in range($range):
-                    tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
-                    tile = full_hi + j  $if border and not masked
-                    edge = tile  $if border
-                    inside = tile * BLOCK_Q + rows < q_len  $if border
-                    at = tl.cast(tile * BLOCK_Q, tl.int64)
-                    $if described:
-                        query = Q.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, DIM])
-                    $else:
-                        query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd$walked_d)
-                    score = tl.dot(keys, tl.trans(query)$precision)$scale
-                    $if dout and described:
-                        dout = DOut.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, $dim_e])
-                    $if dout and not described:
-                        dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)
-                    dp = tl.dot(values, tl.trans(dout)$precision)  $if inner
-                    # Several numbers a query in one load: vectors in a product's layout take 16 loads a thread each.
-                    $if by_pairs:
-                        lse, factor = tl.split(tl.load(Stats + (at_q + at) * 4 + stats_at$stats))
-                    $else:
-                        stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
-                        pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
-                        lse, delta = tl.split(pairs[0])
-                        factor, _ = tl.split(pairs[1])
-                    $column
-                    $visible
-                    $score_mod
-                    p = tl.exp2($exponent - lse[None, :]) * factor[None, :]
-                    p = tl.where(visible, p, 0.0)  $if border
-                    $dropout
-                    dv = tl.dot((p * kept).to(dout.dtype), dout, dv$precision)  $if dv and dropped
-                    dv = tl.dot(p.to(dout.dtype), dout, dv$precision)  $if dv and not dropped
-                    $if inner and by_pairs:
-                        delta, _ = tl.split(tl.load(Stats + (at_q + at) * 4 + 2 + stats_at$stats))
-                    $dm = p * (dp * kept - delta[None, :])  $if inner and dropped
-                    $dm = p * (dp - delta[None, :])  $if inner and not dropped
-                    $sums
-                    $derivative
-                    dk = tl.dot($ds.to(query.dtype), query, dk$precision)  $if dk
-                begin, end = begin - border, end - border  $if listed and border
-                begin, end = begin - full, end - full  $if listed and not border
-        $if stores and listed:
+        $include shared.walk:
+            at = tl.cast(tile * BLOCK_Q, tl.int64)
+            $if described:
+                query = Q.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, DIM])
+            $else:
+                query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd$walked_d)
+            score = tl.dot(keys, tl.trans(query)$precision)$scale
+            $if dout:
+                dout = DOut.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, $dim_e])  $if described
+                dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)  $if not described
+            dp = tl.dot(values, tl.trans(dout)$precision)  $if inner
+            # Several numbers a query in one load: vectors in a product's layout take 16 loads a thread each.
+            $if by_pairs:
+                lse, factor = tl.split(tl.load(Stats + (at_q + at) * 4 + stats_at$stats))
+            $else:
+                stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
+                pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
+                lse, delta = tl.split(pairs[0])
+                factor, _ = tl.split(pairs[1])
+            $column
+            $visible
+            $score_mod
+            p = tl.exp2($exponent - lse[None, :]) * factor[None, :]
+            p = tl.where(visible, p, 0.0)  $if border
+            $dropout
+            dv = tl.dot($survivors.to(dout.dtype), dout, dv$precision)  $if dv
+            $if inner and by_pairs:
+                delta, _ = tl.split(tl.load(Stats + (at_q + at) * 4 + 2 + stats_at$stats))
+            $dm = p * (dp$kept - delta[None, :])  $if inner
+            $sums
+            $derivative
+            dk = tl.dot($ds.to(query.dtype), query, dk$precision)  $if dk
+        $if stores:
 
-            $include part_sums
-            if sums >= 0:
-                part_at = (tl.load(At + $own_place) + sums).to(tl.int64) * BLOCK_K + columns
-                $partial_totals
-            else:
+            $if listed:
+                $include place_of_sums
+                if sums >= 0:
+                    part_at = (tl.load(At + $own_place) + sums).to(tl.int64) * BLOCK_K + columns
+                    $partial_totals
+            else:  $if listed
                 at_k = tl.cast(place, tl.int64) * kv_len + start
                 $stores
-        $if stores and not listed:
-
-            at_k = tl.cast(place, tl.int64) * kv_len + start
-            $stores
     $if results and listed:
 
-        $include part_sums
+        $include place_of_sums
         if sums >= 0:
             # The sums of a part: ${name}_sums adds those of a row up, in their order.
             part_at = (tl.load(At + $own_place) + sums).to(tl.int64) * BLOCK_K + columns
@@ -140,15 +108,51 @@ def $name(
             return
     $if results:
 
-        own = (tl.cast(batch, tl.int64) * kv_len + start) * tl.num_programs($of_head) + $kv_head  $if by_length
-        own = (batch * tl.num_programs($of_head) + $kv_head).to(tl.int64) * kv_len + start  $if not by_length
+        own = $own_row
         $if dk:
             DK += own * HEAD_DIM
-            out_at = columns[:, None] * (tl.num_programs($of_head) * HEAD_DIM) + d[None, :]  $if by_length
-            out_at = columns[:, None] * HEAD_DIM + d[None, :]  $if not by_length
+            out_at = columns[:, None] * $row_step_of_k + d[None, :]
             tl.store(DK + out_at, (dk * scale).to(keys.dtype)$store_d)
         $if dv:
             DV += own * $v_dim
-            out_at = columns[:, None] * (tl.num_programs($of_head) * $v_dim) + $e[None, :]  $if by_length
-            out_at = columns[:, None] * $v_dim + $e[None, :]  $if not by_length
+            out_at = columns[:, None] * $row_step_of_v + $e[None, :]
             tl.store(DV + out_at, dv.to(keys.dtype)$store_e)
+
+$part place_of_sums
+$# The place of a part's sums, or -1. It is loaded behind the loops, so that it takes none of their registers.
+sums = tl.load(SliceOf + $place) * tl.num_programs($of_row) + tl.program_id($of_row)
+sums = tl.load(Parts + sums.to(tl.int64) * 4 + 1)
+
+$part sums
+$# The kernel that adds the sums of the parts of rows up, filled by `PartSums.kernel`; dq has such parts too.
+@triton.jit(do_not_specialize=["$length", "queries"])
+def $name(
+    Acc,  # float32 [places, queries, $numbers]: sums of the parts of rows
+    Rows,  # int32 [slices, rows in parts, 3]: a row of tiles, the first place of its sums, and how many parts it has
+    SliceOf, At,  # int32 [batch, heads]: the slice, and the first place of a head's sums
+    $results,  # [batch, heads, $length, dim], contiguous  $if results
+    $buffers
+    scale, $length, queries,
+):
+    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place = batch * tl.num_programs(1) + head
+    $include shared.listed
+    row_at = place.to(tl.int64) * $length + row
+    $for arrays:
+        $d = tl.arange(0, $dim)
+        total = tl.zeros([$dim], tl.float32)
+        for first in range(0, splits, PARTS):
+            part = first + tl.arange(0, PARTS)
+            at = (part * rows + first_at) * $numbers$offset
+            values = tl.load(Acc + at[:, None] + $d[None, :]$load)
+            total += tl.sum(values, 0)
+        total *= scale  $if scaled
+        tl.store($result + row_at * $width + $d, total.to($result.dtype.element_ty)$store)
+    $for totals:
+        for i in range(GROUP):  $if several
+            share = tl.cast(0.0, tl.float32)
+            for first in range(0, splits, PARTS):
+                part = first + tl.arange(0, PARTS)
+                at = (part * rows + first_at) * $numbers$offset
+                share += tl.sum(tl.load(Acc + at, mask=part < splits, other=0.0), 0)
+            tl.store($place_of_total, share)

@@ -1,23 +1,51 @@
+$part delta
+$# What both gradient kernels read of a query. `dlse` names a cotangent of lse.
+@triton.jit(do_not_specialize=["heads", "q_len"])
+def attention_delta(
+    Out, DOut,  # [batch, heads, q_len, dim], any strides
+    Lse, Low$and_dlse,  # float32 [batch, heads, q_len], contiguous
+    Stats,  # float32 [batch, heads, q_len, 4]: lse in log2, a factor, rowsum(dout * out)$less_dlse, nothing
+    stride_ob, stride_oh, stride_os, stride_od,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    heads, q_len,
+    BLOCK_Q: tl.constexpr,  # powers of two
+):
+    head, batch = tl.program_id(1), tl.program_id(2)
+    start = tl.program_id(0) * BLOCK_Q
+    rows = tl.arange(0, BLOCK_Q)
+    $e = tl.arange(0, $dim)
+    present = start + rows < q_len
+    Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
+    out = tl.load(Out + rows[:, None] * stride_os + $e[None, :] * stride_od$mask).to(tl.float32)
+    DOut += batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh + start.to(tl.int64) * stride_gs
+    dout = tl.load(DOut + rows[:, None] * stride_gs + $e[None, :] * stride_gd$mask).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+    at = (batch * heads + head).to(tl.int64) * q_len + start + rows
+    delta -= tl.load(DLse + at, mask=present, other=0.0)  $if and_dlse
+    lse = tl.load(Lse + at, mask=present, other=0.0)
+    $if guard:
+        # A row that sees no key has no gradient, even where dout is NaN.
+        empty = lse == -INFINITY
+        delta, lse = tl.where(empty, 0.0, delta), tl.where(empty, 0.0, lse)
+    low = tl.load(Low + at, mask=present, other=0.0)
+    # A weight is exp2(score - lse) * factor: the factor makes up for the rounding of lse.
+    near = tl.maximum(lse * LOG2E, LOWEST)  # the forward's product: a maximum is not joined to the sum
+    lse = near + low * LOG2E
+    factor = tl.exp2(lse - near - low * LOG2E)
+    tl.store(Stats + at * 4, lse, mask=present)
+    tl.store(Stats + at * 4 + 1, factor, mask=present)
+    tl.store(Stats + at * 4 + 2, delta, mask=present)
+
+$part kernel
 $# dq, and sums of captured gradients over keys.
 $jit
 def attention_dq(
-    Q, K, V, DOut,  # tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile  $if described
-    Q, K, V, DOut,  # [batch, heads, length, dim], any strides  $if not described
-    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
-    DQ,  # [batch, q_len, heads, dim], contiguous  $if dq and by_length
-    DQ,  # [batch, heads, q_len, dim], contiguous  $if dq and not by_length
-    $buffers
-    Acc,  # float32 [places, BLOCK_Q, $numbers_of_part]: sums of the parts of rows  $if listed
-    stride_qb, stride_qh, stride_qs, stride_qd,  $if not described
-    stride_kb, stride_kh, stride_ks, stride_kd,  $if not described
-    stride_vb, stride_vh, stride_vs, stride_vd,  $if not described
-    stride_gb, stride_gh, stride_gs, stride_gd,  $if not described
-    scale, $numbers,
-    $include parameters
+    Q, K, V, DOut,  # $of_arrays
+    $include shared.gradient_signature
 ):
-    $include row
+    $include shared.row
     start = row * BLOCK_Q
-    $include backward_axes
+    $include shared.gradient_axes
     kv_head = head // GROUP  $if grouped
 
     $if not described:
@@ -37,54 +65,37 @@ def attention_dq(
     $else:
         query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd$own_d)
         dout = tl.load(DOut + rows[:, None] * stride_gs + $e[None, :] * stride_gd$own_e)
-    $include stats
+    $include shared.stats
     delta *= factor
 
-    $include scalars
+    $include shared.scalars
     $own
-    $include closed_form
+    $include shared.closed_form
     $hoisted
-    $include backward_factors
+    $include shared.gradient_factors
     dq = tl.zeros([BLOCK_Q, DIM], tl.float32)  $if dq
     $zeros
 
-    lo, full_lo = 0, 0  $if everything
-    full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
-    for i in range(tl.load(Count + entry)):  $if tabled
-        $include record
-        edge = lo
-        border, full = full_lo - lo + hi - full_hi, full_hi - full_lo  $if listed
-        $for tiles:
-            # $which
-            $if not border:
-                $include after_border
-            for $tile in range($range):
-                tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
-                tile = full_hi + j  $if border and not masked
-                edge = tile  $if border
-                inside = tile * BLOCK_K + columns < kv_len  $if border
-                $if described:
-                    keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM])
-                    values = V.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, $dim_e])
-                $else:
-                    at = tl.cast(tile * BLOCK_K, tl.int64)
-                    keys = tl.load(K + at * stride_ks + key_at$walked_d)
-                    values = tl.load(V + at * stride_vs + value_at$walked_e)
-                score = tl.dot(query, tl.trans(keys)$precision)$scale
-                dp = tl.dot(dout, tl.trans(values)$precision)
-                $column
-                $visible
-                $score_mod
-                p = tl.where(visible, tl.exp2($exponent - lse), 0.0)  $if border
-                p = tl.exp2($exponent - lse)  $if not border
-                $dropout
-                $dm = p * (dp * kept * factor - delta)  $if dropped
-                $dm = p * (dp * factor - delta)  $if not dropped
-                $sums
-                $derivative
-                dq = tl.dot($ds.to(keys.dtype), keys, dq$precision)  $if dq
-            begin, end = begin - border, end - border  $if listed and border
-            begin, end = begin - full, end - full  $if listed and not border
+    $include shared.walk:
+        $if described:
+            keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM])
+            values = V.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, $dim_e])
+        $else:
+            at = tl.cast(tile * BLOCK_K, tl.int64)
+            keys = tl.load(K + at * stride_ks + key_at$walked_d)
+            values = tl.load(V + at * stride_vs + value_at$walked_e)
+        score = tl.dot(query, tl.trans(keys)$precision)$scale
+        dp = tl.dot(dout, tl.trans(values)$precision)
+        $column
+        $visible
+        $score_mod
+        p = tl.where(visible, tl.exp2($exponent - lse), 0.0)  $if border
+        p = tl.exp2($exponent - lse)  $if not border
+        $dropout
+        $dm = p * (dp$kept * factor - delta)
+        $sums
+        $derivative
+        dq = tl.dot($ds.to(keys.dtype), keys, dq$precision)  $if dq
 
     $if listed:
         if sums >= 0:
@@ -93,11 +104,8 @@ def attention_dq(
             $partial
             $partial_totals
             return
-    $if dq and by_length:
-        DQ += ((tl.cast(batch, tl.int64) * q_len + start) * heads + head) * HEAD_DIM
-        out_at = rows[:, None] * (heads * HEAD_DIM) + d[None, :]
-    $if dq and not by_length:
-        DQ += at_q * HEAD_DIM
-        out_at = rows[:, None] * HEAD_DIM + d[None, :]
-    tl.store(DQ + out_at, (dq * scale).to(query.dtype)$store_d)  $if dq
+    $if dq:
+        DQ += $own_row * HEAD_DIM
+        out_at = rows[:, None] * $row_step + d[None, :]
+        tl.store(DQ + out_at, (dq * scale).to(query.dtype)$store_d)
     $stores

@@ -1,73 +1,122 @@
+$part kernel
 $jit
 def attention_forward(
-    Q, K, V,  # tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile  $if described
-    Out,  # [batch, heads, length, dim], any strides  $if described
-    Q, K, V, Out,  # [batch, heads, length, dim], any strides  $if not paged and not described
-    Q, Out,  # [batch, heads, length, dim], any strides  $if paged
-    K, V,  # [pages, heads, tokens of a page, dim], any strides  $if paged
-    Lse,  # float32 [batch, heads, q_len], contiguous
-    Top,  # the largest scores, as Lse  $if row_max
-    Low,  # the rounding error of Lse  $if lse_residual
-    Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
+    $tensors
+    $include shared.lse_arrays
     $if listed:
         Acc,  # float32 [places, BLOCK_Q, dim]: of the parts of rows, values by their weights
         Tops, Totals,  # float32 [places, BLOCK_Q]: largest scores, and sums of weights
-    stride_qb, stride_qh, stride_qs, stride_qd,  $if not described
-    stride_kb, stride_kh, stride_ks, stride_kd,  $if not described
-    stride_vb, stride_vh, stride_vs, stride_vd,  $if not described
-    stride_ob, stride_oh, stride_os, stride_od,
+    $include shared.strides
     scale, $numbers,
-    $include parameters
+    $include shared.parameters
 ):
-    $include row
+    $include shared.row
     start = row * BLOCK_Q
     rows = tl.arange(0, BLOCK_Q)
     kv_head = head // GROUP  $if grouped
-    $include forward_arrays
+    $include axes
     $if not described:
+        # Offsets are 64 bits where they are scalars, 32 within a tile.
         Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
-        $include forward_keys
+        $include pointers
     present = start + rows < q_len
 
-    $include scalars
-    $rows_of_q
-    $include closed_form
-    $hoisted
-    $include forward_sums
-    $include first_record
-    query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths  $if described
-    $for head:
-        query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$mask)  $if not described
+    $include begin
+    $if tabled:
+        $# The first record of a row, loaded together with their number: a row has room for one at least.
+        used = tl.load(Count + entry)
+        record = Spans + entry.to(tl.int64) * records * 4
+        lo, full_lo = tl.load(record), tl.load(record + 1)
+        full_hi, hi = tl.load(record + 2), tl.load(record + 3)
+    $if described:
+        query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths
+    $else:
+        $for head:
+            query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$mask)
 
-    lo, full_lo = 0, 0  $if everything
-    full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
-    for i in range(used):  $if tabled
-        $include next_record
-        border, full = full_lo - lo + hi - full_hi, full_hi - full_lo  $if listed
-        $for tiles:
-            # $which
-            for $tile in range($range):
-                $include forward_tile
-            begin, end = begin - border, end - border  $if listed and border
-            begin, end = begin - full, end - full  $if listed and not border
+    $include shared.walk:
+        $include tile
 
     $if listed:
         if sums >= 0:
             # The sums of a part: attention_combine combines those of a row, in their order.
             row_at = (tl.load(At + place) + sums).to(tl.int64) * BLOCK_Q + rows
-            tl.store(Tops + row_at, top, mask=present)
-            tl.store(Totals + row_at, total, mask=present)
-            $for values:
-                out_at = row_at[:, None] * $v_dim + $d[None, :]
-                tl.store(Acc + out_at, acc$mark$survived$mask)
+            $include sums_of_part
             return
-    $include lse
+    $include shared.lse
     weight = $rescale / $whole
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
     $for values:
         out_at = rows[:, None] * stride_os + $d[None, :] * stride_od
         tl.store(Out + out_at, (acc$mark * weight[:, None]).to(Out.dtype.element_ty)$mask)
     row_at = place.to(tl.int64) * q_len + start + rows
-    tl.store(Lse + row_at, lse, mask=present)
-    tl.store(Top + row_at, largest, mask=present)  $if row_max
-    tl.store(Low + row_at, low, mask=present)  $if lse_residual
+    $include shared.store_lse
+
+$part axes
+columns = tl.arange(0, BLOCK_K)
+$axes
+$blank
+
+$part pointers
+$# To keys and values of a key head; of a tile they are then some rows further.
+paged = $pages + batch.to(tl.int64) * $pages_step  $if paged
+K += $batch_of_k$kv_head.to(tl.int64) * stride_kh
+V += $batch_of_v$kv_head.to(tl.int64) * stride_vh
+$for head:
+    key_at$mark = $key_columns$d[:, None] * stride_kd
+$for values:
+    value_at$mark = $value_columns$d[None, :] * stride_vd
+
+$part begin
+$include shared.scalars
+$rows_of_q
+$include shared.closed_form
+$hoisted
+unit = $in_unit * LOG2E  $if in_unit
+top = tl.full([BLOCK_Q], LOWEST, tl.float32)
+total = tl.zeros([BLOCK_Q], tl.float32)
+$for values:
+    acc$mark = tl.zeros([BLOCK_Q, $width], tl.float32)
+
+$part sums_of_part
+tl.store(Tops + row_at, top, mask=present)
+tl.store(Totals + row_at, total, mask=present)
+$for values:
+    out_at = row_at[:, None] * $v_dim + $d[None, :]
+    tl.store(Acc + out_at, acc$mark$survived$mask)
+
+$part tile
+$# One tile of keys: scores, their weights by the online softmax, and the weights' product with values.
+$if described:
+    keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM]).T
+$else:
+    at = tl.cast(tile * BLOCK_K, tl.int64)  $if not paged
+    at = tile * BLOCK_K + columns  $if numbered
+    $if paged:
+        $# A page number is the user's: a number outside of the pool is read as one inside.
+        page = tl.load(paged + $number_of_page * $pages_stride)
+        page = clamp(page, pool).to(tl.int64)
+        at = $place_in_page
+    $for head:
+        keys$mark = tl.load(K + $first_key + key_at$mark$mask)$cast
+$for head:
+    score = tl.dot(query$mark, keys$mark$sum$precision)$scale
+$column
+$visible
+$score_mod
+score = tl.where(visible, score, -INFINITY)  $if border
+$if border and unwritten:
+    # Values that no query sees may never have been written: a NaN there must not reach the sums.
+    seen = tl.max((visible & present[:, None]).to(tl.int32), 0) > 0
+peak = tl.maximum(top, tl.max(score, 1) * $unit)
+p = tl.exp2(score * $unit - peak[:, None])
+rescale = tl.exp2(top - peak)
+total = total * rescale + tl.sum(p, 1)
+$dropout
+$weight
+$for values:
+    values$mark = tl.load(V + $first_value + value_at$mark$mask)$cast  $if not described
+    values = V.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, $width])  $if described
+$for values:
+    acc$mark = tl.dot(p.to(values$mark.dtype), values$mark, acc$mark * rescale[:, None]$precision)
+top = peak

@@ -1,3 +1,4 @@
+$part functions
 $# The functions that Triton kernels call: a module has those that it uses. Nothing here needs libdevice.
 def mix(x):
     # A. Appleby, MurmurHash3 finaliser.

@@ -14,8 +14,8 @@ from frisket.dsl.sugar import b, eq, h, k, q
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.gluon.forward import emit
 from frisket.lowering.kernels.triton.forward import NO_ARRAYS, OptionalArrays
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Pages, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 

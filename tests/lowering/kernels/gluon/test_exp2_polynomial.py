@@ -15,8 +15,8 @@ from frisket.dsl.ir import param
 from frisket.dsl.sugar import function, h, k, q, score, where
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.gluon.forward import EXP2, by_polynomial, emit
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 

@@ -21,12 +21,11 @@ from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
 from frisket.lowering.kernels.language import Text, words
 from frisket.lowering.kernels.text import Names, Page
 from frisket.lowering.kernels.triton import backward as triton_backward
-from frisket.lowering.kernels.triton import decode as triton_decode
 from frisket.lowering.kernels.triton import expr as expr_triton
-from frisket.lowering.kernels.triton import module as triton
-from frisket.lowering.kernels.triton.forward import OptionalArrays, emit
+from frisket.lowering.kernels.triton.captured import emit_all
+from frisket.lowering.kernels.triton.forward import OptionalArrays, emit, emit_decode
+from frisket.lowering.kernels.triton.module import Dims, arguments
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims, arguments
 from frisket.lowering.plan import Bounds, Geometry, Pages, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import tiles
@@ -103,8 +102,8 @@ def test_triton_forward_falls_back_to_pointers_per_dtype():
         (stored(64), Dims(64, 64, "float16")),
     ):
         assert emit(made, target, dims) == emit(made, TARGET, dims)
-    few = triton_decode.emit(make_plan(ProgramExprs(causal)), target, Dims(64, 64, "float16"))
-    assert few == triton_decode.emit(make_plan(ProgramExprs(causal)), TARGET, Dims(64, 64, "float16"))
+    few = emit_decode(make_plan(ProgramExprs(causal)), target, Dims(64, 64, "float16"))
+    assert few == emit_decode(make_plan(ProgramExprs(causal)), TARGET, Dims(64, 64, "float16"))
 
 
 GLOBAL = make_plan(ProgramExprs((abs(q - k) <= 256) | (k < 64) | (q < 64)), "abs(q - k) <= 256 | k < 64 | q < 64")
@@ -126,8 +125,8 @@ def test_golden_text_with_all_there_is(golden):
 def test_golden_text_of_few_queries(golden):
     few = replace(TARGET, block_q=16, num_warps=4)
     made, *rest = GOLDEN["window.py"]
-    golden("decode_window.py", triton_decode.emit(made, few, Dims(*rest)))
-    golden("decode_everything.py", triton_decode.emit(EVERYTHING, few, Dims(96, 80, "bfloat16", 3), ALL_ARRAYS))
+    golden("decode_window.py", emit_decode(made, few, Dims(*rest)))
+    golden("decode_everything.py", emit_decode(EVERYTHING, few, Dims(96, 80, "bfloat16", 3), ALL_ARRAYS))
 
 
 def scale(name):
@@ -147,8 +146,8 @@ def stored(page):
 def test_golden_text_of_stored_keys_and_values(golden):
     """Few queries over pages that hold a tile, and a forward whose tiles hold pages."""
     few, dims = replace(TARGET, block_q=16, num_warps=4), Dims(128, 128, "bfloat16", 4, "int8")
-    golden("decode_stored.py", triton_decode.emit(stored(64), few, dims))
-    golden("decode_balanced.py", triton_decode.emit(stored(64), few, dims, balanced=True))
+    golden("decode_stored.py", emit_decode(stored(64), few, dims))
+    golden("decode_balanced.py", emit_decode(stored(64), few, dims, balanced=True))
     golden("stored.py", emit(stored(16), TARGET, dims))
 
 
@@ -157,7 +156,7 @@ def test_stored_keys_and_values_have_no_backward():
         (stored(16), Dims(64, 64, "float16")),
         (make_plan(ProgramExprs(causal)), Dims(64, 64, "float16", 1, "int8")),
     ):
-        kernels = re.findall(r"def (attention_\w+)", triton.emit(made, TARGET, dims))
+        kernels = re.findall(r"def (attention_\w+)", emit_all(made, TARGET, dims))
         assert kernels == ["attention_forward"]
 
 
@@ -165,7 +164,7 @@ def test_triton_tile_of_packed_heads_reads_shared_values_once():
     """The scale of a key head for all rows of a packed tile, but a mask's own `(h + 1) // 4` for each."""
     dims = Dims(64, 64, "float16", 4)
     shared, own = (
-        triton_decode.emit(make_plan(ProgramExprs(causal, score * ir.lookup("scale", (at, k), FLOAT))), TARGET, dims)
+        emit_decode(make_plan(ProgramExprs(causal, score * ir.lookup("scale", (at, k), FLOAT))), TARGET, dims)
         for at in (h // 4, (h + 1) // 4)
     )
     assert "h_first = h_origin + kv_head * GROUP" in shared
@@ -193,9 +192,7 @@ def test_triton_forward_text_is_deterministic_and_parses(name):
 )
 def test_triton_longest_rows_of_closed_bounds_come_first(mask, bounds, turned):
     """The last rows of a causal mask, and the first of its transpose, in the forward and in dq."""
-    text = triton.emit(
-        make_plan(ProgramExprs(mask), facts=ProgramFacts(bounds=bounds)), TARGET, Dims(64, 64, "float16")
-    )
+    text = emit_all(make_plan(ProgramExprs(mask), facts=ProgramFacts(bounds=bounds)), TARGET, Dims(64, 64, "float16"))
     assert text.count("row = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first") == 2 * turned
     assert ("    row = tl.program_id(0)\n" in text) is not turned
 
@@ -244,7 +241,7 @@ def test_triton_forward_names_are_reserved(name):
     case = CASES[name]
     made = plan(case)
     dims = Dims(80, 48, "float16", 2, "float8_e5m2")
-    decode = [triton_decode.emit(made, TARGET, dims, ALL_ARRAYS, balanced=balanced) for balanced in (False, True)]
+    decode = [emit_decode(made, TARGET, dims, ALL_ARRAYS, balanced=balanced) for balanced in (False, True)]
     assert not unreserved("".join([emit(made, TARGET, dims, ALL_ARRAYS), *decode]), made)
     if made.mask is not None:
         assert not unreserved(emit(made, TARGET, dims, ALL_ARRAYS, listed=True), made)
@@ -254,7 +251,7 @@ def test_triton_text_has_no_sinks_or_dropout_unless_asked():
     made = make_plan(ProgramExprs(causal))
     for text in (
         emit(made, TARGET, Dims(64, 64, "float16")),
-        triton_decode.emit(made, TARGET, Dims(64, 64, "float16")),
+        emit_decode(made, TARGET, Dims(64, 64, "float16")),
     ):
         assert not {"Sinks", "sink", "Top", "rate", "uniform"} & words(text)
 
@@ -262,7 +259,7 @@ def test_triton_text_has_no_sinks_or_dropout_unless_asked():
 @pytest.mark.parametrize("packs", [True, False])
 def test_heads_are_packed_where_the_mask_is_the_same_for_all(packs):
     mask = causal if packs else causal & (q - k < 20 * h)
-    text = triton_decode.emit(make_plan(ProgramExprs(mask, score * h)), TARGET, Dims(64, 64, "float16", 4))
+    text = emit_decode(make_plan(ProgramExprs(mask, score * h)), TARGET, Dims(64, 64, "float16", 4))
     assert ("QUERIES: tl.constexpr = BLOCK_Q // GROUP" in text) is packs
     assert ("h = (h_origin + head)[:, None]" in text) is packs
 
@@ -458,7 +455,7 @@ def test_words_are_for_the_forward_of_gpus_that_make_them():
     made = make_plan(
         ProgramExprs(window), "causal & window(w)", ProgramFacts(limits={"q": 2**20, "k": 2**20, "w": 2**20})
     )
-    texts = [triton.emit(made, replace(TARGET, words=x), Dims(64, 64, "bfloat16")) for x in (False, True)]
+    texts = [emit_all(made, replace(TARGET, words=x), Dims(64, 64, "bfloat16")) for x in (False, True)]
     found = [re.findall(r"visible = (\w+)\(", text) for text in texts]
     assert found == [["one_of"] * 3, ["among", "one_of", "one_of"]]
     call = Geometry(1, 8, 8, 64, 64, 64, 64, 1.0)

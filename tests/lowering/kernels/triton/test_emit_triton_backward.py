@@ -15,10 +15,10 @@ from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.kernels.triton.backward import emit
-from frisket.lowering.kernels.triton.cotangents import square, sums
+from frisket.lowering.kernels.triton.backward import emit, sums
+from frisket.lowering.kernels.triton.captured import square
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 

@@ -10,10 +10,9 @@ from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.derive import alone, backward_of
-from frisket.lowering.kernels.triton import module as triton
-from frisket.lowering.kernels.triton.cotangents import diagonal, plane, scatter, square
+from frisket.lowering.kernels.triton.captured import diagonal, emit_all, plane, scatter, square
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 
@@ -123,10 +122,10 @@ def test_kernels_to_read():
     def names(*mods):
         made = make_plan(ProgramExprs(causal, sum(mods, score)))
         wanted = {t.name for t in made.tables}
-        source = triton.emit(made, Target("triton", 128, 64), DIMS, grad_names=wanted | {"q", "k", "v"})
+        source = emit_all(made, Target("triton", 128, 64), DIMS, grad_names=wanted | {"q", "k", "v"})
         found = [n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-        assert source == triton.emit(made, Target("triton", 128, 64), DIMS, grad_names=wanted | {"q", "k", "v"})
-        assert "attention_diagonal" not in triton.emit(made, Target("triton", 128, 64), DIMS)
+        assert source == emit_all(made, Target("triton", 128, 64), DIMS, grad_names=wanted | {"q", "k", "v"})
+        assert "attention_diagonal" not in emit_all(made, Target("triton", 128, 64), DIMS)
         return [n.removeprefix("attention_") for n in found if n.startswith("attention_")]
 
     first = ["forward", "delta", "dq", "dkv"]

@@ -12,8 +12,8 @@ import pytest
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
-from frisket.lowering.kernels.triton import decode
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton import forward
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.plan import Geometry, Operand, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.grids import shares
@@ -69,7 +69,7 @@ def test_a_tile_loads_its_keys_and_values_once(queries, kv, page):
     assert few.pack == GROUP
     assert few.queries >= queries  # one tile of queries: keys are read once
     own = replace(few.target, splits=0)
-    kernel = vars(load_from_file(decode.emit(plan, own, dims)))["attention_decode"]
+    kernel = vars(load_from_file(forward.emit_decode(plan, own, dims)))["attention_decode"]
     found = loops(compiled_for("sm_90", kernel, plan, own, dims).asm["ttir"])
     need = own.block_k * 2 * (DIM * (1 if kv else 2) + 4 * bool(kv))
     assert len(found) == 2  # border tiles and full ones

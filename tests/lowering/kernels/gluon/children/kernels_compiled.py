@@ -17,8 +17,8 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import var
 from frisket.dsl.sugar import k, q
 from frisket.lowering.kernels.gluon.forward import emit, groups_of
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.gluon.torch import compile_reports, compiled_for, stages

@@ -18,8 +18,8 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import k, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton.backward import emit
+from frisket.lowering.kernels.triton.module import Dims, padded
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims, padded
 from frisket.lowering.plan import Bounds, ProgramFacts, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import launch as triton_launch

@@ -8,8 +8,8 @@ from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.kernels.triton.cotangents import diagonal, plane, scatter, square
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.captured import diagonal, plane, scatter, square
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.kernels import compile_reports

@@ -12,7 +12,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.lowering import dense
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.plan import Bounds, ProgramFacts, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import grids as triton_grids

@@ -13,8 +13,8 @@ from frisket.dsl.errors import BackendError, ParameterError
 from frisket.dsl.ir import lit, var
 from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, KernelInputs, ProgramFacts, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import kernels as triton_kernels

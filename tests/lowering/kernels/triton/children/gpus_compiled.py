@@ -15,8 +15,8 @@ from lowering.kernels.triton.children.tiles_compiled import stored
 import frisket as fk
 from frisket.lowering.architectures import GPUS
 from frisket.lowering.derive import backward_of
-from frisket.lowering.kernels.triton.cotangents import plane, square
-from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.kernels.triton.captured import plane, square
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.runtime.backends.triton.kernels import compiled_for
 from frisket.runtime.backends.triton.tiles import of_kernel
 from frisket.runtime.machine.modules import load_from_file

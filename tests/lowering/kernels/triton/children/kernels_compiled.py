@@ -24,10 +24,10 @@ from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton import backward as triton_backward
-from frisket.lowering.kernels.triton import decode as triton_decode
+from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.forward import OptionalArrays, emit
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.kernels import compile_reports, compiled_for
@@ -196,7 +196,7 @@ def test_a_soft_cap_is_one_product_and_one_tanh(arch):
 @pytest.mark.parametrize("arch", TABULATED)
 def test_few_queries_compile(arch):
     target, dims = Target("triton", 16, 64, 4, 3), Dims(96, 96, "bfloat16", 8)
-    source = triton_decode.emit(DOCUMENTS, target, dims, OptionalArrays(sinks=True, row_max=True))
+    source = triton_forward.emit_decode(DOCUMENTS, target, dims, OptionalArrays(sinks=True, row_max=True))
     found = list(compile_reports(source, DOCUMENTS, target, dims, arch))
     assert [r.kernel for r in found] == ["attention_decode", "attention_combine"]
     assert all(r.fits and not r.spills for r in found)

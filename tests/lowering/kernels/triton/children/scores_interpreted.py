@@ -15,8 +15,8 @@ from frisket.dsl.ir import lookup, param
 from frisket.dsl.sugar import eq, function, h, k, maximum, minimum, q, score, where
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.kernels.triton.forward import emit
+from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import ProgramFacts, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import torch as triton_torch

@@ -1,2 +1,0 @@
-unit = $in_unit * LOG2E  $if in_unit
-survivor = 1.0 / (1.0 - $rate)  $if dropped

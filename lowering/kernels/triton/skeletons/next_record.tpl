@@ -1,2 +1,0 @@
-if i > 0:  $if tabled
-    $include record

@@ -1,4 +1,0 @@
-$if vectors:
-    if ORIGIN_PER_BATCH:
-        $vectors
-$conversions
