@@ -427,12 +427,12 @@ def fill(root: Expr, field: str, step: Callable[[Expr, list[Any]], Any]) -> Any:
     stack = [] if getattr(root, field) is not None else [root]
     while stack:  # a list, as expressions may be deeper than the stack of Python
         node = stack[-1]
-        if missing := [a for a in node.args if getattr(a, field) is None]:
-            stack.extend(missing)
-            continue
-        stack.pop()
-        if getattr(node, field) is None:
-            setattr(node, field, step(node, [getattr(a, field) for a in node.args]))
+        values = [getattr(a, field) for a in node.args]
+        if None in values:
+            stack.extend(a for a, value in zip(node.args, values) if value is None)
+        else:  # a node that two others read may stand here twice, and then has its value again
+            stack.pop()
+            setattr(node, field, step(node, values))
     return getattr(root, field)
 
 
@@ -540,12 +540,13 @@ def named(root: Expr) -> tuple[Leaf, ...]:
     """The named leaves of an expression, in the order of `walk`: variables, parameters, extents and tables.
 
     Every node keeps the list of its leaves, so an expression that grows by one node is not walked again."""
-    leaves: tuple[Leaf, ...] = fill(root, "leaves", _named)
-    return leaves
+    if root.leaves is None:
+        fill(root, "leaves", _named)
+    return root.leaves or ()
 
 
 def _named(node: Expr, args: list[tuple[Leaf, ...]]) -> tuple[Leaf, ...]:
-    below = [leaves for leaves in args if leaves]
+    below = list(filter(None, args))
     mine = node.op in ("var", "param", "extent", "lookup", "segment")
     if len(below) == 1 and not mine:  # nearly every node has the leaves of one argument: it shares their tuple
         return below[0]
@@ -557,24 +558,24 @@ def _named(node: Expr, args: list[tuple[Leaf, ...]]) -> tuple[Leaf, ...]:
 
 def free_names(root: Expr) -> tuple[dict[str, Type], dict[str, tuple[int, Type]]]:
     """(scalar parameters with their types, tables with (rank, element type)) used by `root`."""
-    scalars: dict[str, Type] = {}
-    tables: dict[str, tuple[int, Type]] = {}
-    for op, name, rank, type in named(root):
-        if op == "param":
-            scalars[name] = type
-        elif op == "lookup":
-            tables[name] = (rank, type)
-        elif op == "segment":
-            tables[name] = (1, INT)
-    return scalars, tables
+    names = names_of(root)
+    scalars = {n: type for n, (rank, type) in names.items() if rank == 0}
+    return scalars, {n: (rank, type) for n, (rank, type) in names.items() if rank}
 
 
 def names_of(e: Expr) -> dict[str, tuple[int | None, Type]]:
     """(rank, type) of what an Expr reads; rank 0 is a scalar, None a table of which only the size is used."""
-    scalars, tables = free_names(e)
-    names: dict[str, tuple[int | None, Type]] = {n: (0, t) for n, t in scalars.items()}
-    names |= {name[0]: (None, INT) for op, name, _, _ in named(e) if op == "extent"}
-    return {**names, **tables}
+    scalars: dict[str, tuple[int | None, Type]] = {}
+    sizes: dict[str, tuple[int | None, Type]] = {}
+    tables: dict[str, tuple[int | None, Type]] = {}
+    for op, name, rank, type in named(e):
+        if op == "param":
+            scalars[name] = 0, type
+        elif op == "extent":
+            sizes[name[0]] = None, INT
+        elif op != "var":
+            tables[name] = (1, INT) if op == "segment" else (rank, type)
+    return {**scalars, **sizes, **tables}
 
 
 def uses(root: Expr) -> frozenset[str]:

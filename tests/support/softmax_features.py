@@ -56,7 +56,7 @@ def _gluon(arch: str) -> dict[str, str | Lacks]:
 
 PLACES = {
     "Triton forward": Place(
-        "lowering/kernels/triton/skeletons/forward_tile.tpl",
+        "lowering/kernels/triton/skeletons/forward.tpl",
         "triton",
         {
             **_each(
@@ -83,8 +83,8 @@ PLACES = {
             "empty rows": f"{TRITON}/decode_interpreted.py::test_parts_with_everything[empty-rows]",
         },
     ),
-    "Gluon for Hopper": Place("lowering/kernels/gluon/skeletons/tile.tpl", "gluon", _gluon("sm_90")),
-    "Gluon for Blackwell": Place("lowering/kernels/gluon/skeletons/blackwell_tile.tpl", "gluon", _gluon("sm_100")),
+    "Gluon for Hopper": Place("lowering/kernels/gluon/skeletons/hopper.tpl", "gluon", _gluon("sm_90")),
+    "Gluon for Blackwell": Place("lowering/kernels/gluon/skeletons/blackwell.tpl", "gluon", _gluon("sm_100")),
     "Pallas for TPUs": Place(
         "lowering/kernels/pallas_tpu/skeletons/forward.tpl",
         "pallas-tpu",
