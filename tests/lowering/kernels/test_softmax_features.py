@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_place_of_the_softmax_has_a_test_or_reason_in_each_cell(place):
+def test_each_place_of_the_softmax_has_a_test_or_a_reason(place):
     row = PLACES[place]
     assert (ROOT / row.file).is_file()
     assert row.cells.keys() == FEATURES.keys(), f"{place} has a hole"
@@ -27,7 +27,7 @@ def test_a_place_of_the_softmax_has_a_test_or_reason_in_each_cell(place):
             assert name not in lacks, f"{row.backend} lacks {name}: {lacks[name]}"
 
 
-def test_tests_named_for_the_softmax_are_functions_of_their_files():
+def test_softmax_cells_name_functions_of_their_files():
     for node in nodes():
         file, _, name = node.partition("::")
         functions = {n.name for n in ast.parse((ROOT / file).read_text(encoding="utf-8")).body if hasattr(n, "name")}

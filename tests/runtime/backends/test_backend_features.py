@@ -67,7 +67,7 @@ def test_gluon_kernels_refuse_the_features_they_lack(feature):
         assert compare("gluon", "torch", feature, dtype=HALF) == ""
 
 
-def test_records_name_listed_features_and_every_feature_has_a_probe():
+def test_records_name_features_and_each_has_a_probe():
     assert PROBES.keys() == FEATURES.keys()
     for record in RECORDS.values():
         assert record.features.keys() <= FEATURES.keys(), record.name
