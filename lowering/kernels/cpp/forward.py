@@ -49,7 +49,7 @@ KEYWORDS = (
     "template this throw true try typedef typeid typename union unsigned using virtual void volatile while xor"
 ).split()
 MACROS = (
-    "ADD AMX APART BYTES BY_LANES EACH_LANE EIGHT FROM_LEFT FROM_RIGHT HALF INLINE INT_BYTES LANES METHOD NULL PAIRS "
+    "AMX APART BYTES BY_LANES EACH_LANE EIGHT FROM_LEFT FROM_RIGHT HALF INLINE INT_BYTES LANES METHOD NULL PAIRS "
     "REAL_BYTES REGISTER REGISTERS REGISTER_BYTES SHUFFLE SIX SWAPPED TERMS UNROLLED WIDER"
 ).split()
 SCALES = {K_SCALE: "k_scale", V_SCALE: "v_scale"}
@@ -170,7 +170,7 @@ class CppKernel:
             *map(part, ARITHMETIC),
             self.expressions(),
             self.storage(),
-            *map(part, ("scores", "forward", *["bytes"] * whole, "forward_work", "decode")),
+            *map(part, ("scores", "work", "forward", *["bytes"] * whole, "forward_work", "decode")),
             self.entries(),
         ]
         return "\n".join(parts)
@@ -283,7 +283,7 @@ class CppKernel:
             lines = [f"    const {self.forms.type(one.node)} {one.name} = {one.text};" for one in needed]
             text = self.printed.values[root]
             # a value that is the same for all keys is spread here, once, and not at every use
-            value = text if self.forms.wide[root] else spread(root, text)
+            value = text if self.forms.wide[root] else expr_cpp.SPREAD[root.type].format(text)
         quoted = [] if plain is None else self.quoted(plain)
         return [*quoted, f"INLINE {head} {{", *lines, f"    return {value};", "}", ""]
 
@@ -379,11 +379,6 @@ SOURCES |= {"b": "call->b_origin + batch", "h": "call->h_origin + head"}
 
 def _boolean(value: bool) -> str:
     return "true" if value else "false"
-
-
-def spread(node: Expr, text: str) -> str:
-    """A single number copied to every lane."""
-    return expr_cpp.SPREAD[node.type].format(text)
 
 
 def _tells_apart(root: Expr) -> bool:

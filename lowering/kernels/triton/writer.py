@@ -30,7 +30,7 @@ from frisket.lowering.kernels.units import ALONG, GATHERED, Q_LINE, START, by_di
 from frisket.lowering.plan import LoopPlan
 
 from . import expr as expr_triton
-from .module import Argument, Dims, TritonKernel, arguments, padded, reserved_names, rows_of_tables
+from .module import Argument, Dims, TritonKernel, arguments, reserved_names, rows_of_tables
 
 QUERIES = frozenset(("q", "q0", "q1"))
 EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
@@ -300,13 +300,7 @@ class Writer:
             f"away = rows{rows} - columns{columns} + (BLOCK_K - 1)",
         ]
 
-    def head_pad(self, index: str) -> str:
-        return "" if padded(self.dims.head_dim) == self.dims.head_dim else f"{index} < HEAD_DIM"
-
-    def value_pad(self, index: str) -> str:
-        return "" if padded(self.dims.v_dim) == self.dims.v_dim else f"{index} < {self.v}"
-
-    # -- rows of tiles ----
+    # -- rows of tiles -----------------------------------------------------------------------------
 
     def rewritten(self, e: Expr) -> Expr:
         """A score mod or weight as this kernel reads it."""
