@@ -13,22 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
+from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import (
-    COMPARISONS,
-    SIZES,
-    TRUE,
-    Expr,
-    find,
-    fold,
-    literal_value,
-    make,
-    renamed,
-    substitute,
-    uses,
-    var,
-    walk,
-)
+from frisket.dsl.ir import SIZES, TRUE, Expr, fold, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
@@ -135,7 +122,7 @@ class CppKernel:
         if ends is None or ends.rest is not TRUE or self.plan.weight is not None:
             return {}
         roots = {"first_key": ends.first, "last_key": ends.last, "asked": None if ends.asks is TRUE else ends.asks}
-        read = {n.name for e in roots.values() if e is not None for n in find(e, "lookup")}
+        read = {n.name for e in roots.values() if e is not None for n in ir.find(e, "lookup")}
         return roots if read <= known else {}
 
     def _named(self, names: Names) -> dict[str, str]:
@@ -224,7 +211,7 @@ class CppKernel:
         """The expression in the language, with the kernel's names of slots and tables."""
         if not self.named:
             return []
-        shown = show(renamed(root, self.names), known=set(self.names.values()))
+        shown = show(ir.renamed(root, self.names), known=set(self.names.values()))
         return [f"// {line}" for line in textwrap.wrap(shown, 110, break_long_words=False)]
 
     # -- expressions ------------------------------------------------------------------------------
@@ -270,7 +257,7 @@ class CppKernel:
         divisors = {1}
         for root in self.roots.values():
             for e in list(walk(root)) if root is not None else []:
-                shared = e.op == "floordiv" and literal_value(e.args[1], 0) > 0
+                shared = e.op == "floordiv" and ir.literal_value(e.args[1], 0) > 0
                 divisors |= {e.args[1].name if shared and i == 0 else 0 for i, a in enumerate(e.args) if a is var("h")}
         sizes = divisors - {1}
         return sizes.pop() if len(sizes) == 1 else 0  # two divisors would agree only on a common multiple
@@ -333,7 +320,7 @@ def by_distance(roots: Mapping[str, Expr]) -> tuple[dict[str, Expr], dict[str, E
 
     def sees_distance(e: Expr, args: list[bool]) -> bool:
         pair = [slopes[a] for a in e.args]
-        between = _moves_by("sub", pair) if e.op in COMPARISONS and not _fixed(e) else slopes[e]
+        between = _moves_by("sub", pair) if e.op in ir.COMPARISONS and not _fixed(e) else slopes[e]
         return sum(between) == 0 if between else bool(args) and all(args)
 
     on_distance = fold(both, sees_distance)
@@ -341,8 +328,8 @@ def by_distance(roots: Mapping[str, Expr]) -> tuple[dict[str, Expr], dict[str, E
     tabled = [e for e in on_distance if e.type is FLOAT and on_distance[e] and costly[e] and {"q", "k"} <= uses(e)]
     below = {a for e in tabled for a in walk(e) if a is not e}
     tabled = [e for e in tabled if e not in below]
-    leaves = {e: make("distance", (var("q"), var("k")), n, FLOAT) for n, e in enumerate(tabled)}
-    return {n: substitute(e, leaves) for n, e in roots.items()}, {f"distance{n}": e for n, e in enumerate(tabled)}
+    leaves = {e: ir.make("distance", (var("q"), var("k")), n, FLOAT) for n, e in enumerate(tabled)}
+    return {n: ir.substitute(e, leaves) for n, e in roots.items()}, {f"distance{n}": e for n, e in enumerate(tabled)}
 
 
 Slopes = tuple[int, int] | None  # of q and k, where a node is an affine function of these

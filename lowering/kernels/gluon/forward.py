@@ -189,26 +189,20 @@ class GluonForward(Writer):
 
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
-        roots = self.positions if inside else [*self.score, *self.keep_mask]
-        keep_mask = next(iter(self.keep_mask), None)
-        column = self.along_tile("k", "tile * BLOCK_K + columns", roots, written)
-        visible = self.visible(written) if inside else []
+        holes = self.tile_of_keys(inside, self.keep_mask, written)
         return {
-            "positioned": any("k" in uses(r) for r in roots),
-            "column": column,
-            "bounded": any("inside" in line for line in visible),  # the ends of rows already stop at the last key
-            "visible": visible,
-            "score_mod": self.score_mod("score", written, inside and "visible"),
-            "dropout": self.quoted(self.plan.keep_mask, keep_mask, "p = tl.where({}, p, 0.0)", written),
+            **holes,
+            "positioned": any("k" in uses(r) for r in (self.positions if inside else self.full)),
+            # the ends of rows already stop at the last key
+            "bounded": any("inside" in line for line in holes["visible"]),
         }
 
     def _tiles_of_blackwell(self) -> list[dict[str, Any]]:
         """The holes of a record's two loops."""
         _, edge, full = self.tiles()
-        inside = [*self.score, *self.keep_mask]
         ends = 3 if "least" in self.rows else 2  # instructions of a comparison with the ends of a row, and of a select
-        edge |= {"range": "borders", "by_polynomial": by_polynomial(inside, ends + work(self.mask))}
-        full |= {"range": "borders, hi - lo", "by_polynomial": by_polynomial(inside)}
+        edge |= {"range": "borders", "by_polynomial": by_polynomial(self.full, ends + work(self.mask))}
+        full |= {"range": "borders, hi - lo", "by_polynomial": by_polynomial(self.full)}
         return [edge, full]
 
 

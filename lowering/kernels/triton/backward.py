@@ -144,7 +144,6 @@ class GradientKernel(Writer):
         # what is None here is not written: its nodes would take registers
         more = [e for e in (self.slope, self.keep_mask, *(w for _, w in self.sums), *others) if e is not None]
         super().__init__(plan, dims, target, replace(traits, selects=True), more)
-        self.full = [*self.score, *more]  # what full tiles ask for
         self.described = target.descriptors and describable(plan, dims)
 
     def kernels(self, part: str, grid: str, length: str, holes: dict[str, Any]) -> list[TritonKernel]:

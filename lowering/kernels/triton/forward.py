@@ -371,12 +371,10 @@ class ForwardKernel(Writer):
 
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
-        roots = self.positions if inside else [*self.score, *self.keep_mask, *self.weight]  # full tiles ask no mask
         # keys of a border tile have values to read
         seen = "seen" if self.unwritten else "inside"
         row, column = (f"{inside}[None, :]", f"{seen}[:, None]") if inside else ("", "")
         first, last, scale = self.head[0], self.head[-1], self.units()["scale"]
-        keep_mask, weight = (next(iter(roots), None) for roots in (self.keep_mask, self.weight))
         return {
             "head": [
                 {**p.holes(row, "[:, None]"), "sum": ", score" * (p is not first), "scale": scale * (p is last)}
@@ -384,20 +382,17 @@ class ForwardKernel(Writer):
             ],
             "values": [p.holes(column) for p in self.values],
             "number_of_page": self._number_of_page(inside),
-            "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
-            "visible": self.visible(written) if inside else [],
-            "score_mod": self.score_mod("score", written, inside and "visible"),
-            "dropout": self.quoted(self.plan.keep_mask, keep_mask, "p = tl.where({}, p, 0.0)", written),
-            "weight": self._weighed(weight, inside, written),
+            **self.tile_of_keys(inside, self.keep_mask, written),
+            "weight": self._weighed(inside, written),
         }
 
-    def _weighed(self, weight: Expr | None, inside: str, written: set[str]) -> list[str]:
+    def _weighed(self, inside: str, written: set[str]) -> list[str]:
         """The lines that multiply the weights of a tile by those of its values."""
-        if weight is None:
+        if not self.weight:
             return []
-        scaled = wrapped(f"scaled = {self.value(weight)}")
+        scaled = wrapped(f"scaled = {self.value(self.weight[0])}")
         product = "p = tl.where(visible, p * scaled, 0.0)" if inside else "p *= scaled"
-        return [*self.quoted(self.plan.weight, weight, "", written), scaled, product]
+        return [*self.quoted(self.plan.weight, self.weight[0], "", written), scaled, product]
 
     @property
     def survival(self) -> str:

@@ -109,7 +109,8 @@ class Writer:
         known = levels(*self.mask, when={**when, **ALONG})
         # a Bool that no position decides, which only the interpreter minds
         self.spread = any(n.type is BOOL and n.op != "const" and at == SCALAR for n, at in known.items())
-        self.positions = [*self.mask, *self.score, *more]
+        self.full = [*self.score, *more]  # what a position of a full tile asks for
+        self.positions = [*self.mask, *self.full]
         inner = [*self.positions, *self.rows.values()]
         roots = (*self.bounds.values(), *inner)
         self.used = frozenset[str]().union(*map(uses, roots))
@@ -497,6 +498,16 @@ class Writer:
         whole = root is None or "score" in uses(root)
         line = f"{name} = {{}}" if whole else f"_, {name} = tl.broadcast(score, tl.cast({{}}, tl.float32))"
         return self.quoted(self.plan.score, root, line, written, mask)
+
+    def tile_of_keys(self, inside: str, keep_mask: Sequence[Expr], written: set[str]) -> dict[str, Any]:
+        """The holes of a forward's tile between its two products."""
+        roots, kept = self.positions if inside else self.full, next(iter(keep_mask), None)
+        return {
+            "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
+            "visible": self.visible(written) if inside else [],
+            "score_mod": self.score_mod("score", written, inside and "visible"),
+            "dropout": self.quoted(self.plan.keep_mask, kept, "p = tl.where({}, p, 0.0)", written),
+        }
 
     def along_tile(self, name: str, local: str, roots: Sequence[Expr], written: set[str]) -> list[str]:
         """The coordinate along the walked axis, where `roots` read it, and the lines of values that depend on it."""
