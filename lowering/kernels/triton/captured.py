@@ -106,16 +106,11 @@ class CapturedKernel(GradientKernel):
     is. The mask is a predicate on every tile, full ones too. `index` is the place in the table where a share goes."""
 
     def __init__(
-        self,
-        plan: LoopPlan,
-        target: Target,
-        dims: Dims,
-        name: str,
-        gradients: Sequence[Gradient],
-        index: Sequence[Expr] = (),
-        *numbers: str,
+        self, plan: LoopPlan, target: Target, dims: Dims, name: str, gradients: Sequence[Gradient], *numbers: str
     ) -> None:
-        self.factors, self.index = [machine(w, dims) for w in weights(gradients)], [expr.machine(e) for e in index]
+        self.factors = [machine(w, dims) for w in weights(gradients)]
+        # an entry by distance is known by the diagonal alone
+        self.index = [expr.machine(e) for g in gradients if g.over != "diagonal" for e in g.index]
         traits = KernelTraits(name, bounded=False, shown="present[:, None] & inside[None, :]")
         traits = replace(traits, numbers=(*traits.numbers, *numbers))
         # the grid is none of rows of tiles, so that no order of rows applies
@@ -173,7 +168,7 @@ class CapturedKernel(GradientKernel):
 
 def _diagonal(plan: LoopPlan, target: Target, dims: Dims, gradients: Sequence[Gradient]) -> TritonKernel:
     """The kernel of gradients by distance."""
-    w = CapturedKernel(plan, target, dims, "attention_diagonal", gradients, (), "share")
+    w = CapturedKernel(plan, target, dims, "attention_diagonal", gradients, "share")
     roots, n = w.tile_roots, len(w.factors)
     results = [
         "Sums,  # float32 [batch, heads, weights, parts, 2, block diagonals, BLOCK_K]: gradients of",
@@ -198,7 +193,7 @@ def _plane(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, share
     """The kernel of a table with a place for every query and key."""
     all_heads, all_batches = "h" in shared, "b" in shared
     numbers = ("batches",) * all_batches
-    w = CapturedKernel(plan, target, dims, "attention_plane", [gradient], gradient.index, *numbers)
+    w = CapturedKernel(plan, target, dims, "attention_plane", [gradient], *numbers)
     common = w.common([f"Into,  # float32, contiguous: the gradient of {w.read(gradient)}"])
     entries = [line for level in (SCALAR, ROW, COLUMN) for line in w.lines(w.index, level)]
     entries += w.into(gradient.source, w.hoisted)
@@ -235,7 +230,7 @@ def _walk(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, adds: 
     """A kernel whose program owns a tile of queries and walks the tiles of keys it sees. It `adds` the magnitudes of
     shares to a "total", their "counts" of units to a table, or the "shares" themselves."""
     name = "attention_total" if adds == "total" else "attention_scatter"
-    w = CapturedKernel(plan, target, dims, name, [gradient], gradient.index)
+    w = CapturedKernel(plan, target, dims, name, [gradient])
     roots = [*w.tile_roots, *w.index]
     what = f"contiguous: the gradient of {w.read(gradient)}"
     results = {

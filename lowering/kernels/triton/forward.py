@@ -26,7 +26,6 @@ from typing import Any
 from frisket.dsl.ir import Expr, build, lookup, make, transform, var
 from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN
 from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import fields, filled, parts
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
@@ -34,11 +33,10 @@ from frisket.lowering.kernels.units import machine
 from frisket.lowering.plan import LoopPlan
 
 from .module import Dims, TritonKernel, check_tile, module, padded, widths
-from .writer import KernelTraits, Writer, masked, wrapped
+from .writer import PAGE, TOKEN, KernelTraits, Writer, masked, wrapped
 
 FORWARD, DECODE = parts(__package__, "forward"), parts(__package__, "decode")
 SUMS = parts(__package__, "dkv")["sums"]
-PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and their places in it, which a kernel knows
 H, FIRST = var("h"), var("h_first")  # the head, and the first of those in a tile
 
 
@@ -193,13 +191,12 @@ class ForwardKernel(Writer):
         self.placed = {PAGE: Text("page[None, :]" if self.numbered else "page"), TOKEN: Text(f"{token}[None, :]")}
         self.page_of = lookup(plan.pages, (var("b"), var("k") // plan.page), INT) if plan.pages else None
         self.keep_mask = [] if plan.keep_mask is None else [expr.machine(plan.keep_mask)]
-        levels = {**traits.levels, PAGE.name: COLUMN, TOKEN.name: COLUMN}
-        self.weight = [] if plan.weight is None else [machine(self.rewritten(plan.weight), dims, levels)]
+        self.weight = [] if plan.weight is None else [machine(self.rewritten(plan.weight), dims, traits.levels)]
         if traits.name == "attention_decode":
             target = replace(target, order="forward", descriptors=False)
         if self.paged:
             traits = replace(traits, numbers=(*traits.numbers, "pool"))
-        super().__init__(plan, dims, target, traits, [*self.keep_mask, *self.weight], levels)
+        super().__init__(plan, dims, target, traits, [*self.keep_mask, *self.weight])
         self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
         same = dims.head_dim == dims.v_dim
         # one set of masks and offsets for both

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses
+from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses, var
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.intervals import K0, K1
@@ -35,6 +35,7 @@ from .module import Argument, Dims, TritonKernel, arguments, reserved_names, row
 QUERIES = frozenset(("q", "q0", "q1"))
 EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
 LINE = 105  # of a load, before its indentation
+PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and their places in it, which a kernel knows
 LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
 
 
@@ -70,23 +71,16 @@ class KernelTraits:
     @property
     def levels(self) -> Mapping[str, int]:
         """When the coordinates are known, for a tile of queries."""
-        return {**LEVELS, "h": ROW} if self.packs else LEVELS
+        return {**LEVELS, PAGE.name: COLUMN, TOKEN.name: COLUMN, **({"h": ROW} if self.packs else {})}
 
 
 class Writer:
     """The writer of a kernel whose program owns one row of tiles. `more` are the expressions that a position needs
-    beside mask and score mod, such as that of dropout; `when` gives the levels of the coordinates. A swapped kernel of
-    a mask reads its records from a table; others may have them from a closed form."""
+    beside mask and score mod, such as that of dropout. A swapped kernel of a mask reads its records from a table;
+    others may have them from a closed form."""
 
-    def __init__(
-        self,
-        plan: LoopPlan,
-        dims: Dims,
-        target: Target,
-        traits: KernelTraits,
-        more: Iterable[Expr],
-        when: Mapping[str, int] = LEVELS,
-    ) -> None:
+    def __init__(self, plan: LoopPlan, dims: Dims, target: Target, traits: KernelTraits, more: Iterable[Expr]) -> None:
+        when = traits.levels
         self.plan, self.dims, self.target, self.traits = plan, dims, target, traits
         self.axes = axes_of(target)
         self.wide = ".to(tl.int64)" if plan.int64 else ""
