@@ -40,10 +40,8 @@ def number(value: bool | int | float, long: str = "LL") -> str:
     if isinstance(value, bool):
         return str(value).lower()
     # C reads the literal as a minus before a number that fits no type
-    return "INT64_MIN" if value == -(2**63) and isinstance(value, int) else _sized(value, long)
-
-
-def _sized(value: int | float, long: str) -> str:
+    if value == -(2**63) and isinstance(value, int):
+        return "INT64_MIN"
     return f"{value}{long}" if isinstance(value, int) and abs(value) >= 2**31 else repr(value)
 
 

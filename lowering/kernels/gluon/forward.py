@@ -125,7 +125,7 @@ class GluonForward(Writer):
     def holes(self) -> dict[str, Any]:
         common, closed = super().holes(), self.closed_form()
         self.hoisted = set()  # lines so far are in the kernel, the next ones in `consume`, which computes them again
-        rate, optional, padded_v = self.plan.rate, self.optional, padded(self.dims.v_dim)
+        optional, padded_v = self.optional, padded(self.dims.v_dim)
         results = [("Top", optional.row_max), ("Low", optional.lse_residual), ("Sinks", optional.sinks)]
         of_group = ("q_full", "s_full", "p_full", "o_full") if self.blackwell else ("q_full", "turns")  # barriers
         width = min(PART, padded_v)
@@ -142,14 +142,11 @@ class GluonForward(Writer):
             "halves": [{"half": half} for half in range(self.groups)],
             "results": "".join(f" {n}," for n, use in results if use),
             **optional.holes,
-            "guard": self.plan.guard,
-            "of_rows": ", mask=present",
             "walk": "Spans, Count, entry, records" if self.tabled else "lo, full_lo, full_hi, hi",
             "passed": self._passed(),
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
             "hoisted": self.before_tiles(),
             "tiles": self._tiles_of_blackwell() if self.blackwell else self.tiles(),
-            "whole": "total" if rate is None else f"(total * (1.0 - {self.arguments[rate].name}))",
             # of the last group, and of the sums that a group reads at once
             "last": self.groups - 1,
             "width": width,
@@ -161,12 +158,9 @@ class GluonForward(Writer):
 
     def _passed(self) -> list[str]:
         """The arguments of `consume` that its expressions read."""
-        by_name = self.arguments
-        origins = [n for n in self.origins() if n in "qk"]
-        names = [n for n in "bh" if n in self.used]
-        names += [f"{n}_origin" for n in origins] + self.sizes()
-        names += self.slots()
-        names += [n for t in self.plan.every_table for n in by_name[t.name].all]
+        origins = [f"{n}_origin" for n in self.origins() if n in "qk"]
+        tables = [n for t in self.plan.every_table for n in self.arguments[t.name].all]
+        names = [*(n for n in "bh" if n in self.used), *origins, *self.sizes(), *self.slots(), *tables]
         return textwrap.wrap(f"{', '.join(names)},", 100) if names else []
 
     def tiles(self) -> list[dict[str, Any]]:

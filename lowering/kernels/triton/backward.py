@@ -29,7 +29,7 @@ from .writer import LINE, KernelTraits, Writer, masked, wrapped
 
 DQ, DKV = parts(__package__, "dq"), parts(__package__, "dkv")
 WARP = 32  # threads
-Strings = Collection[str]
+Strings = Collection[str]  # names of arrays, tables and slots, or of kernels
 DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole rows and waits for memory
 
 
@@ -169,9 +169,7 @@ class GradientKernel(Writer):
             "apart": self.e == "e",
             "of_arrays": boxes if self.described else "[batch, heads, length, dim], any strides",
             "strides": [{"tensor": x} for x in ("" if self.described else "qkvg" if self.inner else "qkg")],
-            "dropped": self.keep_mask is not None,
             "kept": "" if self.keep_mask is None else " * kept",
-            "rate": "" if self.keep_mask is None else self.arguments[str(self.plan.rate)].name,
             **{f"own_{n}": mask for n, mask in loaded.items()},
             **{f"store_{n}": mask for n, mask in stored.items()},
             "exponent": f"{'modified' if self.score else 'score'} * {common['unit']}",  # the forward's own product

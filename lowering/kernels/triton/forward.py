@@ -267,7 +267,6 @@ class ForwardKernel(Writer):
             "ranges": common["ranges"] if decodes else "used",
             "axes": [f"{', '.join(p.index for p in a)} = {', '.join(p.positions for p in a)}" for a in axes],
             **self.optional.holes,
-            "guard": self.plan.guard,
             **fields(self, "paged numbered described unwritten cast"),
             "tensors": self._tensors("" if decodes else "Out"),
             "strides": [{"tensor": x} for x in ("o" if self.described else "qkvo")],
@@ -280,10 +279,8 @@ class ForwardKernel(Writer):
             **self.closed_form(),
             "hoisted": self.before_tiles(),
             "tiles": self.tiles(),
-            "whole": f"(total * {self.survival})" if self.survival else "total",
             "survived": f" * (1.0 / {self.survival})" if self.survival else "",
             "v_dim": self.v,
-            "of_rows": ", mask=present",
         }
 
     def _tensors(self, out: str) -> list[str]:
@@ -390,12 +387,6 @@ class ForwardKernel(Writer):
         scaled = wrapped(f"scaled = {self.value(self.weight[0])}")
         product = "p = tl.where(visible, p * scaled, 0.0)" if inside else "p *= scaled"
         return [*self.quoted(self.plan.weight, self.weight[0], "", written), scaled, product]
-
-    @property
-    def survival(self) -> str:
-        """The divisor of a weight that survived dropout."""
-        rate = self.plan.rate
-        return "" if rate is None else f"(1.0 - {self.arguments[rate].name})"
 
 
 NUMBERS = {"split": ("splits",), "balanced": ("queries", "pack"), "listed": ("queries",)}  # by what divides the rows

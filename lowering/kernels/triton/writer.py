@@ -357,11 +357,21 @@ class Writer:
             "conversions": self.conversions(),
             "line_of_b": self.own_coordinate("b"),
             "line_of_h": self.own_coordinate("h"),
+            "guard": self.plan.guard,
+            "of_rows": ", mask=present",
+            "survival": self.survival,
+            "whole": f"(total * {self.survival})" if self.survival else "total",
             "ranges": "tl.load(Count + entry)",
             "loaded": False,
             "edges": False,
             "counts": ["border, full = full_lo - lo + hi - full_hi, full_hi - full_lo"] * traits.parted,
         }
+
+    @property
+    def survival(self) -> str:
+        """The divisor of a weight that survived dropout."""
+        rate = self.plan.rate
+        return "" if rate is None else f"(1.0 - {self.arguments[rate].name})"
 
     def own_coordinate(self, name: str) -> list[str]:
         """The line of `b` or `h` from the program's batch entry or head, where expressions read it."""
