@@ -102,8 +102,8 @@ def weights(gradients: Sequence[Gradient]) -> list[Expr]:
 
 
 class CapturedKernel(GradientKernel):
-    """The base of the kernels of captured gradients: `dm`, the cotangent of the modified score, of one tile wherever it
-    is. The mask is a predicate on every tile, full ones too. `index` is the place in the table where a share goes."""
+    """A kernel of captured gradients, which has `dm`, the cotangent of the modified score, of one tile wherever it is.
+    The mask is a predicate on every tile, full ones too. `index` is the place in the table where a share goes."""
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, name: str, gradients: Sequence[Gradient], *numbers: str
@@ -198,17 +198,10 @@ def _plane(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, share
     entries = [line for level in (SCALAR, ROW, COLUMN) for line in w.lines(w.index, level)]
     entries += w.into(gradient.source, w.hoisted)
     written = set(w.hoisted)
-    b, h = w.own_coordinate("b"), w.own_coordinate("h")
     holes = {
         **common,
         "all_heads": all_heads,
         "all_batches": all_batches,
-        "line_of_head": [] if all_heads else ["head = tl.program_id(1)"],
-        "line_of_batch": [] if all_batches else ["batch = tl.program_id(2)"],
-        "h_of_program": [] if all_heads else h,
-        "b_of_program": [] if all_batches else b,
-        "h_of_step": h if all_heads else [],
-        "b_of_step": b if all_batches else [],
         "vectors": [] if all_batches else common["vectors"],
         "coordinates": w.positioned(frozenset("qk")),
         "into": entries,
