@@ -505,12 +505,12 @@ class Writer:
 
     def tile_of_keys(self, inside: str, keep_mask: Sequence[Expr], written: set[str]) -> dict[str, Any]:
         """The holes of a forward's tile between its two products."""
-        roots, kept = self.positions if inside else self.full, next(iter(keep_mask), None)
+        roots, root = self.positions if inside else self.full, next(iter(keep_mask), None)
         return {
             "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
             "visible": self.visible(written) if inside else [],
             "score_mod": self.score_mod("score", written, inside and "visible"),
-            "dropout": self.quoted(self.plan.keep_mask, kept, "p = tl.where({}, p, 0.0)", written),
+            "dropout": self.quoted(self.plan.keep_mask, root, "p = tl.where({}, p, 0.0)", written),
         }
 
     def along_tile(self, name: str, local: str, roots: Sequence[Expr], written: set[str]) -> list[str]:
