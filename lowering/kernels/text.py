@@ -33,9 +33,6 @@ class Page:
         for text in "\n".join(lines).split("\n") if lines else ():
             self._lines.append(("    " * self._depth + text).rstrip())
 
-    def blank(self, n: int = 1) -> None:
-        self._lines.extend([""] * n)
-
     def comment(self, text: str) -> None:
         self.line(*(f"# {t}".rstrip() for t in text.split("\n")))
 

@@ -23,11 +23,6 @@ const int64_t TILE = TURNED_K + TURNED_V + (K_AS_IS ? 0 : (int64_t)deep(BLOCK_K)
 const int64_t KEPT_BYTES = (TERMS > 1 ? 32 : 16) << 20;  // packed tiles that a worker keeps for the next row of tiles
 const int64_t COPIES_BYTES = 64 << 20;   // of scattered gradients
 const int64_t PARTS_BYTES = 256 << 20;   // of dK, dV of parts
-static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
-
-extern "C" void *malloc(size_t);
-extern "C" void *calloc(size_t, size_t);
-extern "C" void free(void *);
 
 // Whether rows hold NaN or infinity: 0 times those is not 0, so a masked position would contribute.
 INLINE bool odd(Entry x) {
@@ -106,12 +101,17 @@ struct Sums {
     }
 };
 
+// What is known of a packed tile: its number, and what it holds.
+struct Slot {
+    int64_t tile;
+    bool odd;   // keys: NaN or infinity; with TERMS, numbers that are not tame
+    bool wild;  // values: numbers that are not tame
+};
+
 // The memory of one worker.
 struct Worker {
     int64_t slots;
-    int64_t *tag;    // [slots] which tile is there
-    bool *tag_odd;   // [slots] its keys hold NaN or infinity; with TERMS, numbers that are not tame
-    bool *tag_wild;  // [slots] its values hold numbers that are not tame
+    Slot *slot;      // [slots]
     Operand *tiles;  // [slots, TILE]
     Real *own;       // dK, dV of an item
     Sums dk, dv;
@@ -145,6 +145,17 @@ struct Worker {
     Real edge_dk[BLOCK_K * Q_WIDE], edge_dv[BLOCK_K * V_WIDE];
     int32_t counted[MOVED ? BLOCK_K : 1];  // 0, 1, 2, ...
 };
+
+// dO and slopes as left operands: the packed rows themselves, where these have no pairs of neighbours along the steps.
+#if PAIRS || AMX
+const int DOUT = V_STEPS;
+INLINE const Operand *left_dout(const Worker &w) { return w.dout_left; }
+INLINE const Operand *left_slopes(const Worker &w) { return w.slopes_left; }
+#else
+const int DOUT = V_LINE;
+INLINE const Operand *left_dout(const Worker &w) { return w.dout_lines; }
+INLINE const Operand *left_slopes(const Worker &w) { return w.slopes; }
+#endif
 
 // Weights and slopes of row i of a group, vector j of the keys.
 template <bool PARTIAL>
@@ -181,13 +192,7 @@ INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Rea
 // dout times out of every row, in the order of the products of dout and values: where a row sees one key, whose value is
 // out, their difference is 0.
 static void multiply_outs(Worker &w) {
-#if PAIRS || AMX
-    const Operand *dout = w.dout_left;
-    const int row = V_STEPS;
-#else
-    const Operand *dout = w.dout_lines;
-    const int row = V_LINE;
-#endif
+    const Operand *dout = left_dout(w);
 #if AMX
     for (int start = 0; start < w.present; start += LANES) {
         Operand square[TERMS * LANES * LANES];
@@ -195,7 +200,7 @@ static void multiply_outs(Worker &w) {
         for (int step = 0; step < V_STEPS; step += LANES * TERMS) {
             for (int n = 0; n < TERMS; n++)
                 turn_square(square + n * 256, LANES, w.outs + start * V_STEPS + step + n * LANES, V_STEPS);
-            multiply_squares<LANES, 1, true>(dout + start * row + step, row, square, 0, LANES * TERMS, sums, LANES);
+            multiply_squares<LANES, 1, true>(dout + start * DOUT + step, DOUT, square, 0, LANES * TERMS, sums, LANES);
         }
         for (int i = 0; i < LANES; i++) w.delta[start + i] = sums[i * LANES + i];
     }
@@ -208,7 +213,7 @@ static void multiply_outs(Worker &w) {
             for (int i = 0; i < GROUP; i++) {
                 const int at = start + (i < rows ? i : 0);
                 const Operands out = w.outs[at * V_STEPS + step] - Operands{};
-                sum[i] = plus_product(sum[i], dout[at * row + step], PAIR == 1 ? (Operands)settled((Vec)out) : out);
+                sum[i] = plus_product(sum[i], dout[at * DOUT + step], PAIR == 1 ? (Operands)settled((Vec)out) : out);
             }
         for (int i = 0; i < rows; i++) w.delta[start + i] = sum[i][0];
     }
@@ -222,9 +227,7 @@ INLINE void multiply_rows(int vectors, const Operand *a, int64_t a_row, const Op
 
 // Evaluates the mask for `rows` rows from `start` on, and writes down which keys they see and which keys see them.
 static void look(Worker &w, const Fixed &fixed, int start, int rows) {
-    int32_t *keys = w.keys + start / GROUP * (BLOCK_K / PACK);
     uint32_t some[VECTORS], truth[GROUP][VECTORS];
-    int count = 0;
     for (int j = 0; j < VECTORS; j++) {
         Bits seen = {};
         some[j] = 0;
@@ -244,11 +247,7 @@ static void look(Worker &w, const Fixed &fixed, int start, int rows) {
                 if (!n || queries[n - 1] != query) queries[n++] = query;
                 left = past < LANES ? left >> past << past : 0;
             }
-    for (int j = 0; j < VECTORS; j++) {
-        w.open[j] = some[j] || (PACK == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
-        count = listed(keys, count, j, some[j]);
-    }
-    w.by_query[start / GROUP] = steps_of(keys, count);
+    w.by_query[start / GROUP] = open_vectors(some, w.open, w.keys + start / GROUP * (BLOCK_K / PACK));
 }
 
 // Weights and slopes of GROUP rows of a tile of queries beside a tile of keys, packed and, `from`, as they are.
@@ -273,13 +272,7 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
         if (!w.by_query[start / GROUP].count) return;
     }
     const Operand *q = w.query + start * QUERY;
-#if PAIRS || AMX
-    const Operand *dout = w.dout_left + start * V_STEPS;
-    const int dout_row = V_STEPS;
-#else
-    const Operand *dout = w.dout_lines + start * V_LINE;
-    const int dout_row = V_LINE;
-#endif
+    const Operand *dout = left_dout(w) + start * DOUT;
     for (int j = 0, n; j < VECTORS; j += n ? n : 1) {
         n = PARTIAL ? opened(w.open, j) : PANEL - j % PANEL;
         if (!n) continue;
@@ -292,7 +285,7 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
         }
 #endif
         if ((MOVED || !w.few) && !wild_keys) multiply_rows(n, q, QUERY, keys + vector_at(j, STEPS), STEPS, w.scores + j * LANES);
-        if (w.with_slopes && !wild_values) multiply_rows(n, dout, dout_row, values + vector_at(j, V_STEPS), V_STEPS, w.products + j * LANES);
+        if (w.with_slopes && !wild_values) multiply_rows(n, dout, DOUT, values + vector_at(j, V_STEPS), V_STEPS, w.products + j * LANES);
     }
     for (int64_t j = 0; !MOVED && w.few && j < BLOCK_K; j += LANES)
         if (!PARTIAL || w.open[j / LANES])

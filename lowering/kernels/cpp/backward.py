@@ -50,7 +50,7 @@ class BackwardKernel(CppKernel):
         return {}  # the backward asks every pair: ends made it no faster
 
     def source(self) -> str:
-        walk = ("scores", "backward", "backward_walk", "backward_work")
+        walk = ("scores", "work", "backward", "backward_walk", "backward_work")
         return "\n".join([self.head(), *map(part, ARITHMETIC), self.expressions(), *map(part, walk), self.entries()])
 
     def entries(self) -> str:

@@ -14,35 +14,28 @@ struct Task {
     double *copies[CAPTURED + 1];  // [chains, entries]
 };
 
-INLINE int64_t tiles_of(const Call *call) { return (call->kv_len + BLOCK_K - 1) / BLOCK_K; }
 INLINE int64_t length_of(const Call *call, int n) {
     return OVER[n] == COLUMNS ? tiles_of(call) * BLOCK_K : call->q_len + call->kv_len + BLOCK_K;
-}
-template <class T> INLINE T *entries_of(const Array &x, int64_t batch, int64_t head) {
-    return x.data ? (T *)x.data + batch * x.batch + head * x.head : nullptr;
-}
-
-INLINE Lines<const Entry> lines_of(const Array &x, int64_t batch, int64_t head, const int32_t *rows, int64_t start) {
-    return {entries_of<const Entry>(x, batch, head) + (MOVED ? 0 : start * x.row), x.row, rows_from(rows, start)};
 }
 
 static int64_t name_of(const Call *call, int64_t batch, int64_t kv_head, int64_t tile) {
     return (batch * call->kv_heads + kv_head) * tiles_of(call) + tile;
 }
 
-// Packed keys and values of one tile, from before or made now.
+// The slot of the packed keys and values of one tile, from before or made now.
 static int64_t packed(Worker &w, const Call *call, int64_t batch, int64_t kv_head, int64_t tile) {
     const int64_t name = name_of(call, batch, kv_head, tile), slot = tile % w.slots;
-    if (w.tag[slot] == name) return slot;
-    w.tag[slot] = name;
+    Slot &known = w.slot[slot];
+    if (known.tile == name) return slot;
+    known.tile = name;
     const int64_t start = tile * BLOCK_K, present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
-    const auto k = lines_of(call->k, batch, kv_head, call->k_rows, start), v = lines_of(call->v, batch, kv_head, call->k_rows, start);
+    const auto k = rows_of(call->k, batch, kv_head, call->k_rows, start), v = rows_of(call->v, batch, kv_head, call->k_rows, start);
     Operand *to = w.tiles + slot * TILE;
     pack_turned<HEAD_DIM, BESIDE>(to, k, present, BLOCK_K);
     pack_turned<V_DIM, BESIDE>(to + TURNED_K, v, present, BLOCK_K);
     if (!K_AS_IS) pack_rows<HEAD_DIM, K_STRIDE>(to + TURNED_K + TURNED_V, k, present, round_up(BLOCK_K, DEPTH));
-    w.tag_odd[slot] = TERMS > 1 ? !tame(most_of<HEAD_DIM>(k, present)) : any_odd(k, present, HEAD_DIM);
-    w.tag_wild[slot] = TERMS > 1 && !tame(most_of<V_DIM>(v, present));
+    known.odd = TERMS > 1 ? !tame(most_of<HEAD_DIM>(k, present)) : any_odd(k, present, HEAD_DIM);
+    known.wild = TERMS > 1 && !tame(most_of<V_DIM>(v, present));
     return slot;
 }
 
@@ -50,7 +43,7 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
     const int64_t start = row * call->block_q, line = (batch * call->heads + head) * call->q_len;
     const int present = (int)(call->q_len - start < call->block_q ? call->q_len - start : call->block_q);
     const int all = round_up(present, GROUP);  // with zeros behind the queries
-    const auto of = [&](const Array &x) { return lines_of(x, batch, head, call->q_rows, start); };
+    const auto of = [&](const Array &x) { return rows_of(x, batch, head, call->q_rows, start); };
     const Lines<const Entry> q = of(call->q), out = of(call->out), dout = of(call->dout);
     w.present = present;
     pack_rows<HEAD_DIM, Q_LINE>(w.q_lines, q, present, all);
@@ -106,7 +99,7 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
     for (int i = 0; i < KEY_GROUPS; i++) w.count[i] = 0;
     for (int start = 0; start < w.present; start += GROUP)
         strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, keys, values, present, start, unit, scale,
-                       TERMS > 1 && (w.wild_queries || w.tag_odd[slot]), TERMS > 1 && (w.wild_outs || w.tag_wild[slot]));
+                       TERMS > 1 && (w.wild_queries || w.slot[slot].odd), TERMS > 1 && (w.wild_outs || w.slot[slot].wild));
     if (exactly) return add_exactly(w, groups, rows, stride, present, n);
     const int seen = present < BLOCK_K ? (int)present : BLOCK_K;
     const int all_keys = round_up(seen, GROUP) < BLOCK_K ? round_up(seen, GROUP) : BLOCK_K;
@@ -120,12 +113,7 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
                                   w.dk.row_of(n, Q_WIDE), w.dk.rows_of(n, w.counted));
     if (!w.with_dq) return;
     for (int g = 0; g < groups && !PARTIAL; g++) w.by_query[g] = {0, (seen + PACK - 1) / PACK, nullptr};
-#if PAIRS || AMX
-    const Operand *slopes = w.slopes_left;
-#else
-    const Operand *slopes = w.slopes;
-#endif
-    accumulate<Q_WIDE, GROUP>(groups * GROUP, w.by_query, slopes, LEFT, 1, rows, stride, w.dq, Q_WIDE);
+    accumulate<Q_WIDE, GROUP>(groups * GROUP, w.by_query, left_slopes(w), LEFT, 1, rows, stride, w.dq, Q_WIDE);
 }
 
 // One tile of queries: everything it sees.
@@ -148,10 +136,10 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
             const int64_t start = n * BLOCK_K, slot = packed(w, call, batch, kv_head, n);
             const int64_t present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
             const Operand *tile = w.tiles + slot * TILE, *rows = tile + TURNED_K + TURNED_V;
-            w.next = w.tag[(n + 1) % w.slots] == name_of(call, batch, kv_head, n + 1) ? w.tiles + (n + 1) % w.slots * TILE : nullptr;
-            const Lines<const Entry> keys = lines_of(call->k, batch, kv_head, call->k_rows, start);
-            const Lines<const Entry> values = lines_of(call->v, batch, kv_head, call->k_rows, start);
-            const bool odd = w.queries_odd || w.tag_odd[slot];
+            w.next = w.slot[(n + 1) % w.slots].tile == name_of(call, batch, kv_head, n + 1) ? w.tiles + (n + 1) % w.slots * TILE : nullptr;
+            const Lines<const Entry> keys = rows_of(call->k, batch, kv_head, call->k_rows, start);
+            const Lines<const Entry> values = rows_of(call->v, batch, kv_head, call->k_rows, start);
+            const bool odd = w.queries_odd || w.slot[slot].odd;
             int64_t stride = K_STRIDE;
             if (K_AS_IS) rows = (const Operand *)keys.data, stride = keys.stride;
             if (partial || POSITIONS)
@@ -178,7 +166,7 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
     }
     if (!w.with_dq) return;
     for (int i = 0; i < w.present; i++) {
-        Entry *dq = entries_of<Entry>(call->dq, batch, head) + row_at(call->q_rows, row * call->block_q + i) * call->dq.row;
+        Entry *dq = at_row(call->dq, batch, head, row_at(call->q_rows, row * call->block_q + i));
         for (int d = 0; d < HEAD_DIM; d++) dq[d] = rounded(w.dq[i * Q_WIDE + d]);
     }
 }
@@ -197,7 +185,7 @@ static Sums begin(const Call *call, const Array &result, int64_t batch, int64_t 
         clear(sums.data, (part.hi - part.lo) * BLOCK_K * WIDE);
         return sums;
     }
-    Real *data = (Real *)entries_of<Entry>(result, batch, kv_head);
+    Real *data = at_row<Real>(result, batch, kv_head, 0);
     for (int64_t i = 0; i < call->kv_len; i++) clear(data + i * result.row, DIM);
     clear(edge, BLOCK_K * WIDE);
     return {data, edge, result.row, 0, call->kv_len % BLOCK_K ? call->kv_len / BLOCK_K : -1, call->k_rows};
@@ -209,7 +197,7 @@ static void end(const Call *call, const Array &result, int64_t batch, int64_t kv
     const int WIDE = round_up(DIM, LANES);
     const int64_t start = tile * BLOCK_K, present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
     for (int64_t i = 0; i < present; i++) {
-        Entry *to = entries_of<Entry>(result, batch, kv_head) + row_at(call->k_rows, start + i) * result.row;
+        Entry *to = at_row(result, batch, kv_head, row_at(call->k_rows, start + i));
         Real total[DIM] = {};
         for (int64_t n = 0; n < parts; n++) {
             if (tile < part[n].lo || tile >= part[n].hi) continue;

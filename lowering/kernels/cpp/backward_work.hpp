@@ -1,19 +1,17 @@
 static Worker *worker_for(Task &task) {
     const Call *call = task.call;
-    const int64_t tiles = tiles_of(call), most = KEPT_BYTES / (TILE * (int64_t)sizeof(Operand));
-    int64_t slots = tiles < most ? tiles : most;
-    if (slots < 1) slots = 1;
-    const int64_t own = task.parts > 1 || (DK_AS_IS && DV_AS_IS) ? 0 : tiles * BLOCK_K * (Q_WIDE + V_WIDE);
-    void *memory = malloc(sizeof(Worker) + slots * (TILE * (int64_t)sizeof(Operand) + 10) + own * (int64_t)sizeof(Real) + 256);
+    const int64_t slots = slots_for(call, TILE, KEPT_BYTES);
+    const int64_t own = task.parts > 1 || (DK_AS_IS && DV_AS_IS) ? 0 : tiles_of(call) * BLOCK_K * (Q_WIDE + V_WIDE);
+    const int64_t bytes = slots * (TILE * (int64_t)sizeof(Operand) + sizeof(Slot)) + own * (int64_t)sizeof(Real);
+    void *memory = malloc(sizeof(Worker) + bytes + 256);
     if (!memory) return nullptr;
-    Worker *w = (Worker *)(((uintptr_t)memory + 127) & ~(uintptr_t)63);
+    Worker *w = (Worker *)next_line((char *)memory + 64);
     ((void **)w)[-1] = memory;
     w->slots = slots;
-    w->tiles = (Operand *)(((uintptr_t)(w + 1) + 63) & ~(uintptr_t)63);
+    w->tiles = (Operand *)next_line(w + 1);
     w->own = (Real *)(w->tiles + slots * TILE);
-    w->tag = (int64_t *)(w->own + own);
-    w->tag_odd = (bool *)(w->tag + slots), w->tag_wild = w->tag_odd + slots;
-    for (int64_t i = 0; i < slots; i++) w->tag[i] = -1;
+    w->slot = (Slot *)(w->own + own);
+    for (int64_t i = 0; i < slots; i++) w->slot[i].tile = -1;
     for (int i = 0; i < BLOCK_K && MOVED; i++) w->counted[i] = i;
     w->with_dq = call->dq.data, w->with_dk = call->dk.data, w->with_dv = call->dv.data;
     w->with_slopes = w->with_dq || w->with_dk;
@@ -29,13 +27,8 @@ static void work(void *pointer, int64_t) {
     Task &task = *(Task *)pointer;
     [[maybe_unused]] const MatrixUnit unit;
     Worker *w = worker_for(task);
-    if (!w) {
-        __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
-        return;
-    }
-    for (;;) {
-        const int64_t chain = __atomic_fetch_add(&task.next, 1, __ATOMIC_RELAXED);
-        if (chain >= task.chains) break;
+    if (!w) return __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
+    for (int64_t chain; (chain = next_item(task.next)) < task.chains;) {
         const Fixed fixed = fixed_of(task.call, 0, 0);
         for (int n = 0; n < CAPTURED; n++)
             w->captured.copy[n] = task.copies[n] ? task.copies[n] + chain * entries(fixed, n) : nullptr;
@@ -48,10 +41,9 @@ static void work(void *pointer, int64_t) {
 static void add_parts(void *pointer, int64_t) {
     Task &task = *(Task *)pointer;
     const Call *call = task.call;
-    const int64_t tiles = tiles_of(call);
-    for (;;) {
-        const int64_t n = __atomic_fetch_add(&task.next, 1, __ATOMIC_RELAXED), unit = n / (tiles ? tiles : 1), tile = n % (tiles ? tiles : 1);
-        if (unit >= call->batch * call->kv_heads || !tiles) break;
+    const int64_t tiles = tiles_of(call), all = call->batch * call->kv_heads * tiles;
+    for (int64_t n; (n = next_item(task.next)) < all;) {
+        const int64_t unit = n / tiles, tile = n % tiles;
         const Part *part = task.part + unit * task.parts;
         if (call->dk.data) end<HEAD_DIM, false>(call, call->dk, unit / call->kv_heads, unit % call->kv_heads, part, task.parts, tile, {});
         if (call->dv.data) end<V_DIM, true>(call, call->dv, unit / call->kv_heads, unit % call->kv_heads, part, task.parts, tile, {});
@@ -91,30 +83,22 @@ static void add_captured(const Task &task) {
     }
 }
 
-static int64_t visits(const Call *call, int64_t batch, int64_t head, int64_t row, int64_t &lo, int64_t &hi) {
-    const int64_t line = call->slice_of[batch * call->heads + head] * call->rows + row;
-    int64_t total = 0;
-    for (int32_t r = 0; r < call->count[line]; r++) {
-        const int32_t *record = call->spans + (line * call->records + r) * 4;
-        total += record[3] - record[0];
-        if (record[0] < lo) lo = record[0];
-        if (record[3] > hi) hi = record[3];
-    }
-    return total;
-}
-
 // Cuts the tiles of queries of every key head into `parts` of about equal work. Bytes of their sums.
 static int64_t cut(const Call *call, Part *part, int64_t parts) {
     const int64_t group = call->heads / call->kv_heads, all = group * call->rows;
     int64_t bytes = 0;
     for (int64_t unit = 0; unit < call->batch * call->kv_heads; unit++, part += parts) {
-        const int64_t batch = unit / call->kv_heads, first = unit % call->kv_heads * group;
-        int64_t work = 0, done = 0, n = 0, lo, hi;
-        for (int64_t i = 0; i < all; i++) work += 1 + visits(call, batch, first + i / call->rows, i % call->rows, lo, hi);
+        const int32_t *slice = call->slice_of + unit * group;
+        const auto visited = [&](int64_t i) { return visits_of(call, slice[i / call->rows] * call->rows + i % call->rows); };
+        int64_t work = 0, done = 0, n = 0;
+        for (int64_t i = 0; i < all; i++) work += 1 + visited(i).tiles;
         for (int64_t p = 0; p < parts; p++) {
             part[p] = {n, n, tiles_of(call), 0, nullptr};
-            for (; n < all && (p == parts - 1 || done * parts < work * (p + 1)); n++)
-                done += 1 + visits(call, batch, first + n / call->rows, n % call->rows, part[p].lo, part[p].hi);
+            for (; n < all && (p == parts - 1 || done * parts < work * (p + 1)); n++) {
+                const Visits row = visited(n);
+                part[p].lo = row.lo < part[p].lo ? row.lo : part[p].lo, part[p].hi = row.hi > part[p].hi ? row.hi : part[p].hi;
+                done += 1 + row.tiles;
+            }
             part[p].end = n;
             if (part[p].lo > part[p].hi) part[p].lo = part[p].hi = 0;
             bytes += (part[p].hi - part[p].lo) * BLOCK_K * (Q_WIDE + V_WIDE) * (int64_t)sizeof(Real);
@@ -136,15 +120,6 @@ static int64_t parts_wanted(const Call *call) {
         if (10 * rounds * call->threads <= 11 * items) break;
     }
     return parts;
-}
-
-static void start(Task &task, Work what, int64_t items) {
-    const Call *call = task.call;
-    task.next = 0;
-    if (call->parallel && call->threads > 1 && items > 1)
-        call->parallel(call->pool, what, &task, call->threads < items ? call->threads : items);
-    else
-        what(&task, 0);
 }
 
 // Memory for captured gradients, and how many chains there are: one, if items meet at entries of which there are
@@ -194,8 +169,9 @@ static int64_t backward(const Call *call) {
             part[i].sums = next;
             next += (part[i].hi - part[i].lo) * BLOCK_K * (Q_WIDE + V_WIDE);
         }
-        start(task, work, task.chains);
-        if (task.parts > 1 && !task.failed) start(task, add_parts, units * tiles_of(call));
+        spread(call, work, &task, workers_for(call, task.chains));
+        task.next = 0;
+        if (task.parts > 1 && !task.failed) spread(call, add_parts, &task, workers_for(call, units * tiles_of(call)));
         if (CAPTURED && !task.failed) add_captured(task);
     }
     for (int n = 0; n < CAPTURED; n++) free(task.heads[n]), free(task.lines[n]), free(task.copies[n]);

@@ -10,19 +10,10 @@ struct Parts {
     const Call *call;
     int64_t heads, bundles;  // query heads of an item; items a key head needs
     int64_t tiles, count;    // visited tiles of a part; parts
-    int64_t next, failed, workers;
+    int64_t next, failed;
     int64_t *done;           // [batch, kv_heads, bundles] parts that have ended
     Real *sums;              // [batch, kv_heads, bundles, count, rows, V_WIDE + 2]: acc, total, top
 };
-
-static int64_t visited(const Call *call, int64_t slice) {
-    int64_t tiles = 0;
-    for (int32_t n = 0; n < call->count[slice * call->rows]; n++) {
-        const int32_t *record = call->spans + (slice * call->rows * call->records + n) * 4;
-        tiles += record[3] - record[0];
-    }
-    return tiles;
-}
 
 static Item bundle_of(const Parts &parts, int64_t number) {
     const Call *call = parts.call;
@@ -71,8 +62,7 @@ static void decode_part(Worker &w, Parts &parts, int64_t number, int64_t part) {
         to[V_WIDE] = sum(w.total[row]), to[V_WIDE + 1] = w.top[row];
     }
     if (__atomic_fetch_add(&parts.done[number], 1, __ATOMIC_ACQ_REL) + 1 < parts.count) return;
-    for (int i = 0; i < item.rows(); i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
-    for (int i = 0; i < item.rows() * V_WIDE; i++) w.acc[i] = 0;
+    clear_sums(w, item.rows());
     combine(w, parts, item, number);
     finish(w, item);
 }
@@ -81,12 +71,9 @@ static void decode_work(void *pointer, int64_t) {
     Parts &parts = *(Parts *)pointer;
     [[maybe_unused]] const MatrixUnit unit;
     Worker *w = take(1, TILE);
-    if (!w) {
-        __atomic_store_n(&parts.failed, 1, __ATOMIC_RELAXED);
-        return;
-    }
+    if (!w) return __atomic_store_n(&parts.failed, 1, __ATOMIC_RELAXED);
     const int64_t items = parts.call->batch * parts.call->kv_heads * parts.bundles * parts.count;
-    for (int64_t n; (n = __atomic_fetch_add(&parts.next, 1, __ATOMIC_RELAXED)) < items;)
+    for (int64_t n; (n = next_item(parts.next)) < items;)
         decode_part(*w, parts, n / parts.count, n % parts.count);
     give(w);
 }
@@ -95,10 +82,13 @@ static void decode_work(void *pointer, int64_t) {
 static int64_t decode(const Call *call, int64_t slices, bool alike) {
     const int64_t group = alike ? call->heads / call->kv_heads : 1;
     const int64_t fit = ROWS / call->q_len < HEADS ? ROWS / call->q_len : HEADS;
-    Parts parts = {call, group < fit ? group : fit, 0, 1, 1, 0, 0, 0, nullptr, nullptr};
+    Parts parts = {call, group < fit ? group : fit, 0, 1, 1, 0, 0, nullptr, nullptr};
     parts.bundles = (call->heads / call->kv_heads + parts.heads - 1) / parts.heads;
     int64_t most = 1;
-    for (int64_t s = 0; s < slices; s++) most = visited(call, s) > most ? visited(call, s) : most;
+    for (int64_t s = 0; s < slices; s++) {
+        const int64_t tiles = visits_of(call, s * call->rows).tiles;
+        most = tiles > most ? tiles : most;
+    }
     const int64_t items = call->batch * call->kv_heads * parts.bundles;
     parts.tiles = most * items / 256;  // enough items for many threads, none too small to be worth its sums
     parts.tiles = parts.tiles < LEAST ? LEAST : parts.tiles > MOST_TILES ? MOST_TILES : parts.tiles;
@@ -108,7 +98,7 @@ static int64_t decode(const Call *call, int64_t slices, bool alike) {
     if (!parts.done) return 1;
     parts.sums = (Real *)(parts.done + items);
     for (int64_t i = 0; i < items; i++) parts.done[i] = 0;
-    spread(call, decode_work, parts, items * parts.count);
+    spread(call, decode_work, &parts, workers_for(call, items * parts.count));
     free(parts.done);
     return parts.failed;
 }

@@ -40,10 +40,8 @@ def number(value: bool | int | float, long: str = "LL") -> str:
     if isinstance(value, bool):
         return str(value).lower()
     # C reads the literal as a minus before a number that fits no type
-    return "INT64_MIN" if value == -(2**63) and isinstance(value, int) else _sized(value, long)
-
-
-def _sized(value: int | float, long: str) -> str:
+    if value == -(2**63) and isinstance(value, int):
+        return "INT64_MIN"
     return f"{value}{long}" if isinstance(value, int) and abs(value) >= 2**31 else repr(value)
 
 
@@ -132,7 +130,7 @@ def _prepared(e: Expr, paged: Collection[str]) -> Expr:
 
 def _one(e: Expr, inside: bool) -> bool:
     """Whether all keys of a vector give one value; `inside` one page, its number and values looked up by it do."""
-    if "k" not in _level(e):
+    if not _wide(e):
         return True
     return inside and (_paged(e, "shr", "floordiv") or (e.op == "lookup" and all(_one(a, True) for a in e.args)))
 
@@ -146,10 +144,9 @@ def _paged(e: Expr, by_bits: str, divided: str) -> bool:
     return e.op in (by_bits, divided) and _step(e.args[0]) == 1 and e.args[1].op == "lit"
 
 
-def _level(e: Expr) -> frozenset[str]:
-    """The level of a node: `k` where the value is a vector, because it depends on the key or the score."""
-    wide = bool(uses(e) & {"k", "score"}) or any(n.op in ("ahead", "behind") for n in walk(e))
-    return frozenset({"k"}) if wide else frozenset()
+def _wide(e: Expr) -> bool:
+    """Whether the value of a node is a vector, because it depends on the key or the score."""
+    return bool(uses(e) & {"k", "score"}) or any(n.op in ("ahead", "behind") for n in walk(e))
 
 
 def _step(e: Expr) -> int:
@@ -158,13 +155,10 @@ def _step(e: Expr) -> int:
         return 1
     if e.op == "neg":
         return -_step(e.args[0])
-    if e.op not in ("add", "sub"):
+    wide = [_wide(a) for a in e.args] if e.op in ("add", "sub") else []
+    if sum(wide) != 1:
         return 0
-    left, right = (bool(_level(a)) for a in e.args)
-    if (left and right) or not (left or right):
-        return 0
-    sign = -1 if right and e.op == "sub" else 1
-    return sign * _step(e.args[1 if right else 0])
+    return (-1 if wide[1] and e.op == "sub" else 1) * _step(e.args[wide.index(True)])
 
 
 class Forms:

@@ -21,11 +21,7 @@ const int V_KEYS = round_up(BLOCK_K, DEPTH);            // keys, with those that
 const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                 // Operands of the packed keys of a tile
 const int64_t TILE = KEYS + (int64_t)V_STEPS * V_WIDE;  // Operands of the packed keys and values of a tile
 const int64_t KEPT_BYTES = (TERMS > 1 ? 16 : 8) << 20;  // packed tiles that a worker keeps for the next row of tiles
-static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
 static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
-
-extern "C" void *malloc(size_t);
-extern "C" void free(void *);
 
 // What is known of a packed tile: its number, whether its values are finite, and whether terms hold its numbers.
 enum Finite { UNKNOWN, FINITE, ODD };
@@ -109,10 +105,10 @@ static Worker *take(int64_t slots, int64_t tile) {
         if (!found) return nullptr;
         *(int64_t *)found = bytes;
     }
-    Worker *worker = (Worker *)(((uintptr_t)found + 64) & ~(uintptr_t)63);
+    Worker *worker = (Worker *)next_line((int64_t *)found + 2);
     ((void **)worker)[-1] = found;
     worker->slots = slots, worker->tile = tile;
-    worker->tiles = (Operand *)(((uintptr_t)(worker + 1) + 63) & ~(uintptr_t)63);
+    worker->tiles = (Operand *)next_line(worker + 1);
     worker->slot = (Slot *)(worker->tiles + slots * tile);
     for (int64_t i = 0; i < slots; i++) worker->slot[i].tile = -1;
     return worker;
@@ -162,17 +158,10 @@ static void score_few(Worker &w, const Tile &tile, int rows, int j) {
 // acc = acc * shrink + weights * values for N vectors of values, from `column` on; weights are where scores were.
 template <bool PARTIAL, int N, bool WHOLE>
 static void add_columns(Worker &w, const Tile &tile, int rows, int64_t column, int64_t start, int64_t end) {
-    by_few(rows, [&](int row, int n) {
-        const Real *weights = w.strips->scores + row * BLOCK_K, *shrink = w.shrink + row;
-        Real *acc = w.acc + row * V_WIDE + column;
-        const int64_t left = V_DIM - column;
-#define ADD(M) \
-    add_few<M, N, WHOLE, PARTIAL>(weights, BLOCK_K, tile.v, column, left, start, end, w.some, acc, V_WIDE, shrink)
-        if (n == 1) return ADD(1);
-        if (n == 2) return ADD(2);
-        if (n == 3) return ADD(3);
-        ADD(4);
-#undef ADD
+    by_few(rows, [&](auto count, int row) {
+        add_few<decltype(count)::N, N, WHOLE, PARTIAL>(w.strips->scores + row * BLOCK_K, BLOCK_K, tile.v, column,
+                                                       V_DIM - column, start, end, w.some,
+                                                       w.acc + row * V_WIDE + column, V_WIDE, w.shrink + row);
     });
 }
 
@@ -343,15 +332,9 @@ INLINE void look(Worker &w, Strip &strip, int g, int M, int rows, int &lo, int &
         some[j] = truths(all);
     }
     for (int j = here * VECTORS; j < M * VECTORS; j++) strip.seen[j] = Bits{};
-    int32_t *list = w.list + g / GROUP * (BLOCK_K / PACK);
-    int steps = 0;
-    for (int j = 0; j < VECTORS; j++) {
-        strip.open[j] = some[j] || (PACK == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
-        steps = listed(list, steps, j, some[j]);
-    }
+    w.steps[g / GROUP] = open_vectors(some, strip.open, w.list + g / GROUP * (BLOCK_K / PACK));
     while (lo < hi && !strip.open[lo]) lo++;
     while (lo < hi && !strip.open[hi - 1]) hi--;
-    w.steps[g / GROUP] = steps_of(list, steps);
 }
 
 // Fills in the interval of keys that each of GROUP rows from g on sees in the tile, and narrows lo and hi to the

@@ -13,22 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
+from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import (
-    COMPARISONS,
-    SIZES,
-    TRUE,
-    Expr,
-    find,
-    fold,
-    literal_value,
-    make,
-    renamed,
-    substitute,
-    uses,
-    var,
-    walk,
-)
+from frisket.dsl.ir import SIZES, TRUE, Expr, fold, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
@@ -49,7 +36,7 @@ KEYWORDS = (
     "template this throw true try typedef typeid typename union unsigned using virtual void volatile while xor"
 ).split()
 MACROS = (
-    "ADD AMX APART BYTES BY_LANES EACH_LANE EIGHT FROM_LEFT FROM_RIGHT HALF INLINE INT_BYTES LANES METHOD NULL PAIRS "
+    "AMX APART BYTES BY_LANES EACH_LANE EIGHT FROM_LEFT FROM_RIGHT HALF INLINE INT_BYTES LANES METHOD NULL PAIRS "
     "REAL_BYTES REGISTER REGISTERS REGISTER_BYTES SHUFFLE SIX SWAPPED TERMS UNROLLED WIDER"
 ).split()
 SCALES = {K_SCALE: "k_scale", V_SCALE: "v_scale"}
@@ -135,7 +122,7 @@ class CppKernel:
         if ends is None or ends.rest is not TRUE or self.plan.weight is not None:
             return {}
         roots = {"first_key": ends.first, "last_key": ends.last, "asked": None if ends.asks is TRUE else ends.asks}
-        read = {n.name for e in roots.values() if e is not None for n in find(e, "lookup")}
+        read = {n.name for e in roots.values() if e is not None for n in ir.find(e, "lookup")}
         return roots if read <= known else {}
 
     def _named(self, names: Names) -> dict[str, str]:
@@ -170,7 +157,7 @@ class CppKernel:
             *map(part, ARITHMETIC),
             self.expressions(),
             self.storage(),
-            *map(part, ("scores", "forward", *["bytes"] * whole, "forward_work", "decode")),
+            *map(part, ("scores", "work", "forward", *["bytes"] * whole, "forward_work", "decode")),
             self.entries(),
         ]
         return "\n".join(parts)
@@ -224,7 +211,7 @@ class CppKernel:
         """The expression in the language, with the kernel's names of slots and tables."""
         if not self.named:
             return []
-        shown = show(renamed(root, self.names), known=set(self.names.values()))
+        shown = show(ir.renamed(root, self.names), known=set(self.names.values()))
         return [f"// {line}" for line in textwrap.wrap(shown, 110, break_long_words=False)]
 
     # -- expressions ------------------------------------------------------------------------------
@@ -270,7 +257,7 @@ class CppKernel:
         divisors = {1}
         for root in self.roots.values():
             for e in list(walk(root)) if root is not None else []:
-                shared = e.op == "floordiv" and literal_value(e.args[1], 0) > 0
+                shared = e.op == "floordiv" and ir.literal_value(e.args[1], 0) > 0
                 divisors |= {e.args[1].name if shared and i == 0 else 0 for i, a in enumerate(e.args) if a is var("h")}
         sizes = divisors - {1}
         return sizes.pop() if len(sizes) == 1 else 0  # two divisors would agree only on a common multiple
@@ -283,7 +270,7 @@ class CppKernel:
             lines = [f"    const {self.forms.type(one.node)} {one.name} = {one.text};" for one in needed]
             text = self.printed.values[root]
             # a value that is the same for all keys is spread here, once, and not at every use
-            value = text if self.forms.wide[root] else spread(root, text)
+            value = text if self.forms.wide[root] else expr_cpp.SPREAD[root.type].format(text)
         quoted = [] if plain is None else self.quoted(plain)
         return [*quoted, f"INLINE {head} {{", *lines, f"    return {value};", "}", ""]
 
@@ -333,7 +320,7 @@ def by_distance(roots: Mapping[str, Expr]) -> tuple[dict[str, Expr], dict[str, E
 
     def sees_distance(e: Expr, args: list[bool]) -> bool:
         pair = [slopes[a] for a in e.args]
-        between = _moves_by("sub", pair) if e.op in COMPARISONS and not _fixed(e) else slopes[e]
+        between = _moves_by("sub", pair) if e.op in ir.COMPARISONS and not _fixed(e) else slopes[e]
         return sum(between) == 0 if between else bool(args) and all(args)
 
     on_distance = fold(both, sees_distance)
@@ -341,8 +328,8 @@ def by_distance(roots: Mapping[str, Expr]) -> tuple[dict[str, Expr], dict[str, E
     tabled = [e for e in on_distance if e.type is FLOAT and on_distance[e] and costly[e] and {"q", "k"} <= uses(e)]
     below = {a for e in tabled for a in walk(e) if a is not e}
     tabled = [e for e in tabled if e not in below]
-    leaves = {e: make("distance", (var("q"), var("k")), n, FLOAT) for n, e in enumerate(tabled)}
-    return {n: substitute(e, leaves) for n, e in roots.items()}, {f"distance{n}": e for n, e in enumerate(tabled)}
+    leaves = {e: ir.make("distance", (var("q"), var("k")), n, FLOAT) for n, e in enumerate(tabled)}
+    return {n: ir.substitute(e, leaves) for n, e in roots.items()}, {f"distance{n}": e for n, e in enumerate(tabled)}
 
 
 Slopes = tuple[int, int] | None  # of q and k, where a node is an affine function of these
@@ -379,11 +366,6 @@ SOURCES |= {"b": "call->b_origin + batch", "h": "call->h_origin + head"}
 
 def _boolean(value: bool) -> str:
     return "true" if value else "false"
-
-
-def spread(node: Expr, text: str) -> str:
-    """A single number copied to every lane."""
-    return expr_cpp.SPREAD[node.type].format(text)
 
 
 def _tells_apart(root: Expr) -> bool:

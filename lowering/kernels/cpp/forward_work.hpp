@@ -1,16 +1,5 @@
 // -- work items ---------------------------------------------------------------------------------------------------
 
-// Run `work` of a task with as many workers as there are threads and items for.
-template <class Task> static void spread(const Call *call, Work work, Task &task, int64_t items) {
-    task.workers = call->threads < items ? call->threads : items;
-    if (call->parallel && task.workers > 1) {
-        call->parallel(call->pool, work, &task, task.workers);
-    } else {
-        task.workers = 1;
-        work(&task, 0);
-    }
-}
-
 struct Task {
     const Call *call;
     const int32_t *order;  // [slices, rows] rows of tiles, longest first
@@ -26,12 +15,9 @@ struct Item {
     int rows() const { return (int)(heads * count); }
 };
 
-template <class T = Entry> static T *at_row(const Array &x, int64_t batch, int64_t head, int64_t row) {
-    return (T *)x.data + batch * x.batch + head * x.head + row * x.row;
-}
-
-static Lines<const Entry> rows_of(const Array &x, int64_t batch, int64_t head, const int32_t *rows, int64_t start) {
-    return {at_row<const Entry>(x, batch, head, MOVED ? 0 : start), x.row, rows_from(rows, start)};
+static void clear_sums(Worker &w, int rows) {
+    for (int i = 0; i < rows; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
+    for (int i = 0; i < rows * V_WIDE; i++) w.acc[i] = 0;
 }
 
 // Queries, coordinates and sums of an item's rows.
@@ -60,8 +46,7 @@ static void begin(Worker &w, const Item &item) {
             w.repeated[i] = i > row && alike(w.rows[i - 1], w.rows[i]);
         }
     }
-    for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
-    for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
+    clear_sums(w, all);
 #if AMX && PAIRS
     for (int step = 0; step < STEPS && all == 16; step += 16)
         turn_square(w.turned + step * 16, 16, w.query + step, QUERY);
@@ -89,8 +74,7 @@ static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
 // Packs keys, and values where they need it, unless that was done before.
 static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     const Call *call = item.call;
-    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K;
-    const int64_t name = (item.batch * call->kv_heads + item.kv_head()) * tiles + number;
+    const int64_t name = (item.batch * call->kv_heads + item.kv_head()) * tiles_of(call) + number;
     const int64_t slot = w.slots == 1 ? 0 : number % w.slots;
     Operand *keys = w.tiles + slot * w.tile, *values = keys + KEYS;
     const bool here = in_place(call);
@@ -210,15 +194,10 @@ static void work(void *pointer, int64_t number) {
     const int64_t all = call->batch * call->kv_heads, group = call->heads / call->kv_heads;
     [[maybe_unused]] const MatrixUnit unit;
     Worker *w = take(task.slots, task.tile);
-    if (!w) {
-        __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
-        return;
-    }
+    if (!w) return __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
     for (int64_t n = 0; n < all; n++) {
         const int64_t at = (number * all / task.workers + n) % all, batch = at / call->kv_heads;
-        for (;;) {
-            const int64_t item = __atomic_fetch_add(&task.next[at], 1, __ATOMIC_RELAXED);
-            if (item >= call->rows * group) break;
+        for (int64_t item; (item = next_item(task.next[at])) < call->rows * group;) {
             const int64_t head = at % call->kv_heads * group + item % group;
             const int32_t *order = task.order + call->slice_of[batch * call->heads + head] * call->rows;
             const int64_t start = (int64_t)order[item / group] * call->block_q, left = call->q_len - start;
@@ -235,11 +214,7 @@ static void sort_rows(const Call *call, int64_t slices, int32_t *order) {
         int32_t places_of[66] = {};
         for (int pass = 0; pass < 2; pass++) {
             for (int64_t row = call->rows - 1; row >= 0; row--) {
-                int64_t visits = 0;
-                for (int32_t n = 0; n < call->count[s * call->rows + row]; n++) {
-                    const int32_t *record = call->spans + ((s * call->rows + row) * call->records + n) * 4;
-                    visits += record[3] - record[0];
-                }
+                const int64_t visits = visits_of(call, s * call->rows + row).tiles;
                 const int place = visits ? __builtin_clzll(visits) : 64;
                 if (pass == 0) places_of[place + 1]++;
                 else order[places_of[place]++] = (int32_t)row;
@@ -251,16 +226,15 @@ static void sort_rows(const Call *call, int64_t slices, int32_t *order) {
 
 // 0: done; 1: no memory.
 static int64_t all_rows(const Call *call, int64_t slices) {
-    const int64_t all = call->batch * call->kv_heads, items = call->rows * call->batch * call->heads;
-    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, tile = in_place(call) ? KEYS : TILE;
-    const int64_t most = KEPT_BYTES / (tile * (int64_t)sizeof(Operand));
+    const int64_t all = call->batch * call->kv_heads, tile = in_place(call) ? KEYS : TILE;
     int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * slices * call->rows);
     if (!memory) return 1;
     int32_t *order = (int32_t *)(memory + all);
     for (int64_t i = 0; i < all; i++) memory[i] = 0;
     sort_rows(call, slices, order);
-    Task task = {call, order, memory, 0, tiles < most ? tiles : most > 0 ? most : 1, tile, 0};
-    spread(call, work, task, items);
+    const int64_t workers = workers_for(call, call->rows * call->batch * call->heads);
+    Task task = {call, order, memory, workers, slots_for(call, tile, KEPT_BYTES), tile, 0};
+    spread(call, work, &task, workers);
     free(memory);
     return task.failed;
 }

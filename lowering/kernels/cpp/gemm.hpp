@@ -268,19 +268,20 @@ INLINE void multiply_steps(const Steps &steps, const Operand *a, int64_t a_row, 
 #endif
 }
 
-// Calls run(Vectors<N>, column) for each panel of N vectors of WIDE columns. 5 vectors are 3 and 2: one alone has so
-// few sums that each step waits for the one before.
-template <int COUNT> struct Vectors {
+// A number of rows or vectors that the compiler knows.
+template <int COUNT> struct Count {
     static const int N = COUNT;
 };
+// Calls run(Count<N>, column) for each panel of N vectors of WIDE columns. 5 vectors are 3 and 2: one alone has so few
+// sums that each step waits for the one before.
 template <int WIDE, class Run> INLINE void by_panels(Run run) {
     const int BLOCKS = WIDE / LANES, REST = BLOCKS % MOST;
     const int SPLIT = MOST == 4 && BLOCKS > MOST && REST == 1 ? 3 : 0;
     const int LAST = SPLIT ? 2 : REST;
     int column = 0;
-    for (; column < (BLOCKS - SPLIT - LAST) * LANES; column += MOST * LANES) run(Vectors<MOST>(), column);
-    if (SPLIT) run(Vectors<(SPLIT ? SPLIT : 1)>(), column);
-    if (LAST) run(Vectors<(LAST ? LAST : 1)>(), column + SPLIT * LANES);
+    for (; column < (BLOCKS - SPLIT - LAST) * LANES; column += MOST * LANES) run(Count<MOST>(), column);
+    if (SPLIT) run(Count<(SPLIT ? SPLIT : 1)>(), column);
+    if (LAST) run(Count<(LAST ? LAST : 1)>(), column + SPLIT * LANES);
 }
 
 // -- numbers of 16 and 8 bits -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 const int STEPS = deep(HEAD_DIM);                      // of the product of queries and keys
 const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
 const int VECTORS = BLOCK_K / LANES;
+static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
 const int PANEL = panel(VECTORS);                      // vectors of keys that are multiplied together
 const int BESIDE = AMX ? 1 : PANEL;                    // vectors of keys in a row of packed keys
 
@@ -39,6 +40,16 @@ INLINE int opened(const bool *open, int j) {
     return n;
 }
 
+// Opens the vectors of keys of which some row sees a lane, and lists the steps of a product that rows need.
+INLINE Steps open_vectors(const uint32_t *some, bool *open, int32_t *list) {
+    int count = 0;
+    for (int j = 0; j < VECTORS; j++) {
+        open[j] = some[j] || (PACK == 2 && (j ^ 1) < VECTORS && some[j ^ 1]);
+        count = listed(list, count, j, some[j]);
+    }
+    return steps_of(list, count);
+}
+
 // Tabulates functions of the distance for `rows` queries, the last of which is given, and a tile of keys from `first`
 // on: entry i is that of the last query and key first + i.
 static void by_distance(const Fixed &fixed, const Row &last, Int first, int rows, Real *to, Column *columns) {
@@ -47,12 +58,15 @@ static void by_distance(const Fixed &fixed, const Row &last, Int first, int rows
     for (int i = 0; i < BLOCK_K; i += LANES) columns[i / LANES].distances = to + i + last.q;
 }
 
-// Rows of an item by twos, threes and fours, as even as can be.
-template <class Do> INLINE void by_few(int rows, Do run) {
+// Calls run(Count<N>, row) for the rows of an item by twos, threes and fours, as even as can be.
+template <class Run> INLINE void by_few(int rows, Run run) {
     for (int done = 0, n; done < rows; done += n) {
         const int left = rows - done, parts = (left + 3) / 4;
         n = (left + parts - 1) / parts;
-        run(done, n);
+        if (n == 1) run(Count<1>(), done);
+        else if (n == 2) run(Count<2>(), done);
+        else if (n == 3) run(Count<3>(), done);
+        else run(Count<4>(), done);
     }
 }
 
@@ -60,12 +74,8 @@ template <class Do> INLINE void by_few(int rows, Do run) {
 // have another order than those of many rows: `Call.norm` says which rows were few.
 static void few_products(const Operand *query, int rows, const Stored *keys, const Stored *ahead, int64_t stride,
                          int64_t present, Real *to, int64_t to_row) {
-    by_few(rows, [&](int row, int n) {
-        const Operand *q = query + row * QUERY;
-        Real *scores = to + row * to_row;
-        if (n == 1) return dots<1, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
-        if (n == 2) return dots<2, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
-        if (n == 3) return dots<3, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
-        dots<4, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
+    by_few(rows, [&](auto count, int row) {
+        dots<decltype(count)::N, HEAD_DIM>(query + row * QUERY, QUERY, keys, ahead, stride, present, to + row * to_row,
+                                           to_row);
     });
 }

@@ -129,19 +129,8 @@ INLINE Bits select(Bits c, Bits x, Bits y) { return c ? x : y; }
 #endif
 
 INLINE Vec larger(Vec x, Vec y) { return x > y ? x : y; }  // a NaN of x is dropped, one of y is kept
-INLINE Real largest(Vec x) {
-#if LANES > 1
-    x = larger(x, SHUFFLE(x, x, SWAPPED, 1));
-#endif
-#if LANES > 2
-    x = larger(x, SHUFFLE(x, x, SWAPPED, 2));
-#endif
-#if LANES > 4
-    x = larger(x, SHUFFLE(x, x, SWAPPED, 4));
-#endif
-#if LANES > 8
-    x = larger(x, SHUFFLE(x, x, SWAPPED, 8));
-#endif
+template <int STEP = 1> INLINE Real largest(Vec x) {
+    if constexpr (STEP < LANES) return largest<STEP * 2>(larger(x, SHUFFLE(x, x, SWAPPED, STEP)));
     return x[0];
 }
 INLINE Real sum(Vec x) {
@@ -173,27 +162,14 @@ INLINE uint32_t truths(Bits x) {
 }
 
 // A LANES x LANES square, turned: for each power of two, swap the blocks beside the diagonal.
-#if LANES > 1
-template <int STEP> INLINE void turn(Vec *x) {
-    for (int i = 0; i < LANES; i++) {
-        if (i & STEP) continue;
-        Vec left = x[i], right = x[i + STEP];
-        x[i] = SHUFFLE(left, right, FROM_LEFT, STEP);
-        x[i + STEP] = SHUFFLE(left, right, FROM_RIGHT, STEP);
+template <int STEP = 1> INLINE void transpose(Vec *x) {
+    if constexpr (STEP < LANES) {
+        for (int i = 0; i < LANES; i++) {
+            if (i & STEP) continue;
+            Vec left = x[i], right = x[i + STEP];
+            x[i] = SHUFFLE(left, right, FROM_LEFT, STEP);
+            x[i + STEP] = SHUFFLE(left, right, FROM_RIGHT, STEP);
+        }
+        transpose<STEP * 2>(x);
     }
-}
-#endif
-INLINE void transpose(Vec *x) {
-#if LANES > 1
-    turn<1>(x);
-#endif
-#if LANES > 2
-    turn<2>(x);
-#endif
-#if LANES > 4
-    turn<4>(x);
-#endif
-#if LANES > 8
-    turn<8>(x);
-#endif
 }

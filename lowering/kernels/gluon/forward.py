@@ -125,7 +125,7 @@ class GluonForward(Writer):
     def holes(self) -> dict[str, Any]:
         common, closed = super().holes(), self.closed_form()
         self.hoisted = set()  # lines so far are in the kernel, the next ones in `consume`, which computes them again
-        rate, optional, padded_v = self.plan.rate, self.optional, padded(self.dims.v_dim)
+        optional, padded_v = self.optional, padded(self.dims.v_dim)
         results = [("Top", optional.row_max), ("Low", optional.lse_residual), ("Sinks", optional.sinks)]
         of_group = ("q_full", "s_full", "p_full", "o_full") if self.blackwell else ("q_full", "turns")  # barriers
         width = min(PART, padded_v)
@@ -142,14 +142,11 @@ class GluonForward(Writer):
             "halves": [{"half": half} for half in range(self.groups)],
             "results": "".join(f" {n}," for n, use in results if use),
             **optional.holes,
-            "guard": self.plan.guard,
-            "of_rows": ", mask=present",
             "walk": "Spans, Count, entry, records" if self.tabled else "lo, full_lo, full_hi, hi",
             "passed": self._passed(),
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
             "hoisted": self.before_tiles(),
             "tiles": self._tiles_of_blackwell() if self.blackwell else self.tiles(),
-            "whole": "total" if rate is None else f"(total * (1.0 - {self.arguments[rate].name}))",
             # of the last group, and of the sums that a group reads at once
             "last": self.groups - 1,
             "width": width,
@@ -161,12 +158,9 @@ class GluonForward(Writer):
 
     def _passed(self) -> list[str]:
         """The arguments of `consume` that its expressions read."""
-        by_name = self.arguments
-        origins = [n for n in self.origins() if n in "qk"]
-        names = [n for n in "bh" if n in self.used]
-        names += [f"{n}_origin" for n in origins] + self.sizes()
-        names += self.slots()
-        names += [n for t in self.plan.every_table for n in by_name[t.name].all]
+        origins = [f"{n}_origin" for n in self.origins() if n in "qk"]
+        tables = [n for t in self.plan.every_table for n in self.arguments[t.name].all]
+        names = [*(n for n in "bh" if n in self.used), *origins, *self.sizes(), *self.slots(), *tables]
         return textwrap.wrap(f"{', '.join(names)},", 100) if names else []
 
     def tiles(self) -> list[dict[str, Any]]:
@@ -189,26 +183,20 @@ class GluonForward(Writer):
 
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
-        roots = self.positions if inside else [*self.score, *self.keep_mask]
-        keep_mask = next(iter(self.keep_mask), None)
-        column = self.along_tile("k", "tile * BLOCK_K + columns", roots, written)
-        visible = self.visible(written) if inside else []
+        holes = self.tile_of_keys(inside, self.keep_mask, written)
         return {
-            "positioned": any("k" in uses(r) for r in roots),
-            "column": column,
-            "bounded": any("inside" in line for line in visible),  # the ends of rows already stop at the last key
-            "visible": visible,
-            "score_mod": self.score_mod("score", written, inside and "visible"),
-            "dropout": self.quoted(self.plan.keep_mask, keep_mask, "p = tl.where({}, p, 0.0)", written),
+            **holes,
+            "positioned": any("k" in uses(r) for r in (self.positions if inside else self.full)),
+            # the ends of rows already stop at the last key
+            "bounded": any("inside" in line for line in holes["visible"]),
         }
 
     def _tiles_of_blackwell(self) -> list[dict[str, Any]]:
         """The holes of a record's two loops."""
         _, edge, full = self.tiles()
-        inside = [*self.score, *self.keep_mask]
         ends = 3 if "least" in self.rows else 2  # instructions of a comparison with the ends of a row, and of a select
-        edge |= {"range": "borders", "by_polynomial": by_polynomial(inside, ends + work(self.mask))}
-        full |= {"range": "borders, hi - lo", "by_polynomial": by_polynomial(inside)}
+        edge |= {"range": "borders", "by_polynomial": by_polynomial(self.full, ends + work(self.mask))}
+        full |= {"range": "borders, hi - lo", "by_polynomial": by_polynomial(self.full)}
         return [edge, full]
 
 

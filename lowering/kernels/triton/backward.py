@@ -29,17 +29,12 @@ from .writer import LINE, KernelTraits, Writer, masked, wrapped
 
 DQ, DKV = parts(__package__, "dq"), parts(__package__, "dkv")
 WARP = 32  # threads
+Strings = Collection[str]  # names of arrays, tables and slots, or of kernels
 DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole rows and waits for memory
 
 
 def emit(
-    plan: LoopPlan,
-    target: Target,
-    dims: Dims,
-    grad_names: Collection[str],
-    *,
-    dlse: bool = True,
-    listed: Collection[str] = (),
+    plan: LoopPlan, target: Target, dims: Dims, grad_names: Strings, *, dlse: bool = True, listed: Strings = ()
 ) -> str:
     """The text of the backward's module: `emit(plan, target, Dims(128, 128, "bfloat16"), {"q", "k", "v"})`. The kernels
     compute the gradients of the arrays, tables and slots in `grad_names` (plan names), with or without a cotangent of
@@ -49,13 +44,7 @@ def emit(
 
 
 def kernels(
-    plan: LoopPlan,
-    target: Target,
-    dims: Dims,
-    grad_names: Collection[str],
-    *,
-    dlse: bool = True,
-    listed: Collection[str] = (),
+    plan: LoopPlan, target: Target, dims: Dims, grad_names: Strings, *, dlse: bool = True, listed: Strings = ()
 ) -> list[TritonKernel]:
     """The kernels that these gradients take. Of `target` their text depends on the order of rows, the precision, tensor
     descriptors and on whether each thread of dkv has a load of two numbers of a query."""
@@ -111,7 +100,7 @@ class Sum:
         return "k" if self.gradient.over == "column" else "q"
 
 
-def sums(plan: LoopPlan, grad_names: Collection[str]) -> list[Sum]:
+def sums(plan: LoopPlan, grad_names: Strings) -> list[Sum]:
     """The sums of the tables and slots in `grad_names`, in the order of `backward_of(plan).gradients`; "diagonal" and
     "scatter" are not among them."""
     names, known = reserved_names(plan), arguments(plan)
@@ -136,7 +125,7 @@ class GradientKernel(Writer):
         target: Target,
         dims: Dims,
         traits: KernelTraits,
-        gradients: Collection[str] = (),
+        gradients: Strings = (),
         summed: Iterable[Sum] = (),
         others: Iterable[Expr] = (),
     ) -> None:
@@ -155,7 +144,6 @@ class GradientKernel(Writer):
         # what is None here is not written: its nodes would take registers
         more = [e for e in (self.slope, self.keep_mask, *(w for _, w in self.sums), *others) if e is not None]
         super().__init__(plan, dims, target, replace(traits, selects=True), more)
-        self.full = [*self.score, *more]  # what full tiles ask for
         self.described = target.descriptors and describable(plan, dims)
 
     def kernels(self, part: str, grid: str, length: str, holes: dict[str, Any]) -> list[TritonKernel]:
@@ -181,9 +169,7 @@ class GradientKernel(Writer):
             "apart": self.e == "e",
             "of_arrays": boxes if self.described else "[batch, heads, length, dim], any strides",
             "strides": [{"tensor": x} for x in ("" if self.described else "qkvg" if self.inner else "qkg")],
-            "dropped": self.keep_mask is not None,
             "kept": "" if self.keep_mask is None else " * kept",
-            "rate": "" if self.keep_mask is None else self.arguments[str(self.plan.rate)].name,
             **{f"own_{n}": mask for n, mask in loaded.items()},
             **{f"store_{n}": mask for n, mask in stored.items()},
             "exponent": f"{'modified' if self.score else 'score'} * {common['unit']}",  # the forward's own product
@@ -214,7 +200,8 @@ class GradientKernel(Writer):
     def tile_mask(self, axis: str, inside: str, other: str = ", other=0.0") -> str:
         """The mask of a tile of keys or queries, "d", or of values, "e", whose rows are `inside`; all rows where that
         is empty."""
-        pad = self.value_pad(f"{self.e}[None, :]") if axis == "e" else self.head_pad("d[None, :]")
+        index, dim, length = (self.e, self.dims.v_dim, self.v) if axis == "e" else ("d", self.dims.head_dim, "HEAD_DIM")
+        pad = "" if padded(dim) == dim else f"{index}[None, :] < {length}"
         return masked(inside and f"{inside}[:, None]", pad, other=other)
 
     def inside_of_tile(self) -> list[str]:
@@ -278,9 +265,7 @@ class GradientKernel(Writer):
         ]
 
 
-def _dq_kernels(
-    plan: LoopPlan, target: Target, dims: Dims, grad_names: Collection[str], listed: bool
-) -> list[TritonKernel]:
+def _dq_kernels(plan: LoopPlan, target: Target, dims: Dims, grad_names: Strings, listed: bool) -> list[TritonKernel]:
     """The kernel of dq, and of sums of captured gradients over keys."""
     summed = [s for s in sums(plan, grad_names) if s.along == "q"]
     traits = KernelTraits("attention_dq", listed=listed, parted=listed, longest=LINE + 1)
@@ -297,7 +282,7 @@ def _dq_kernels(
 
 
 def _dkv_kernels(
-    plan: LoopPlan, target: Target, dims: Dims, grad_names: Collection[str], name: str, listed: Collection[str]
+    plan: LoopPlan, target: Target, dims: Dims, grad_names: Strings, name: str, listed: Strings
 ) -> list[TritonKernel]:
     """The kernel of dk and dv, or of one of them, and of sums of captured gradients over queries."""
     summed = [s for s in sums(plan, grad_names) if s.along == "k"]

@@ -9,7 +9,7 @@ results repeat bit for bit. `attention_scatter`: any other table, with atomics; 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,24 +24,18 @@ from frisket.lowering.kernels.units import machine
 from frisket.lowering.plan import LoopPlan
 
 from . import backward, forward
-from .backward import GradientKernel
+from .backward import GradientKernel, Strings
 from .module import Dims, TritonKernel, module
 from .writer import KernelTraits
 
 CAPTURED = parts(__package__, "captured")
 TITLE = "Gradients of captured tensors"
 NAMES = ("attention_diagonal", "attention_plane", "attention_total", "attention_scatter")
-ARRAYS = frozenset("qkv")
+QKV = frozenset("qkv")
 
 
 def emit_all(
-    plan: LoopPlan,
-    target: Target,
-    dims: Dims,
-    *,
-    grad_names: Collection[str] = ARRAYS,
-    sinks: bool = False,
-    listed: Collection[str] = (),
+    plan: LoopPlan, target: Target, dims: Dims, *, grad_names: Strings = QKV, sinks: bool = False, listed: Strings = ()
 ) -> str:
     """The text of all kernels of an attention, to read: `emit_all(plan, target, Dims(128, 128, "bfloat16"))` has the
     forward kernel, and the kernels of the gradients of the arrays, tables and slots in `grad_names`. A table lists the
@@ -81,7 +75,7 @@ def scatter(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, fixe
     return module(TITLE, plan, dims, _scatters(plan, target, dims, gradient, fixed))
 
 
-def kernels(plan: LoopPlan, target: Target, dims: Dims, grad_names: Collection[str]) -> list[TritonKernel]:
+def kernels(plan: LoopPlan, target: Target, dims: Dims, grad_names: Strings) -> list[TritonKernel]:
     """The kernels for the tables in `grad_names`, to read: as if no index were clamped, and of tables that take kernels
     of one name the kernels of the first. Executors print a module for each table read by position."""
     gradients = [g for g in backward_of(plan).gradients if g.source in grad_names]
@@ -107,74 +101,66 @@ def weights(gradients: Sequence[Gradient]) -> list[Expr]:
     return list(dict.fromkeys(g.weight for g in gradients))  # tables that are added to one another have one weight
 
 
-class CapturedKernel:
-    """The base of the kernels of captured gradients: `dm`, the cotangent of the modified score, of one tile wherever it
-    is. The mask is a predicate on every tile, full ones too. `index` is the place in the table where a share goes."""
+class CapturedKernel(GradientKernel):
+    """A kernel of captured gradients, which has `dm`, the cotangent of the modified score, of one tile wherever it is.
+    The mask is a predicate on every tile, full ones too. `index` is the place in the table where a share goes."""
 
     def __init__(
-        self,
-        plan: LoopPlan,
-        target: Target,
-        dims: Dims,
-        name: str,
-        gradients: Sequence[Gradient],
-        index: Sequence[Expr] = (),
-        *numbers: str,
+        self, plan: LoopPlan, target: Target, dims: Dims, name: str, gradients: Sequence[Gradient], *numbers: str
     ) -> None:
-        factors = [machine(w, dims) for w in weights(gradients)]
-        self.factors, self.index = factors, [expr.machine(e) for e in index]
+        self.factors = [machine(w, dims) for w in weights(gradients)]
+        # an entry by distance is known by the diagonal alone
+        self.index = [expr.machine(e) for g in gradients if g.over != "diagonal" for e in g.index]
         traits = KernelTraits(name, bounded=False, shown="present[:, None] & inside[None, :]")
         traits = replace(traits, numbers=(*traits.numbers, *numbers))
         # the grid is none of rows of tiles, so that no order of rows applies
         target = replace(target, order="forward", descriptors=False)
-        self.writer = GradientKernel(plan, target, dims, traits, others=[*factors, *self.index])
-        w = self.writer
-        self.tile_roots = [*w.mask, *w.score, *([] if w.keep_mask is None else [w.keep_mask]), *factors]
+        super().__init__(plan, target, dims, traits, others=[*self.factors, *self.index])
+        dropped = [] if self.keep_mask is None else [self.keep_mask]
+        self.tile_roots = [*self.mask, *self.score, *dropped, *self.factors]
 
-    def holes(self, results: list[str]) -> dict[str, Any]:
+    def common(self, results: list[str]) -> dict[str, Any]:
         """The holes of every kernel; `results` are the lines of its signature for what it writes."""
-        w = self.writer
-        walked = {f"walked_{axis}": w.tile_mask(axis, "inside") for axis in "de"}
-        return {**w.holes(), "results": results, "strides": [{"tensor": x} for x in "qkvg"], **walked}
+        walked = {f"walked_{axis}": self.tile_mask(axis, "inside") for axis in "de"}
+        return {**self.holes(), "results": results, "strides": [{"tensor": x} for x in "qkvg"], **walked}
 
-    def kernel(self, part: str, grid: str, holes: Mapping[str, Any]) -> TritonKernel:
-        return self.writer.kernel(self.writer.filled(CAPTURED[part], holes), grid)
+    def of_part(self, part: str, grid: str, holes: Mapping[str, Any]) -> TritonKernel:
+        """The kernel of a part of the skeleton."""
+        return self.kernel(self.filled(CAPTURED[part], holes), grid)
 
     def positioned(self, used: frozenset[str]) -> list[str]:
         """The coordinates of a tile among those that are used."""
         places = {"q": "start + rows", "k": "tile * BLOCK_K + columns"}
-        return [line for n, local in places.items() if n in used for line in self.writer.coordinate(n, local)]
+        return [line for n, local in places.items() if n in used for line in self.coordinate(n, local)]
 
     def seen(self) -> dict[str, Any]:
         """The holes of `seen`: the condition that the mask shows any position of a tile, and the lines before it."""
-        w = self.writer
-        if not w.bounds:
+        if not self.bounds:
             return {"seen": "seen > 0"}
         return {
-            "formulas": w.lines([w.bounds["first"], w.bounds["last"]], SCALAR, set(w.hoisted)),
-            "bounds": [f"{name} = {w.bound(name)}" for name in ("first", "last")],
+            "formulas": self.lines([self.bounds["first"], self.bounds["last"]], SCALAR, set(self.hoisted)),
+            "bounds": [f"{name} = {self.bound(name)}" for name in ("first", "last")],
             "seen": "(first < (tile + 1) * BLOCK_K) & (last >= tile * BLOCK_K)",
         }
 
     def one_tile(self, roots: Sequence[Expr], levels: Sequence[int], written: set[str]) -> dict[str, Any]:
         """The holes of `cotangent`, and the lines that `roots` need before it of these levels."""
-        w = self.writer
         return {
-            "row_and_column": [*w.line(roots), *(x for level in levels for x in w.lines(roots, level, written))],
-            "visible": w.visible(written),
-            **w.modified(written, "visible"),
+            "row_and_column": [*self.line(roots), *(x for level in levels for x in self.lines(roots, level, written))],
+            "visible": self.visible(written),
+            **self.modified(written, "visible"),
         }
 
     def shared(self, weight: Expr, written: set[str]) -> dict[str, Any]:
         """The lines of `dm` times a weight, as `share`."""
-        lines, share = self.writer.times(weight, "weight", written, "visible")
+        lines, share = self.times(weight, "weight", written, "visible")
         return {"weight": lines, "share": share}
 
     def into(self, source: str, written: set[str], load_mask: str = "") -> list[str]:
         """The lines of `to`, the entry of the table `source` for every position."""
-        w, sizes = self.writer, self.writer.arguments[source].sizes
-        lines = w.lines(self.index, POSITION, written, load_mask)
-        entries = [f"clamp({w.value(e)}, {n})" for e, n in zip(self.index, sizes, strict=True)]
+        sizes = self.arguments[source].sizes
+        lines = self.lines(self.index, POSITION, written, load_mask)
+        entries = [f"clamp({self.value(e)}, {n})" for e, n in zip(self.index, sizes, strict=True)]
         inner = zip(entries[1:], sizes[1:], strict=True)
         # a large table has more entries than 32 bits count
         return [*lines, f"to = tl.cast({entries[0]}, tl.int64)", *(f"to = to * {n} + {entry}" for entry, n in inner)]
@@ -182,57 +168,49 @@ class CapturedKernel:
 
 def _diagonal(plan: LoopPlan, target: Target, dims: Dims, gradients: Sequence[Gradient]) -> TritonKernel:
     """The kernel of gradients by distance."""
-    kernel = CapturedKernel(plan, target, dims, "attention_diagonal", gradients, (), "share")
-    w, roots, n = kernel.writer, kernel.tile_roots, len(kernel.factors)
+    w = CapturedKernel(plan, target, dims, "attention_diagonal", gradients, "share")
+    roots, n = w.tile_roots, len(w.factors)
     results = [
         "Sums,  # float32 [batch, heads, weights, parts, 2, block diagonals, BLOCK_K]: gradients of",
         f"# {' and '.join(dict.fromkeys(w.read(g) for g in gradients))}, by distance",
     ]
-    common = {**kernel.holes(results), "hoisted": w.lines(roots, SCALAR), **kernel.seen()}
+    common = {**w.common(results), "hoisted": w.lines(roots, SCALAR), **w.seen()}
     written = set(w.hoisted)
-    totals = [{"total": w.names.numbered("sum")} for _ in kernel.factors]
+    totals = [{"total": w.names.numbered("sum")} for _ in w.factors]
     holes = {
         **common,
-        "coordinates": kernel.positioned(frozenset[str]().union(*map(uses, roots))),
-        **kernel.one_tile(roots, (ROW, COLUMN), written),
+        "coordinates": w.positioned(frozenset[str]().union(*map(uses, roots))),
+        **w.one_tile(roots, (ROW, COLUMN), written),
         "totals": [
-            {**total, **kernel.shared(factor, written), "at": "place" if n == 1 else f"(place * {n} + {i})"}
-            for i, (total, factor) in enumerate(zip(totals, kernel.factors, strict=True))
+            {**total, **w.shared(factor, written), "at": "place" if n == 1 else f"(place * {n} + {i})"}
+            for i, (total, factor) in enumerate(zip(totals, w.factors, strict=True))
         ],
     }
-    return kernel.kernel("diagonal", "(block diagonals * parts, heads, batch)", holes)
+    return w.of_part("diagonal", "(block diagonals * parts, heads, batch)", holes)
 
 
 def _plane(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, shared: str) -> TritonKernel:
     """The kernel of a table with a place for every query and key."""
     all_heads, all_batches = "h" in shared, "b" in shared
     numbers = ("batches",) * all_batches
-    kernel = CapturedKernel(plan, target, dims, "attention_plane", [gradient], gradient.index, *numbers)
-    w = kernel.writer
-    common = kernel.holes([f"Into,  # float32, contiguous: the gradient of {w.read(gradient)}"])
-    entries = [line for level in (SCALAR, ROW, COLUMN) for line in w.lines(kernel.index, level)]
-    entries += kernel.into(gradient.source, w.hoisted)
+    w = CapturedKernel(plan, target, dims, "attention_plane", [gradient], *numbers)
+    common = w.common([f"Into,  # float32, contiguous: the gradient of {w.read(gradient)}"])
+    entries = [line for level in (SCALAR, ROW, COLUMN) for line in w.lines(w.index, level)]
+    entries += w.into(gradient.source, w.hoisted)
     written = set(w.hoisted)
-    b, h = w.own_coordinate("b"), w.own_coordinate("h")
     holes = {
         **common,
         "all_heads": all_heads,
         "all_batches": all_batches,
-        "line_of_head": [] if all_heads else ["head = tl.program_id(1)"],
-        "line_of_batch": [] if all_batches else ["batch = tl.program_id(2)"],
-        "h_of_program": [] if all_heads else h,
-        "b_of_program": [] if all_batches else b,
-        "h_of_step": h if all_heads else [],
-        "b_of_step": b if all_batches else [],
         "vectors": [] if all_batches else common["vectors"],
-        "coordinates": kernel.positioned(frozenset("qk")),
+        "coordinates": w.positioned(frozenset("qk")),
         "into": entries,
-        **kernel.seen(),
-        **kernel.one_tile(kernel.tile_roots, (SCALAR, ROW, COLUMN), written),
-        **kernel.shared(kernel.factors[0], written),
+        **w.seen(),
+        **w.one_tile(w.tile_roots, (SCALAR, ROW, COLUMN), written),
+        **w.shared(w.factors[0], written),
     }
     grid = f"(q tiles * k tiles, {'1' if all_heads else 'heads'}, {'1' if all_batches else 'batch'})"
-    return kernel.kernel("plane", grid, holes)
+    return w.of_part("plane", grid, holes)
 
 
 def _scatters(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, fixed: bool) -> list[TritonKernel]:
@@ -245,8 +223,8 @@ def _walk(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, adds: 
     """A kernel whose program owns a tile of queries and walks the tiles of keys it sees. It `adds` the magnitudes of
     shares to a "total", their "counts" of units to a table, or the "shares" themselves."""
     name = "attention_total" if adds == "total" else "attention_scatter"
-    kernel = CapturedKernel(plan, target, dims, name, [gradient], gradient.index)
-    w, roots = kernel.writer, [*kernel.tile_roots, *kernel.index]
+    w = CapturedKernel(plan, target, dims, name, [gradient])
+    roots = [*w.tile_roots, *w.index]
     what = f"contiguous: the gradient of {w.read(gradient)}"
     results = {
         "total": ["Total,  # float32 [batch, heads, q tiles]: the sum of the magnitudes of all that is added"],
@@ -257,12 +235,12 @@ def _walk(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, adds: 
         "shares": [f"Into,  # float32, {what}"],
     }
     line_of_q = w.coordinate("q", "start + rows") if "q" in w.used else []
-    common = {**kernel.holes(results[adds]), "own": line_of_q, **w.closed_form()}
+    common = {**w.common(results[adds]), "own": line_of_q, **w.closed_form()}
     hoisted = [*w.lines(roots, SCALAR), *w.lines(roots, ROW)]
     written = set(w.hoisted)
-    walked = kernel.one_tile(roots, (COLUMN,), written)
-    walked["row_and_column"][:0] = kernel.positioned(w.used & {"k"})
-    share = kernel.shared(kernel.factors[0], written)
+    walked = w.one_tile(roots, (COLUMN,), written)
+    walked["row_and_column"][:0] = w.positioned(w.used & {"k"})
+    share = w.shared(w.factors[0], written)
     holes = {
         **common,
         "hoisted": hoisted,
@@ -273,6 +251,6 @@ def _walk(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, adds: 
         "total": adds == "total",
         "fixed": adds == "counts",
         "atomic": adds == "shares",
-        "into": [] if adds == "total" else kernel.into(gradient.source, written, "visible"),
+        "into": [] if adds == "total" else w.into(gradient.source, written, "visible"),
     }
-    return kernel.kernel("scatter", "(q tiles, heads, batch)", holes)
+    return w.of_part("scatter", "(q tiles, heads, batch)", holes)

@@ -26,7 +26,6 @@ from typing import Any
 from frisket.dsl.ir import Expr, build, lookup, make, transform, var
 from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN
 from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import fields, filled, parts
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
@@ -34,11 +33,10 @@ from frisket.lowering.kernels.units import machine
 from frisket.lowering.plan import LoopPlan
 
 from .module import Dims, TritonKernel, check_tile, module, padded, widths
-from .writer import KernelTraits, Writer, masked, wrapped
+from .writer import PAGE, TOKEN, KernelTraits, Writer, masked, wrapped
 
 FORWARD, DECODE = parts(__package__, "forward"), parts(__package__, "decode")
 SUMS = parts(__package__, "dkv")["sums"]
-PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and their places in it, which a kernel knows
 H, FIRST = var("h"), var("h_first")  # the head, and the first of those in a tile
 
 
@@ -193,13 +191,12 @@ class ForwardKernel(Writer):
         self.placed = {PAGE: Text("page[None, :]" if self.numbered else "page"), TOKEN: Text(f"{token}[None, :]")}
         self.page_of = lookup(plan.pages, (var("b"), var("k") // plan.page), INT) if plan.pages else None
         self.keep_mask = [] if plan.keep_mask is None else [expr.machine(plan.keep_mask)]
-        levels = {**traits.levels, PAGE.name: COLUMN, TOKEN.name: COLUMN}
-        self.weight = [] if plan.weight is None else [machine(self.rewritten(plan.weight), dims, levels)]
+        self.weight = [] if plan.weight is None else [machine(self.rewritten(plan.weight), dims, traits.levels)]
         if traits.name == "attention_decode":
             target = replace(target, order="forward", descriptors=False)
         if self.paged:
             traits = replace(traits, numbers=(*traits.numbers, "pool"))
-        super().__init__(plan, dims, target, traits, [*self.keep_mask, *self.weight], levels)
+        super().__init__(plan, dims, target, traits, [*self.keep_mask, *self.weight])
         self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
         same = dims.head_dim == dims.v_dim
         # one set of masks and offsets for both
@@ -270,7 +267,6 @@ class ForwardKernel(Writer):
             "ranges": common["ranges"] if decodes else "used",
             "axes": [f"{', '.join(p.index for p in a)} = {', '.join(p.positions for p in a)}" for a in axes],
             **self.optional.holes,
-            "guard": self.plan.guard,
             **fields(self, "paged numbered described unwritten cast"),
             "tensors": self._tensors("" if decodes else "Out"),
             "strides": [{"tensor": x} for x in ("o" if self.described else "qkvo")],
@@ -283,10 +279,8 @@ class ForwardKernel(Writer):
             **self.closed_form(),
             "hoisted": self.before_tiles(),
             "tiles": self.tiles(),
-            "whole": f"(total * {self.survival})" if self.survival else "total",
             "survived": f" * (1.0 / {self.survival})" if self.survival else "",
             "v_dim": self.v,
-            "of_rows": ", mask=present",
         }
 
     def _tensors(self, out: str) -> list[str]:
@@ -371,12 +365,10 @@ class ForwardKernel(Writer):
 
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
-        roots = self.positions if inside else [*self.score, *self.keep_mask, *self.weight]  # full tiles ask no mask
         # keys of a border tile have values to read
         seen = "seen" if self.unwritten else "inside"
         row, column = (f"{inside}[None, :]", f"{seen}[:, None]") if inside else ("", "")
         first, last, scale = self.head[0], self.head[-1], self.units()["scale"]
-        keep_mask, weight = (next(iter(roots), None) for roots in (self.keep_mask, self.weight))
         return {
             "head": [
                 {**p.holes(row, "[:, None]"), "sum": ", score" * (p is not first), "scale": scale * (p is last)}
@@ -384,26 +376,17 @@ class ForwardKernel(Writer):
             ],
             "values": [p.holes(column) for p in self.values],
             "number_of_page": self._number_of_page(inside),
-            "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
-            "visible": self.visible(written) if inside else [],
-            "score_mod": self.score_mod("score", written, inside and "visible"),
-            "dropout": self.quoted(self.plan.keep_mask, keep_mask, "p = tl.where({}, p, 0.0)", written),
-            "weight": self._weighed(weight, inside, written),
+            **self.tile_of_keys(inside, self.keep_mask, written),
+            "weight": self._weighed(inside, written),
         }
 
-    def _weighed(self, weight: Expr | None, inside: str, written: set[str]) -> list[str]:
+    def _weighed(self, inside: str, written: set[str]) -> list[str]:
         """The lines that multiply the weights of a tile by those of its values."""
-        if weight is None:
+        if not self.weight:
             return []
-        scaled = wrapped(f"scaled = {self.value(weight)}")
+        scaled = wrapped(f"scaled = {self.value(self.weight[0])}")
         product = "p = tl.where(visible, p * scaled, 0.0)" if inside else "p *= scaled"
-        return [*self.quoted(self.plan.weight, weight, "", written), scaled, product]
-
-    @property
-    def survival(self) -> str:
-        """The divisor of a weight that survived dropout."""
-        rate = self.plan.rate
-        return "" if rate is None else f"(1.0 - {self.arguments[rate].name})"
+        return [*self.quoted(self.plan.weight, self.weight[0], "", written), scaled, product]
 
 
 NUMBERS = {"split": ("splits",), "balanced": ("queries", "pack"), "listed": ("queries",)}  # by what divides the rows

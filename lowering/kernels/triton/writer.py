@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses
+from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses, var
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.intervals import K0, K1
@@ -30,11 +30,12 @@ from frisket.lowering.kernels.units import ALONG, GATHERED, Q_LINE, START, by_di
 from frisket.lowering.plan import LoopPlan
 
 from . import expr as expr_triton
-from .module import Argument, Dims, TritonKernel, arguments, padded, reserved_names, rows_of_tables
+from .module import Argument, Dims, TritonKernel, arguments, reserved_names, rows_of_tables
 
 QUERIES = frozenset(("q", "q0", "q1"))
 EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
 LINE = 105  # of a load, before its indentation
+PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and their places in it, which a kernel knows
 LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
 
 
@@ -70,23 +71,16 @@ class KernelTraits:
     @property
     def levels(self) -> Mapping[str, int]:
         """When the coordinates are known, for a tile of queries."""
-        return {**LEVELS, "h": ROW} if self.packs else LEVELS
+        return {**LEVELS, PAGE.name: COLUMN, TOKEN.name: COLUMN, **({"h": ROW} if self.packs else {})}
 
 
 class Writer:
     """The writer of a kernel whose program owns one row of tiles. `more` are the expressions that a position needs
-    beside mask and score mod, such as that of dropout; `when` gives the levels of the coordinates. A swapped kernel of
-    a mask reads its records from a table; others may have them from a closed form."""
+    beside mask and score mod, such as that of dropout. A swapped kernel of a mask reads its records from a table;
+    others may have them from a closed form."""
 
-    def __init__(
-        self,
-        plan: LoopPlan,
-        dims: Dims,
-        target: Target,
-        traits: KernelTraits,
-        more: Iterable[Expr],
-        when: Mapping[str, int] = LEVELS,
-    ) -> None:
+    def __init__(self, plan: LoopPlan, dims: Dims, target: Target, traits: KernelTraits, more: Iterable[Expr]) -> None:
+        when = traits.levels
         self.plan, self.dims, self.target, self.traits = plan, dims, target, traits
         self.axes = axes_of(target)
         self.wide = ".to(tl.int64)" if plan.int64 else ""
@@ -109,7 +103,8 @@ class Writer:
         known = levels(*self.mask, when={**when, **ALONG})
         # a Bool that no position decides, which only the interpreter minds
         self.spread = any(n.type is BOOL and n.op != "const" and at == SCALAR for n, at in known.items())
-        self.positions = [*self.mask, *self.score, *more]
+        self.full = [*self.score, *more]  # what a position of a full tile asks for
+        self.positions = [*self.mask, *self.full]
         inner = [*self.positions, *self.rows.values()]
         roots = (*self.bounds.values(), *inner)
         self.used = frozenset[str]().union(*map(uses, roots))
@@ -300,13 +295,7 @@ class Writer:
             f"away = rows{rows} - columns{columns} + (BLOCK_K - 1)",
         ]
 
-    def head_pad(self, index: str) -> str:
-        return "" if padded(self.dims.head_dim) == self.dims.head_dim else f"{index} < HEAD_DIM"
-
-    def value_pad(self, index: str) -> str:
-        return "" if padded(self.dims.v_dim) == self.dims.v_dim else f"{index} < {self.v}"
-
-    # -- rows of tiles ----
+    # -- rows of tiles -----------------------------------------------------------------------------
 
     def rewritten(self, e: Expr) -> Expr:
         """A score mod or weight as this kernel reads it."""
@@ -368,11 +357,21 @@ class Writer:
             "conversions": self.conversions(),
             "line_of_b": self.own_coordinate("b"),
             "line_of_h": self.own_coordinate("h"),
+            "guard": self.plan.guard,
+            "of_rows": ", mask=present",
+            "survival": self.survival,
+            "whole": f"(total * {self.survival})" if self.survival else "total",
             "ranges": "tl.load(Count + entry)",
             "loaded": False,
             "edges": False,
             "counts": ["border, full = full_lo - lo + hi - full_hi, full_hi - full_lo"] * traits.parted,
         }
+
+    @property
+    def survival(self) -> str:
+        """The divisor of a weight that survived dropout."""
+        rate = self.plan.rate
+        return "" if rate is None else f"(1.0 - {self.arguments[rate].name})"
 
     def own_coordinate(self, name: str) -> list[str]:
         """The line of `b` or `h` from the program's batch entry or head, where expressions read it."""
@@ -503,6 +502,16 @@ class Writer:
         whole = root is None or "score" in uses(root)
         line = f"{name} = {{}}" if whole else f"_, {name} = tl.broadcast(score, tl.cast({{}}, tl.float32))"
         return self.quoted(self.plan.score, root, line, written, mask)
+
+    def tile_of_keys(self, inside: str, keep_mask: Sequence[Expr], written: set[str]) -> dict[str, Any]:
+        """The holes of a forward's tile between its two products."""
+        roots, root = self.positions if inside else self.full, next(iter(keep_mask), None)
+        return {
+            "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
+            "visible": self.visible(written) if inside else [],
+            "score_mod": self.score_mod("score", written, inside and "visible"),
+            "dropout": self.quoted(self.plan.keep_mask, root, "p = tl.where({}, p, 0.0)", written),
+        }
 
     def along_tile(self, name: str, local: str, roots: Sequence[Expr], written: set[str]) -> list[str]:
         """The coordinate along the walked axis, where `roots` read it, and the lines of values that depend on it."""

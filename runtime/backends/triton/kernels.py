@@ -53,7 +53,7 @@ def text(
     if few is not None and g.q_len < PACK:
         decode_target = replace(few.target, splits=0) if few.balanced else few.target
         return emit_decode(plan, decode_target, dims, OptionalArrays(sinks=sinks), **few.flags), few.target
-    grad_names = captured.ARRAYS.union(dims.device_slots, (t.name for t in plan.tables if t.source in learned))
+    grad_names = captured.QKV.union(dims.device_slots, (t.name for t in plan.tables if t.source in learned))
     names = OF_GRADIENTS if few is not None else ("attention_forward", *OF_GRADIENTS)
     listed = of_kernels(names, plan, spans, g, target, tiles.processors())
     return captured.emit_all(plan, target, dims, grad_names=grad_names, sinks=sinks, listed=listed), target

@@ -51,9 +51,7 @@ def multiply(
 @gluon.jit
 def consume(
     half: gl.constexpr, Out, outs, scores, sums, s_full, p_full, o_full,
-    Lse,$results batch, head, place, start, scale, q_len, kv_len,
-    $walk,
-    $passed
+    $include shared.consumed
     BLOCK_K: gl.constexpr,
 ):
     """Attention of a warp group's queries, of which every thread has one: softmax between products of `multiply`."""
@@ -118,9 +116,7 @@ def attention_forward(
             $for halves:
                 (consume, (
                     gl.constexpr($half), Out, outs, scores, sums, s_full, p_full, o_full,
-                    Lse,$results batch, head, place, start, scale, q_len, kv_len,
-                    $walk,
-                    $passed
+                    $include shared.consumed
                     BLOCK_K,
                 )),
             (multiply, (

@@ -6,9 +6,7 @@ $include shared.produce
 @gluon.jit
 def consume(
     half: gl.constexpr, Out, outs, queries, keys, values, q_full, k_full, k_free, v_full, v_free, turns,
-    Lse,$results batch, head, place, start, scale, q_len, kv_len,
-    $walk,
-    $passed
+    $include shared.consumed
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Attention of one half of the queries: a warp group that computes while the other one's products run."""
@@ -64,9 +62,7 @@ def attention_forward(
             $for halves:
                 (consume, (
                     gl.constexpr($half), Out, outs, queries, keys, values, q_full, k_full, k_free, v_full, v_free, turns,
-                    Lse,$results batch, head, place, start, scale, q_len, kv_len,
-                    $walk,
-                    $passed
+                    $include shared.consumed
                     BLOCK_Q, BLOCK_K, STAGES,
                 )),
             $include shared.producer

@@ -48,6 +48,12 @@ values = gl.allocate_shared_memory(V.dtype, [STAGES] + V.block_type.shape, V.lay
 $for barriers:
     $name = gl.allocate_shared_memory(gl.int64, [$count, 1], mbarrier.MBarrierLayout())
 
+$part consumed
+$# What `consume` takes behind memory and barriers.
+Lse,$results batch, head, place, start, scale, q_len, kv_len,
+$walk,
+$passed
+
 $part produce
 @gluon.jit
 def produce(

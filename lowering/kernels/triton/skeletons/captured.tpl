@@ -104,15 +104,15 @@ $jit
 def attention_plane(
     $include signature
 ):
-    $line_of_head
-    $line_of_batch
+    head = tl.program_id(1)  $if not all_heads
+    batch = tl.program_id(2)  $if not all_batches
     row, tile = tl.program_id(0) // tl.cdiv(kv_len, BLOCK_K), tl.program_id(0) % tl.cdiv(kv_len, BLOCK_K)
     start = row * BLOCK_Q
     $include shared.gradient_axes
     $include shared.values
     $include shared.gradient_factors
-    $h_of_program
-    $b_of_program
+    $line_of_h  $if not all_heads
+    $line_of_b  $if not all_batches
     $coordinates
     $into
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
@@ -121,8 +121,8 @@ def attention_plane(
         for head in range(heads):  $if all_heads
             place = batch * heads + head
             distinct = tl.load(SliceOf + place) * tl.cdiv(q_len, BLOCK_Q)  $if tabled
-            $b_of_step
-            $h_of_step
+            $line_of_b  $if all_batches
+            $line_of_h  $if all_heads
             $include seen
             if $seen:  $if masked
                 $include arrays

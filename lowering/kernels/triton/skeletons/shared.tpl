@@ -173,7 +173,7 @@ e = tl.arange(0, DIM_V)  $if apart
 
 $part gradient_factors
 unit = $in_unit * LOG2E  $if in_unit
-survivor = 1.0 / (1.0 - $rate)  $if dropped
+survivor = 1.0 / $survival  $if survival
 
 $part stats
 $# The numbers of attention_delta for a tile of queries; `at_q` counts its first row over all heads.

@@ -59,7 +59,7 @@ GOLDEN = {
 
 def without_parts(source):
     """The source, with a line for each text that every kernel contains: the hand-written headers and the call."""
-    for name in (*cpp.ARITHMETIC, "scores", "forward", "forward_work", "decode"):
+    for name in (*cpp.ARITHMETIC, "scores", "work", "forward", "forward_work", "decode"):
         source = source.replace(cpp.part(name), f'#include "{name}.hpp"\n')
     return source.replace(call.text(), '#include "call.hpp"\n')
 

@@ -9,7 +9,7 @@ import pytest
 import frisket as fk
 from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import forward as triton_forward
-from frisket.lowering.kernels.triton.captured import ARRAYS
+from frisket.lowering.kernels.triton.captured import QKV
 from frisket.lowering.kernels.triton.module import Dims
 
 SHAPE = {"q_len": 4096, "heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
@@ -34,7 +34,7 @@ def test_triton_source_has_the_forward_and_backward_kernels(mask, score):
     dims = Dims(128, 128, "bfloat16", 8)
     forward = triton_forward.emit(stages.plan, stages.target, dims)
     listed = {"attention_dkv"}  # one head has fewer columns than there are processors, in the tiles of any Triton
-    backward = triton_backward.emit(stages.plan, stages.target, dims, ARRAYS, dlse=False, listed=listed)
+    backward = triton_backward.emit(stages.plan, stages.target, dims, QKV, dlse=False, listed=listed)
     steps = ["attention_delta", "attention_dq", "attention_dkv", "attention_dkv_sums"]
     assert names(stages.source) == ["attention_forward", *steps]
     for name in names(stages.source):

@@ -122,6 +122,8 @@ INLINE void interval(const Fixed &fixed, const Row &row, int64_t tile, int64_t k
 
 #include "scores.hpp"
 
+#include "work.hpp"
+
 #include "forward.hpp"
 
 #include "forward_work.hpp"
