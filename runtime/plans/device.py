@@ -32,7 +32,7 @@ from frisket.lowering.analysis.layout import bind, grid_of, swap
 from frisket.lowering.analysis.solve import facts_of
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiling import check_block, check_reach
-from frisket.lowering.features import DENSE
+from frisket.lowering.kernels.features import DENSE
 from frisket.lowering.pipeline import UNDRAWN, finite_tables, holds, limits_of, loop_plan, simplified_program
 from frisket.lowering.plan import RUN_LIMIT, Geometry, LoopPlan, Problem, ProgramFacts, Spans
 from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
