@@ -41,7 +41,6 @@ from frisket.dsl.ir import (
 from frisket.dsl.show import show
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Runs
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
 
@@ -49,6 +48,7 @@ from .count import Rowwise, literal
 from .groups import Beyond
 from .intervals import ends
 from .questions import always, never
+from .runs import Runs
 from .tiles import FULL, Grid, Scope, Spent
 
 Array = NDArray[Any]

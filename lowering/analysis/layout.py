@@ -23,10 +23,11 @@ from frisket.dsl.ir import TRUE, Expr, lit, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT
 from frisket.dsl.work import outside, steps
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Bounds, Problem, Runs, Spans, fitted, from_boxes, merge, records, share
+from frisket.lowering.plan import Bounds, Problem, Spans
 from frisket.lowering.simplify import simplify
 
 from .rows import RowIntervals, by_query, row_intervals, sweep
+from .runs import Runs, fitted, from_boxes, merge, records, share
 from .table import Table
 from .tiles import FULL, PARTIAL, Grid, Scope, Spent, classify
 from .tiles import outside as outside_of

@@ -24,11 +24,12 @@ from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, substitute, uses, walk
 from frisket.dsl.sugar import maximum, minimum, where
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Bounds, Runs, merge
+from frisket.lowering.plan import Bounds
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
 
 from .intervals import K0, K1, Q0, Q1
+from .runs import Runs, merge
 from .solve import Curve, K, Q, System, depends, disjuncts, solve, solve_equal_entries, system
 from .tiles import Grid, Scope, outside
 

@@ -32,10 +32,11 @@ from frisket.lowering.analysis.layout import (
 )
 from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.rows import RowIntervals
+from frisket.lowering.analysis.runs import Runs, from_records
 from frisket.lowering.analysis.solve import sides_of_ids
 from frisket.lowering.analysis.table import Table, TableFacts
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
-from frisket.lowering.plan import Bounds, Problem, Runs, Spans, from_records, is_positive, is_start
+from frisket.lowering.plan import Bounds, Problem, Spans, is_positive, is_start
 from frisket.lowering.simplify import simplify
 
 Array = NDArray[Any]

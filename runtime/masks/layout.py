@@ -27,10 +27,11 @@ from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import Lookup, first_empty_row, first_visible, lookups, pair_counts
 from frisket.lowering.analysis.groups import Beyond
 from frisket.lowering.analysis.layout import AnalysedMask, bind_in_part, grid_of
+from frisket.lowering.analysis.runs import Runs
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import WORK, Grid, Scope, Spent
 from frisket.lowering.analysis.tiling import Tiling, check_block, check_reach
-from frisket.lowering.plan import Problem, Runs
+from frisket.lowering.plan import Problem
 from frisket.lowering.simplify import ProgramExprs, prepare, simplify
 from frisket.runtime.draw.terminal import draw
 from frisket.runtime.machine.caller import outside

@@ -21,7 +21,8 @@ from frisket.dsl.errors import BackendError, ParameterError
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import KV_INPUTS, RUN_LIMIT, LoopPlan, Problem, derived_table
+from frisket.lowering.analysis.table import RUN_LIMIT, derived_table
+from frisket.lowering.plan import KV_INPUTS, LoopPlan, Problem
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import cpp as planner_cpp
 from frisket.lowering.planner import triton as planner_triton
