@@ -33,7 +33,7 @@ from .plan import MAX_DECODE_QUERIES, RATE, SEED, Bounds, LoopPlan, Problem, Pro
 from .simplify import ProgramExprs, prepare, simplify
 
 Array = NDArray[Any]
-CACHED = 256  # compilations kept
+CACHED = 256  # plans kept
 UNDRAWN = {SEED: 0, RATE: 0.0}  # each call has other values
 
 
@@ -122,7 +122,7 @@ class TiledPlan:
     plan: LoopPlan  # of many tile sizes: the tables that are uploaded for it are remembered on it
     slots: Mapping[str, Any]
     tables: Mapping[str, Array]
-    compiled: SimplifiedProgram
+    program: SimplifiedProgram
     problem: Problem
     block: tuple[int, int]
     decode_spans: Spans | None = None  # the spans of few queries, where no layout is needed for them
@@ -130,15 +130,15 @@ class TiledPlan:
 
     @property
     def simplified(self) -> ProgramExprs:
-        return self.compiled.simplified
+        return self.program.simplified
 
     @property
     def rules(self) -> Counter[str]:
-        return self.compiled.rules
+        return self.program.rules
 
     @cached_property
     def layout(self) -> Tiling:
-        return self.analysed or self.compiled.layout(self.problem, self.block)
+        return self.analysed or self.program.layout(self.problem, self.block)
 
     @property
     def facts(self) -> Any:

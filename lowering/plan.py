@@ -259,12 +259,11 @@ class LoopPlan:
         return next((s.name for s in self.slots if s.source == RATE), None)
 
     def __str__(self) -> str:
-        lines = [f"mask     {'every position' if self.mask is None else show(self.mask, self._names())}"]
-        lines.append(f"score    {'as it is' if self.score is None else show(self.score, self._names())}")
-        if self.keep_mask is not None:
-            lines.append(f"kept     {show(self.keep_mask, self._names())}")
-        if self.weight is not None:
-            lines.append(f"weight   {show(self.weight, self._names())}")
+        names = [s.name for s in self.slots] + [t.name for t in self.every_table]
+        lines = [f"mask     {'every position' if self.mask is None else show(self.mask, names)}"]
+        lines.append(f"score    {'as it is' if self.score is None else show(self.score, names)}")
+        exprs = {"kept": self.keep_mask, "weight": self.weight}
+        lines += [f"{label:8} {show(e, names)}" for label, e in exprs.items() if e is not None]
         if self.pages is not None:
             lines.append(f"pages    of {self.page} keys, by {self.pages}")
         if self.unwritten:
@@ -273,16 +272,13 @@ class LoopPlan:
             lines.append("bounds   read from the span table")
         else:
             for name in ("first", "full_first", "full_last", "last"):
-                lines.append(f"{name:10} = {show(getattr(self.bounds, name), self._names())}")
+                lines.append(f"{name:10} = {show(getattr(self.bounds, name), names)}")
         lines.append(f"guard    {'a row may be empty: -inf is checked' if self.guard else 'no row is empty'}")
         lines += [f"slot     {s.name} = {s.value if s.source is None else s.source}" for s in self.slots]
         lines += [f"table    {t.name} = {t.source}{' by index' if t.derived else ''}" for t in self.tables]
         lines += [f"table    {t.name} = {t.derived.replace('_', ' ')} of {t.source}" for t in self.run_tables]
         lines.append(f"integers {64 if self.int64 else 32} bits")
         return "\n".join(lines)
-
-    def _names(self) -> list[str]:
-        return [s.name for s in self.slots] + [t.name for t in self.every_table]
 
     def slot_values(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """A value for every slot, from the literals lifted and the user's parameters."""

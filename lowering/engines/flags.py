@@ -15,7 +15,7 @@ Documents in a row, as variable-length attention takes them, are fitted to the k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -223,16 +223,13 @@ class _Binding:
                 return packed
             flags = packed
         slopes = None if form.slope is None else self.slopes(form.slope)
-        factor = 1.0 if form.factor is None else self.number(form.factor)
-        softcap = None if form.softcap is None else self.number(form.softcap)
-        scores = factor, softcap, slopes, form.distance
-        return Flags(flags.left, flags.right, flags.documents, flags.keys, flags.queries, *scores, ahead)
+        factor = 1.0 if form.factor is None else float(self.value(form.factor))
+        softcap = None if form.softcap is None else float(self.value(form.softcap))
+        distance = form.distance
+        return replace(flags, factor=factor, softcap=softcap, slopes=slopes, distance=distance, ahead=ahead)
 
     def value(self, e: Expr, **places: Any) -> Array:
         return evaluate(e, {**self.env, **places}, self.tables)
-
-    def number(self, e: Expr) -> float:
-        return float(self.value(e))
 
     def slopes(self, e: Expr) -> Array:
         values = self.value(e, b=self.batch[:, None], h=self.heads)

@@ -494,22 +494,18 @@ def kernel_tables(
             continue
         if derived or framework == "torch":
             table = on_device(framework, table, device, use.source, copies)  # JAX's kernels take arrays of numpy
-        if use in plan.run_tables:
-            table = _ends(framework, table, derived, length)
-        elif derived:
-            table = _segments(framework, table, length)
-        tables[use.name] = table
+        tables[use.name] = _derived(framework, table, derived, length) if derived else table
     return tables
 
 
-def _ends(framework: str, table: Array, derived: str, length: int) -> Array:
-    """The ends of the runs of a sorted table, or of the segment of every position."""
+def _derived(framework: str, table: Array, derived: str, length: int) -> Array:
+    """The segment of every position, the ends of these segments, or the ends of the runs of a sorted table."""
     if framework == "jax":
         import jax.numpy as jnp
 
         with usual_promotion():
             if table.dtype.itemsize < 4:
-                table = table.astype(jnp.int32)  # ends may go on where the table's dtype does not
+                table = table.astype(jnp.int32)  # positions may go on where the table's dtype does not
             return _automatic(lambda t: _searched(jnp, t, derived, jnp.arange(length)).astype(jnp.int32), table)
     import torch
 
@@ -517,7 +513,9 @@ def _ends(framework: str, table: Array, derived: str, length: int) -> Array:
 
 
 def _searched(xp: Any, table: Array, derived: str, positions: Array) -> Array:
-    """The ends by binary search, equal to those of `derived_table`."""
+    """The segments or ends by binary search, equal to those of `derived_table`."""
+    if derived == "segment":
+        return xp.clip(xp.searchsorted(table, positions, side="right") - 1, 0, max(table.shape[0] - 2, 0))
     how, end = derived.split("_")
     if how == "segment":
         # positions before the first offset and behind the last belong to the segments at the ends
@@ -531,23 +529,6 @@ def _searched(xp: Any, table: Array, derived: str, positions: Array) -> Array:
         return xp.where(indices == 0, -RUN_LIMIT, indices)
     indices = xp.searchsorted(table, table, side="right") - 1
     return xp.where(indices == table.shape[0] - 1, RUN_LIMIT, indices)
-
-
-def _segments(framework: str, offsets: Array, length: int) -> Array:
-    """The segment of every position."""
-    most = max(offsets.shape[0] - 2, 0)
-    if framework == "jax":  # positions may go on where the offsets' dtype does not
-        import jax.numpy as jnp
-
-        def segments(offsets: Any) -> Any:
-            return jnp.clip(jnp.searchsorted(offsets, jnp.arange(length), "right") - 1, 0, most).astype(jnp.int32)
-
-        with usual_promotion():
-            return _automatic(segments, offsets)
-    import torch
-
-    at = torch.arange(length, device=offsets.device)
-    return torch.clip(torch.searchsorted(offsets.long(), at, right=True) - 1, 0, most).to(torch.int32)
 
 
 def check_sorted(framework: str, tables: Mapping[str, Array], offsets: Collection[str]) -> None:
