@@ -312,9 +312,8 @@ def alone(entry: Expr) -> str | None:
     polynomial = fold(entry, _polynomial)[entry]
     # an atom other than a bare coordinate may have one value at two of them
     moving = [p for p in polynomial if any(e.op == "lookup" or uses(e) & {*COORDINATES, "score"} for e in walk(*p))]
-    return (
-        str(moving[0][0].name) if moving in [[(var(n),)] for n in COORDINATES] and polynomial[moving[0]] == 1 else None
-    )
+    equal = moving in [[(var(n),)] for n in COORDINATES] and polynomial[moving[0]] == 1
+    return str(moving[0][0].name) if equal else None
 
 
 def _together(nodes: tuple[Expr, ...], known: dict[Expr, frozenset[str]]) -> frozenset[str]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import decided
-from frisket.dsl.ir import COMPARISONS, Expr, lit, names_of, substitute, walk
+from frisket.dsl.ir import COMPARISONS, Expr, Named, lit, names_of, substitute, walk
 from frisket.dsl.transfer import finite
 from frisket.dsl.types import INT
 from frisket.grammar.memo import Memo, memo
@@ -34,6 +34,7 @@ from .simplify import ProgramExprs, prepare, simplify
 
 Array = NDArray[Any]
 CACHED = 256  # plans kept
+Sane = Mapping[str, bool]  # whether each Float table is without infinities and NaN
 UNDRAWN = {SEED: 0, RATE: 0.0}  # each call has other values
 
 
@@ -45,7 +46,7 @@ class BoundProgram(Protocol):
     @property
     def reading(self) -> Sequence[Expr]: ...
     @property
-    def scalars(self) -> Mapping[str, Any]: ...
+    def scalars(self) -> Named: ...
     @property
     def tables(self) -> Mapping[str, Array]: ...
     @property
@@ -53,7 +54,7 @@ class BoundProgram(Protocol):
     @property
     def layout_type(self) -> type[Tiling]: ...
     def scored(self, exprs: ProgramExprs) -> ProgramExprs: ...
-    def plan_arguments(self, tables: Mapping[str, Any], dropout: bool) -> dict[str, Any]: ...
+    def plan_arguments(self, tables: Named, dropout: bool) -> dict[str, Any]: ...
     def require_bound(self) -> None: ...
 
 
@@ -65,8 +66,8 @@ class SimplifiedProgram:
     simplified: ProgramExprs
     analysed: Expr  # the mask as the analysis takes it
     rules: Counter[str]
-    sane: Mapping[str, bool]  # Float tables without infinities
-    scalars: Mapping[str, Any]
+    sane: Sane
+    scalars: Named
     arrays: Mapping[str, Array]
     tables: Mapping[str, Table]  # the mask's
 
@@ -120,7 +121,7 @@ class TiledPlan:
     """The inputs of kernels at one tile size: a `LoopPlan` with values, and the spans of its tiles."""
 
     plan: LoopPlan  # of many tile sizes: the tables that are uploaded for it are remembered on it
-    slots: Mapping[str, Any]
+    slots: Named
     tables: Mapping[str, Array]
     program: SimplifiedProgram
     problem: Problem
@@ -191,7 +192,7 @@ def work(
 @memo(group="plans")
 def _values(
     base: SimplifiedProgram, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool
-) -> tuple[LoopPlan, Mapping[str, Any], Mapping[str, Array]]:
+) -> tuple[LoopPlan, Named, Mapping[str, Array]]:
     """A `LoopPlan`, and values for its slots and tables: the part of a `TiledPlan` that is the same for tile sizes."""
     limits, tables = limits_of(full, base.scalars, base.arrays), base.tables
     table_facts = frozenset(f for f in facts_of(base.simplified.visible) if holds(tables, *f))
@@ -202,12 +203,7 @@ def _values(
 
 
 def loop_plan(
-    program: BoundProgram,
-    exprs: ProgramExprs,
-    facts: ProgramFacts,
-    sane: Mapping[str, bool],
-    tables: Mapping[str, Any],
-    dropout: bool,
+    program: BoundProgram, exprs: ProgramExprs, facts: ProgramFacts, sane: Sane, tables: Named, dropout: bool
 ) -> LoopPlan:
     """The `LoopPlan` of a program's simplified expressions. `tables` may be arrays without entries that are read."""
     facts = replace(facts, score_finite=exprs.score is None or finite(exprs.score, sane))
@@ -238,7 +234,7 @@ PLAIN = frozenset({"add", "sub", "neg", "abs", "min", "max"}) | COMPARISONS  # o
 LEAST = 3  # of a number that plans lift, and so the numbers beside it: -1, 0 and 1 are parts of a text
 
 
-def _with_numbers(exprs: ProgramExprs, scalars: Mapping[str, Any]) -> ProgramExprs:
+def _with_numbers(exprs: ProgramExprs, scalars: Named) -> ProgramExprs:
     """Expressions with literals for Int parameters that literals would be lifted for: `window(w)` becomes the kernel of
     `window(300)`, which asks less than one of any `w`. Other values stay parameters."""
     # a branch that a number decides would be in the kernel
@@ -273,7 +269,7 @@ def holds(tables: Mapping[str, Table], fact: str, name: str) -> bool:
     return table.has_runs if fact == "has_runs" else table.sorted
 
 
-def limits_of(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, float]:
+def limits_of(full: Sizes, scalars: Named, tables: Mapping[str, Array]) -> dict[str, float]:
     """The largest magnitude of every name, for the width of integers."""
     b, h, q, k = full
     limits: dict[str, float] = {"b": b, "h": h, "q": q, "k": k, "q0": q, "q1": q, "k0": k, "k1": k}

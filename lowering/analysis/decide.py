@@ -22,21 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, EvaluationError, MismatchError
-from frisket.dsl.ir import (
-    COORDINATES,
-    FALSE,
-    SCORE,
-    TRUE,
-    Expr,
-    conj,
-    disj,
-    fold,
-    free_names,
-    lit,
-    make,
-    substitute,
-    walk,
-)
+from frisket.dsl.ir import COORDINATES, FALSE, SCORE, TRUE, Expr, conj, disj, fold, free_names, lit, substitute, walk
 from frisket.dsl.show import show
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
@@ -399,7 +385,7 @@ def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
     def unknown(n: Expr, args: list[frozenset[Expr]]) -> frozenset[Expr]:
         inside = frozenset[Expr]().union(*args)
         if n.op == "reduce":
-            return inside - {make("bound", (), n.name[1])}
+            return frozenset(x for x in inside if (x.op, x.name) != ("bound", n.name[1]))
         # the variable of an outer reduction has no value here, and no mask knows a score
         return inside | {n} if n.op == "bound" or n is SCORE or (n.op in _READS and n not in proved) else inside
 

@@ -137,11 +137,8 @@ def closed_form(expr: Expr, grid: Grid, scope: Scope) -> RowIntervals | None:
     """The intervals of a mask, bound and simplified, whose spans `analyse` writes as a formula, found without a row of
     tiles; None where it has none, though one may leave 64 bits in a row."""
     intervals = _intervals(expr, grid, scope)
-    return (
-        intervals
-        if intervals is not None and intervals.formula is not None and _holds(intervals, grid, scope)
-        else None
-    )
+    has_formula = intervals is not None and intervals.formula is not None and _holds(intervals, grid, scope)
+    return intervals if has_formula else None
 
 
 def reads_at_most(intervals: RowIntervals, grid: Grid, scope: Scope, most: int) -> bool:

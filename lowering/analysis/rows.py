@@ -93,11 +93,7 @@ class RowIntervals:
     @cached_property
     def formula(self) -> Bounds | None:
         """The intervals for kernels, whose prologues read no tables by query."""
-        if (
-            self.full is None
-            or not self.rowwise
-            or any(_reads(n) for e in (*self.visible[0], *self.full) for n in walk(e))
-        ):
+        if self.full is None or not self.rowwise or any(map(_reads, walk(*self.visible[0], *self.full))):
             return None
         return Bounds(self.visible[0][0], *self.full, self.visible[0][1])
 

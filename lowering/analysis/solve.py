@@ -47,22 +47,7 @@ from functools import partial, reduce
 from itertools import product
 from typing import Literal, TypeVar
 
-from frisket.dsl.ir import (
-    FALSE,
-    TRUE,
-    Expr,
-    build,
-    clauses,
-    conj,
-    disj,
-    lit,
-    make,
-    operands,
-    substitute,
-    uses,
-    var,
-    walk,
-)
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, clauses, conj, disj, lit, make, substitute, uses, var, walk
 from frisket.dsl.sugar import where
 from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
@@ -308,7 +293,7 @@ def _of_half(half: Isolated, needs: Expr) -> tuple[Curve, ...] | None:
 
 def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
     """An affine Expr never below (ge) or above (le) a form, if `needs` holds; None if an atom has no affine bound."""
-    conditions = operands("and", needs)
+    conditions = clauses(needs)
     total = Linear((), form.const)
     for a, f in form.terms:
         if "q" not in depends(a) or a is Q:  # exact: such a term bounds itself

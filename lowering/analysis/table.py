@@ -135,12 +135,9 @@ class Table:
         """The minimum or maximum (`all` or `any` of a Bool table) over the box `lows..highs`, inclusive; ends are
         clamped to the table as lookups are. Exact when at most one axis ranges, or when boxes are aligned powers of
         two; otherwise over a box that covers the one asked for."""
-        boxes = [
-            (np.clip(lo, 0, n - 1), np.clip(hi, 0, n - 1))
-            for lo, hi, n in zip(lows, highs, self.array.shape, strict=True)
-        ]
-        flat = np.broadcast_arrays(*(x for box in boxes for x in box))
-        los, his = flat[0::2], flat[1::2]
+        sides = [[np.clip(x, 0, n - 1) for x, n in zip(ends, self.array.shape, strict=True)] for ends in (lows, highs)]
+        flat, axes = np.broadcast_arrays(*sides[0], *sides[1]), self.array.ndim
+        los, his = flat[:axes], flat[axes:]
         ranging = [i for i, (lo, hi) in enumerate(zip(los, his, strict=True)) if np.any(lo != hi)]
         if not ranging:
             return np.asarray(self.array[tuple(los)])

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import SIZES, Expr, build
+from frisket.dsl.ir import SIZES, Expr, Named, build
 from frisket.lowering.plan import Geometry
 
 from .forms import EngineForm, Exprs
@@ -187,9 +187,7 @@ class Flags:
         return ", ".join(parts + ([] if self.slopes is None else ["ALiBi slopes"]))
 
 
-def flags_of(
-    form: EngineForm, geometry: Geometry, scalars: Mapping[str, Any], tables: Mapping[str, Array]
-) -> Flags | str:
+def flags_of(form: EngineForm, geometry: Geometry, scalars: Named, tables: Mapping[str, Array]) -> Flags | str:
     """A form with values at a place, or the reason why it has no flags there: documents that are torn apart, say.
     Where tables say what a query sees, every query is compared with what the flags show it; work follows the tokens."""
     try:
@@ -201,7 +199,7 @@ def flags_of(
 class _Binding:
     """The values of a form's names at one place."""
 
-    def __init__(self, geometry: Geometry, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> None:
+    def __init__(self, geometry: Geometry, scalars: Named, tables: Mapping[str, Array]) -> None:
         self.geometry, self.tables = geometry, tables
         b, h, q, k = geometry.origin
         self.q, self.k = (x if type(x) is int else np.asarray(x, np.int64) for x in (q, k))

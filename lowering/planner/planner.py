@@ -30,9 +30,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import (
     FALSE,
-    ONE,
     TRUE,
-    ZERO,
     Expr,
     conj,
     disj,
@@ -44,6 +42,7 @@ from frisket.dsl.ir import (
     rebuild,
     substitute,
     transform,
+    uses,
     var,
     walk,
 )
@@ -52,17 +51,7 @@ from frisket.dsl.types import INT, Type
 from frisket.lowering.analysis.intervals import BEYOND_INTS, K0, ends
 from frisket.lowering.analysis.questions import SINGLE, always, mixed, never
 from frisket.lowering.analysis.rows import Interval, visible_keys
-from frisket.lowering.analysis.solve import (
-    SIDES,
-    K,
-    System,
-    depends,
-    disjuncts,
-    is_positive,
-    isolated,
-    sides_of_ids,
-    system,
-)
+from frisket.lowering.analysis.solve import SIDES, K, System, disjuncts, is_positive, isolated, sides_of_ids, system
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import Linear, linear, write
@@ -231,7 +220,7 @@ def _sides(mask: Expr, sorted_: frozenset[str]) -> tuple[Interval, ...] | None:
 
 
 def _interval(s: System, sorted_: frozenset[str]) -> Interval | None:
-    of_keys = [e for e in s.rest if "k" in depends(e)]
+    of_keys = [e for e in s.rest if "k" in uses(e)]
     pairs = [_keys(e, sorted_) for e in of_keys]
     known = [pair for pair in pairs if pair is not None]
     if len(known) < len(pairs):
@@ -269,12 +258,12 @@ def _searched(atom: Expr, sorted_: frozenset[str]) -> bool:
 def _first_of_segment(e: Expr, v: Expr) -> Expr:
     """The first key whose segment is at least `v`: segments are 0..n - 2, for n offsets."""
     count = extent(e.name, 0) - 1
-    return where(v <= ZERO, K0, where(v >= count, BEYOND_POSITIONS, lookup(e.name, (v,))))
+    return where(v <= 0, K0, where(v >= count, BEYOND_POSITIONS, lookup(e.name, (v,))))
 
 
 def _last_of_segment(e: Expr, v: Expr) -> Expr:
     count = extent(e.name, 0) - 1
-    return where(v < ZERO, lit(-1), where(v + 1 >= count, BEYOND_POSITIONS, lookup(e.name, (v + ONE,)) - 1))
+    return where(v < 0, lit(-1), where(v + 1 >= count, BEYOND_POSITIONS, lookup(e.name, (v + 1,)) - 1))
 
 
 def _search(e: Expr, v: Expr, of: str, beyond: str, by: int) -> Expr:

@@ -52,6 +52,7 @@ BUDGET = 1 << 30  # steps: one operator at one position or rectangle
 Witness = tuple[int, int, int, int | None]
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+Ask = Callable[[Expr, Grid, Scope], T | None]
 
 
 def of_something(method: F) -> F:
@@ -332,12 +333,7 @@ def _visible(question: str, masks: tuple[Mask, ...], joint: Mask, problem: Probl
 
 
 def _answered(
-    question: str,
-    masks: tuple[Mask, ...],
-    joint: Mask,
-    ask: Callable[[Expr, Grid, Scope], T | None],
-    problem: Problem,
-    budget: int,
+    question: str, masks: tuple[Mask, ...], joint: Mask, ask: Ask[T], problem: Problem, budget: int
 ) -> T | None:
     """What `ask` answers about a joint mask, after checks of the masks; `Undecided` where the budget is too small."""
     _check(masks, problem)
