@@ -40,7 +40,7 @@ _ROWS = (
 )
 DTYPES = {x.name: x for x in _ROWS}
 FLOATS = tuple(x.name for x in _ROWS if x.kind == "float")  # of queries
-BYTES = tuple(x.name for x in _ROWS if x.bytes == 1)  # of keys and values beside queries of any Float
+BYTES = tuple(x.name for x in _ROWS if x.bytes == 1)  # of keys and values, with queries of any Float
 HALVES = tuple(n for n in FLOATS if DTYPES[n].half)
 SUMS = tuple(n for n in FLOATS if DTYPES[n].accumulate == n)  # dtypes that sums have
 SINGLE, DOUBLE = SUMS
@@ -48,6 +48,6 @@ ACCELERATED = (SINGLE, *HALVES)  # of queries on GPUs and TPUs, which have no fl
 
 
 def accumulate(dtype: Any) -> str:
-    """The dtype of sums, lse and sinks beside arrays of a dtype, which is a name or a framework's own."""
+    """The dtype of sums, lse and sinks for arrays of a dtype, which is a name or a framework's own."""
     row = DTYPES.get(str(dtype).removeprefix("torch."))
     return SINGLE if row is None else row.accumulate

@@ -231,7 +231,7 @@ def simplified_program(program: BoundProgram) -> SimplifiedProgram:
 
 
 PLAIN = frozenset({"add", "sub", "neg", "abs", "min", "max"}) | COMPARISONS  # operators whose numbers become slots
-LEAST = 3  # of a number that plans lift, and so the numbers beside it: -1, 0 and 1 are parts of a text
+LEAST = 3  # from here on plans lift a number and its neighbours: -1, 0 and 1 are parts of a text
 
 
 def _with_numbers(exprs: ProgramExprs, scalars: Named) -> ProgramExprs:

@@ -36,7 +36,7 @@ from .simplify import ProgramExprs, simplify
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
 NOWHERE: Origin = (0, 0, 0, 0)  # a call that begins where the whole problem does
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
-SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, beside the user's names
+SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, besides the user's names
 K_SCALE, V_SCALE, PAGES, FIRST = "scale of keys", "scale of values", "pages of keys", "first keys"  # of tables
 KV_INPUTS = frozenset((K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
 Names = frozenset[str]  # of what gradients flow to: "q", "k", "v", and tables and slots of a plan
@@ -231,7 +231,7 @@ class LoopPlan:
     unwritten: bool = False  # keys that no query sees may hold anything, NaN too, as in a cache that is used again
     by_query: Ends | None = None  # the mask as the keys that one query sees
     by_key: Ends | None = None  # and as the queries that see one key
-    run_tables: tuple[TableUse, ...] = ()  # the ends of runs that both read beside `tables`
+    run_tables: tuple[TableUse, ...] = ()  # the ends of runs that both read besides `tables`
 
     @cached_property
     def _hash(self) -> int:

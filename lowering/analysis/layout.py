@@ -468,7 +468,7 @@ def _runs(
 
 
 def _recorded_row(runs: Sequence[tuple[int, int, int]]) -> Row:
-    """The records of runs: `spans.records`."""
+    """The records of runs: `runs.records`."""
     out: Row = []
     end, place = -1, 0  # where the run before stops, and how many runs touch one another up to here
     for start, stop, kind in runs:

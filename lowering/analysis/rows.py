@@ -5,7 +5,7 @@ and so are the keys that every query sees: four formulas, no search. For a disju
 (and of the terms of its negation, for the tiles that hold an invisible point) are united by a sweep.
 
 Terms that bound the keys of each query in any order are laid out query by query. Where the keys of a row of tiles are
-not one interval per term (documents of queries beside documents of keys, windows from a table), the intervals of its
+not one interval per term (documents of queries and others of keys, windows from a table), the intervals of its
 queries are written down and united. O(queries x terms), no tiles.
 """
 
@@ -221,7 +221,7 @@ def sweep(seen: Array, hidden: Array, columns: int) -> tuple[Array, Array, Array
     return row, start[row, at], stop[row, at], kind[row, at]
 
 
-_QUERY = 60  # steps for an interval of a query, beside those of its ends
+_QUERY = 60  # steps for an interval of a query, besides those of its ends
 _PIECES = 64  # runs of tiles a row may have before tiles are asked instead
 _BATCH = 1 << 19  # intervals held at a time
 

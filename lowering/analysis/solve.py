@@ -20,8 +20,8 @@ bounds on q - k. They do if, for one offset o, all lower bounds are at most `q +
 [('low', 8 * (q // 8)), ('high', 8 * (q // 8) + 7)]
 
 The keys that one query sees have a first and a last key, and conditions that are left (`ends_of`). Kernels compute the
-two ends once per query and compare every key of a border tile with them, instead of evaluating the
-whole mask for every pair. With `axis="q"` the interval is that of the queries which see one key.
+two ends once per query and compare every key of a partial tile with them, instead of evaluating the whole mask for
+every pair. With `axis="q"` the interval is that of the queries which see one key.
 
 >>> ends = ends_of((q >= k) & (q - k < 256) & eq(k % 4, 1))
 >>> ends.first, ends.last, ends.rest
@@ -495,7 +495,7 @@ def _needs(curves: tuple[Curve, ...]) -> frozenset[Fact]:
 
 
 def _decisive(curves: list[Curve]) -> list[Curve]:
-    """The bounds that no other one implies: beside `k <= q`, `k <= last(q)` says nothing, as q's run ends no sooner."""
+    """The bounds that no other one implies: with `k <= q`, `k <= last(q)` says nothing, as q's run ends no sooner."""
     return [c for c in curves if not any(c is not other and _implied(c, other) for other in curves)]
 
 

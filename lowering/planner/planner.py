@@ -137,7 +137,9 @@ def planner(
         # an integer that may not fit would give wrong tiles: questions leave out such clauses
         if all(fits(e, limits, wide) for e in roots):
             return Planner(mask, *bounds, FALSE, FALSE, FALSE, _wide(roots, limits))
-    yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in (always(mask), never(mask), _whole(mixed(mask))))
+    # a piece has several tiles: a single tile left open is PARTIAL anyway
+    of_several = simplify(substitute(mixed(mask), {SINGLE: FALSE}))
+    yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in (always(mask), never(mask), of_several))
     disjoint = _safe(points(_no_common_ids(mask, {*_named(yes, no, both)}), sorted_), limits, wide)
     return Planner(mask, (), (), yes, no, both, _wide([yes, no, both], limits), disjoint)
 
@@ -160,11 +162,6 @@ def _part_disjoint(part: Expr, tables: set[str]) -> Expr:
 def _classes(op: str, read: Expr, axis: str) -> Expr:
     first, last = ((*read.args[:-1], var(f"{axis}{end}")) for end in (0, 1))
     return make(op, (*first, *last), read.name, INT)
-
-
-def _whole(e: Expr) -> Expr:
-    """The question `mixed` for pieces of many tiles: a single tile left open is PARTIAL anyway."""
-    return simplify(substitute(e, {SINGLE: FALSE}))
 
 
 def _safe(e: Expr, limits: Mapping[str, float], wide: bool) -> Expr:

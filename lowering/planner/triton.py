@@ -74,7 +74,7 @@ class Ranged:
 
 @dataclass(frozen=True)
 class PlannerText:
-    """The text of a planner's kernels, and the parameters of `plan_spans` beside `HEAD`, in their order: sizes of
+    """The text of a planner's kernels, and the parameters of `plan_spans` besides `HEAD`, in their order: sizes of
     SIZES, scalars as (user's name, type), tables, ranges; then ROWS and PIECES, how many it holds at once."""
 
     text: str

@@ -335,7 +335,7 @@ def _visible(question: str, masks: tuple[Mask, ...], joint: Mask, problem: Probl
 def _answered(
     question: str, masks: tuple[Mask, ...], joint: Mask, ask: Ask[T], problem: Problem, budget: int
 ) -> T | None:
-    """What `ask` answers about a joint mask, after checks of the masks; `Undecided` where the budget is too small."""
+    """The answer of `ask` for a joint mask, once the masks are checked; `Undecided` where the budget is too small."""
     _check(masks, problem)
     env = {**problem.named_sizes, **joint.scalars}
     e = literal(simplify(bind_in_part(joint.expr, joint.tables)), env)

@@ -311,7 +311,7 @@ def device_plan(
     check: bool,
     dropout: bool = False,
 ) -> FlatPlan:
-    """A plan from `arrays`, values that are traced or on a device, beside those of the host. With `block` the spans
+    """A plan from `arrays`, values that are traced or on a device, and from those of the host. With `block` the spans
     are made at once. `check` tests the order of offsets and of tables declared sorted on the device."""
     check_used(arrays, program.names)
     # one planner reads them all
@@ -385,7 +385,7 @@ def _floating(x: Any) -> Any:
 
 @memo(group="once")
 def _register() -> None:
-    """Make plans pytrees: tables and spans are leaves, the rest goes beside them."""
+    """Make plans pytrees: tables and spans are leaves, the rest is static."""
     import jax
 
     def flatten(plan: FlatPlan) -> tuple[Any, Any]:

@@ -81,15 +81,13 @@ class PlannerStep:
         self.starts = on_device("torch", np.stack(place.at, 1).astype(np.int64), place.device, "starts", {})
         kinds = {r: TableLines if len(r.axes) == 1 else Halves for r in emitted.ranges}
         self.ranges = {(r.source, r.axes): kind(module, r.axes, tables[r.source]) for r, kind in kinds.items()}
-        self.order: list[Any] = [(r.source, r.axes) for r in emitted.ranges]
         sizes, lengths = place.problem.named_sizes, (place.problem.q_len, place.problem.kv_len)
         arguments: list[Any] = [None] * 4  # bounds, count, overflow, work
         arguments += [self.starts, slices * rows, rows, *lengths, *place.block, place.room, records]
         arguments += [sizes[n] for n in emitted.sizes] + [_number(values[n], kind) for n, kind in emitted.scalars]
         for entry in emitted.entries:
             arguments += [None, *tables[entry.source].shape, *tables[entry.source].stride()]
-        for r in emitted.ranges:
-            ready = self.ranges[r.source, r.axes]
+        for ready in self.ranges.values():
             arguments += [None, None, ready.rows, *ready.sizes]
         pieces = 1 << (max(emitted.pieces or place.room, records) - 1).bit_length()  # Triton's blocks are powers of 2
         at_once = _at_once(module, max(1, 32 // pieces))
@@ -107,9 +105,9 @@ class PlannerStep:
         count, work, order = (torch.empty((slices, rows), dtype=torch.int32, device=self.device) for _ in range(3))
         left = torch.empty((slices, rows), dtype=torch.bool, device=self.device)
         pointers = [bounds, count, left, work, *scalars, *[tables[e.source] for e in self.emitted.entries]]
-        for key in self.order:
+        for key, ready in self.ranges.items():
             if key not in ranges:
-                ranges[key] = self.ranges[key](tables[key[0]])
+                ranges[key] = ready(tables[key[0]])
             pointers += ranges[key]
         self.plan(*pointers)
         self.longest(work, order)
@@ -262,7 +260,7 @@ class Halves(TableRanges):
 
 @dataclass(frozen=True)
 class SpanRequest:
-    """The arguments of a planner beside the tables: lengths, tiles, and where each slice begins."""
+    """The arguments of a planner besides the tables: lengths, tiles, and where each slice begins."""
 
     at: tuple[NDArray[Any], ...]  # b, h, q, k of [slices] where a slice begins
     problem: Problem
