@@ -27,7 +27,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.dsl.work import RING, modular
 from frisket.lowering.analysis.solve import ENDS_OF_RUNS, Ends, Fact, ends_of
 from frisket.lowering.architectures import H100
-from frisket.lowering.dtypes import BYTES, DTYPES, FLOATS
+from frisket.lowering.dtypes import BYTES, FLOATS, UNSAID, Operand
 from frisket.lowering.simplify.canonical import untied
 
 from .analysis.table import RUN_LIMIT, derived_table
@@ -314,35 +314,6 @@ class Target:
         """The target with these fields, and with them in the targets of its other kernels."""
         parts = {n: x and replace(x, **fields) for n in ("dq", "dkv", "dv", "decode") for x in [getattr(self, n)]}
         return replace(self, **fields, **parts)
-
-
-@dataclass(frozen=True)
-class Operand:
-    """The form of q, k or v in memory. A scale belongs to a block of `scale_block` (tokens, entries along the head
-    dimension); None: there are no scales. `pack` values share a byte where they have fewer than 8 bits.
-
-    >>> print(Operand("int8", (1, 32)), Operand("int8", pack=2), sep="; ")
-    int8 with a scale for 1 x 32 tokens and dims; int8 with 2 values in a byte
-    """
-
-    dtype: str = ""  # "": of shapes alone, whose dtype is not said
-    scale_block: tuple[int, int] | None = None
-    pack: int = 1
-
-    def has_kernels(self, name: str, dim: int) -> bool:
-        """Whether kernels read q, k or v, by `name`, in this form."""
-        scales = (None,) if name == "q" else (None, (1, dim))
-        return self.dtype in _READ[name] and self.scale_block in scales and self.pack == 1
-
-    def __str__(self) -> str:
-        block = self.scale_block
-        scales = "" if block is None else f" with a scale for {block[0]} x {block[1]} tokens and dims"
-        return f"{self.dtype}{scales}" + f" with {self.pack} values in a byte" * (self.pack > 1)
-
-
-UNSAID = Operand()
-OPERANDS = {name: Operand(name) for name in DTYPES}  # without scales
-_READ = {"q": {"", *FLOATS}, "k": {"", *DTYPES}, "v": {"", *DTYPES}}  # dtypes that kernels read
 
 
 @dataclass(frozen=True)

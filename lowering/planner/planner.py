@@ -33,6 +33,7 @@ from frisket.dsl.ir import (
     TRUE,
     Expr,
     conj,
+    connect,
     disj,
     extent,
     lit,
@@ -101,7 +102,6 @@ class Planner:
 
 # classes of the numbers in a range, a bit for each of 64: by the last six bits of a number, and by two hashes
 CLASSES = "classes_0", "classes_1", "classes_2"
-JUNCTIONS = {"and": conj, "or": disj}
 SEARCHES = frozenset({"at_least", "above", "at_most", "under"})
 RANGES = frozenset({"range_min", "range_max", *CLASSES})  # of the entries between two places
 READS = SEARCHES | {"lookup", "segment", "range_min", "range_max", "extent"}
@@ -166,8 +166,8 @@ def _classes(op: str, read: Expr, axis: str) -> Expr:
 
 def _safe(e: Expr, limits: Mapping[str, float], wide: bool) -> Expr:
     """A question without the clauses whose integers may not fit: without a clause the answer is only less certain."""
-    if e.op in JUNCTIONS:
-        return JUNCTIONS[e.op](*(_safe(a, limits, wide) for a in e.args))
+    if e.op in ("and", "or"):
+        return connect(e.op, [_safe(a, limits, wide) for a in e.args])
     return e if e is TRUE or fits(e, limits, wide) else FALSE  # FALSE is the answer that decides nothing
 
 
