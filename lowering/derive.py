@@ -31,22 +31,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import (
-    COORDINATES,
-    SCORE,
-    SIZES,
-    TRUE,
-    Expr,
-    build,
-    conj,
-    disj,
-    fold,
-    lit,
-    literal_value,
-    uses,
-    var,
-    walk,
-)
+from frisket.dsl.ir import COORDINATES, SCORE, TRUE, Expr, build, conj, disj, fold, lit, literal_value, uses, var, walk
 from frisket.dsl.sugar import eq, function, ne, where
 from frisket.dsl.transfer import finite
 from frisket.dsl.types import FLOAT, INT
@@ -81,7 +66,7 @@ class Gradient:
         `along(start, shape)` counts from `start` along the first axis of `shape`."""
         b0, h0, q0, k0 = geometry.origin
         ones = (1,) * (self.over != "head")
-        env: dict[str, Any] = dict(zip(SIZES, geometry.full, strict=True))
+        env: dict[str, Any] = {**geometry.named_sizes}
         env |= {"b": along(b0, (geometry.batch, 1, *ones)), "h": along(h0, (geometry.heads, *ones))}
         if self.over == "row":
             env["q"] = along(q0, (geometry.q_len,))

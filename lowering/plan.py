@@ -358,6 +358,11 @@ class Geometry:
         """B, H, Q_LEN and KV_LEN of the whole problem; lengths may be symbols of an export."""
         return self.sizes or whole(self.origin, (self.batch, self.heads, self.q_len, self.kv_len))
 
+    @property
+    def named_sizes(self) -> dict[str, int]:
+        """The sizes of the whole problem by the names that masks have for them."""
+        return dict(zip(SIZES, self.full, strict=True))
+
     @cached_property
     def problem(self) -> Problem:
         """The lengths and the place, checked: no lengths are 0 or symbols."""

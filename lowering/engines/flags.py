@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import SIZES, Expr, Named, build
+from frisket.dsl.ir import Expr, Named, build
 from frisket.lowering.plan import Geometry
 
 from .forms import EngineForm, Exprs
@@ -204,7 +204,7 @@ class _Binding:
         b, h, q, k = geometry.origin
         self.q, self.k = (x if type(x) is int else np.asarray(x, np.int64) for x in (q, k))
         self.batch, self.heads = int(b) + np.arange(geometry.batch), int(h) + np.arange(geometry.heads)
-        self.env = {**dict(zip(SIZES, geometry.full, strict=True)), **scalars}
+        self.env = {**geometry.named_sizes, **scalars}
 
     def flags(self, form: EngineForm) -> Flags | str:
         g = self.geometry
