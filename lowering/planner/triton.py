@@ -101,8 +101,8 @@ class _TritonBody(PlannerBody):
     # -- expressions --------------------------------------------------------------------------------------
 
     def leaves(self) -> dict[str, Leaf]:
-        own: dict[str, Leaf] = {"lookup": self._look}
-        return super().leaves() | own | dict.fromkeys(WISHES, self._range) | dict.fromkeys(_EXTREMES, self._extreme)
+        rows = dict.fromkeys(WISHES, self._range) | {"lookup": self._look}
+        return super().leaves() | rows | dict.fromkeys(_EXTREMES, self._extreme)
 
     def leaf(self, e: Expr, args: list[Text]) -> Text | None:
         return super().leaf(e, args) or expr_triton.operator(e, args)
