@@ -15,7 +15,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 
 from support import softmax_features  # noqa: E402
 
-from frisket.lowering.features import FEATURES  # noqa: E402
+from frisket.lowering.kernels.features import FEATURES  # noqa: E402
 from frisket.runtime.backends.base import Backend, backends_of  # noqa: E402
 
 PAGE = HERE / "backends.md"
@@ -24,7 +24,7 @@ INTRO = """\
 
 For readers who want to know which backend runs their call, and for contributors who add a feature or a kernel. After
 this page you know what each backend lacks, and which test checks a feature in each kernel.
-Written by `python docs/backends.py` from the records in `runtime/backends` and from `lowering/features.py`.
+Written by `python docs/backends.py` from the records in `runtime/backends` and from `lowering/kernels/features.py`.
 
 A call that [chooses no backend](how-it-works.md#which-kernel-a-call-takes) runs on one that has all it needs. A call
 that names a backend raises the reason below if the backend lacks something. `…` stands for a part of the call. Limits

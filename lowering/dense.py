@@ -1,4 +1,4 @@
-"""Dense attention and its gradients in float64 by the interpreter: the oracle of every kernel.
+"""Dense attention and its gradients in float64 by the interpreter: the reference of every kernel.
 
 Arrays are laid out [batch, heads, length, dim]; query head h reads key head `h // (heads // kv_heads)`.
 """

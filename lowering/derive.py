@@ -31,22 +31,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import (
-    COORDINATES,
-    SCORE,
-    SIZES,
-    TRUE,
-    Expr,
-    build,
-    conj,
-    disj,
-    fold,
-    lit,
-    literal_value,
-    uses,
-    var,
-    walk,
-)
+from frisket.dsl.ir import COORDINATES, SCORE, TRUE, Expr, build, conj, disj, fold, lit, literal_value, uses, var, walk
 from frisket.dsl.sugar import eq, function, ne, where
 from frisket.dsl.transfer import finite
 from frisket.dsl.types import FLOAT, INT
@@ -81,7 +66,7 @@ class Gradient:
         `along(start, shape)` counts from `start` along the first axis of `shape`."""
         b0, h0, q0, k0 = geometry.origin
         ones = (1,) * (self.over != "head")
-        env: dict[str, Any] = dict(zip(SIZES, geometry.full, strict=True))
+        env: dict[str, Any] = {**geometry.named_sizes}
         env |= {"b": along(b0, (geometry.batch, 1, *ones)), "h": along(h0, (geometry.heads, *ones))}
         if self.over == "row":
             env["q"] = along(q0, (geometry.q_len,))
@@ -312,9 +297,8 @@ def alone(entry: Expr) -> str | None:
     polynomial = fold(entry, _polynomial)[entry]
     # an atom other than a bare coordinate may have one value at two of them
     moving = [p for p in polynomial if any(e.op == "lookup" or uses(e) & {*COORDINATES, "score"} for e in walk(*p))]
-    return (
-        str(moving[0][0].name) if moving in [[(var(n),)] for n in COORDINATES] and polynomial[moving[0]] == 1 else None
-    )
+    equal = moving in [[(var(n),)] for n in COORDINATES] and polynomial[moving[0]] == 1
+    return str(moving[0][0].name) if equal else None
 
 
 def _together(nodes: tuple[Expr, ...], known: dict[Expr, frozenset[str]]) -> frozenset[str]:

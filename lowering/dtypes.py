@@ -1,4 +1,4 @@
-"""The dtypes of q, k and v, a row each: every list of dtypes derives from this table.
+"""The dtypes of q, k and v, a row each, from which every list of dtypes derives; the form of an array in memory.
 
 >>> DTYPES["bfloat16"].bytes, DTYPES["bfloat16"].triton, accumulate("bfloat16")
 (2, 'bf16', 'float32')
@@ -40,7 +40,7 @@ _ROWS = (
 )
 DTYPES = {x.name: x for x in _ROWS}
 FLOATS = tuple(x.name for x in _ROWS if x.kind == "float")  # of queries
-BYTES = tuple(x.name for x in _ROWS if x.bytes == 1)  # of keys and values beside queries of any Float
+BYTES = tuple(x.name for x in _ROWS if x.bytes == 1)  # of keys and values, with queries of any Float
 HALVES = tuple(n for n in FLOATS if DTYPES[n].half)
 SUMS = tuple(n for n in FLOATS if DTYPES[n].accumulate == n)  # dtypes that sums have
 SINGLE, DOUBLE = SUMS
@@ -48,6 +48,35 @@ ACCELERATED = (SINGLE, *HALVES)  # of queries on GPUs and TPUs, which have no fl
 
 
 def accumulate(dtype: Any) -> str:
-    """The dtype of sums, lse and sinks beside arrays of a dtype, which is a name or a framework's own."""
+    """The dtype of sums, lse and sinks for arrays of a dtype, which is a name or a framework's own."""
     row = DTYPES.get(str(dtype).removeprefix("torch."))
     return SINGLE if row is None else row.accumulate
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The form of q, k or v in memory. A scale belongs to a block of `scale_block` (tokens, entries along the head
+    dimension); None: there are no scales. `pack` values share a byte where they have fewer than 8 bits.
+
+    >>> print(Operand("int8", (1, 32)), Operand("int8", pack=2), sep="; ")
+    int8 with a scale for 1 x 32 tokens and dims; int8 with 2 values in a byte
+    """
+
+    dtype: str = ""  # "": of shapes alone, whose dtype is not said
+    scale_block: tuple[int, int] | None = None
+    pack: int = 1
+
+    def has_kernels(self, name: str, dim: int) -> bool:
+        """Whether kernels read q, k or v, by `name`, in this form."""
+        scales = (None,) if name == "q" else (None, (1, dim))
+        return self.dtype in _READ[name] and self.scale_block in scales and self.pack == 1
+
+    def __str__(self) -> str:
+        block = self.scale_block
+        scales = "" if block is None else f" with a scale for {block[0]} x {block[1]} tokens and dims"
+        return f"{self.dtype}{scales}" + f" with {self.pack} values in a byte" * (self.pack > 1)
+
+
+UNSAID = Operand()
+OPERANDS = {name: Operand(name) for name in DTYPES}  # without scales
+_READ = {"q": {"", *FLOATS}, "k": {"", *DTYPES}, "v": {"", *DTYPES}}  # dtypes that kernels read

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import decided
-from frisket.dsl.ir import COMPARISONS, Expr, lit, names_of, substitute, walk
+from frisket.dsl.ir import COMPARISONS, Expr, Named, lit, names_of, substitute, walk
 from frisket.dsl.transfer import finite
 from frisket.dsl.types import INT
 from frisket.grammar.memo import Memo, memo
@@ -33,7 +33,8 @@ from .plan import MAX_DECODE_QUERIES, RATE, SEED, Bounds, LoopPlan, Problem, Pro
 from .simplify import ProgramExprs, prepare, simplify
 
 Array = NDArray[Any]
-CACHED = 256  # compilations kept
+CACHED = 256  # plans kept
+Sane = Mapping[str, bool]  # whether each Float table is without infinities and NaN
 UNDRAWN = {SEED: 0, RATE: 0.0}  # each call has other values
 
 
@@ -45,7 +46,7 @@ class BoundProgram(Protocol):
     @property
     def reading(self) -> Sequence[Expr]: ...
     @property
-    def scalars(self) -> Mapping[str, Any]: ...
+    def scalars(self) -> Named: ...
     @property
     def tables(self) -> Mapping[str, Array]: ...
     @property
@@ -53,7 +54,7 @@ class BoundProgram(Protocol):
     @property
     def layout_type(self) -> type[Tiling]: ...
     def scored(self, exprs: ProgramExprs) -> ProgramExprs: ...
-    def plan_arguments(self, tables: Mapping[str, Any], dropout: bool) -> dict[str, Any]: ...
+    def plan_arguments(self, tables: Named, dropout: bool) -> dict[str, Any]: ...
     def require_bound(self) -> None: ...
 
 
@@ -65,8 +66,8 @@ class SimplifiedProgram:
     simplified: ProgramExprs
     analysed: Expr  # the mask as the analysis takes it
     rules: Counter[str]
-    sane: Mapping[str, bool]  # Float tables without infinities
-    scalars: Mapping[str, Any]
+    sane: Sane
+    scalars: Named
     arrays: Mapping[str, Array]
     tables: Mapping[str, Table]  # the mask's
 
@@ -120,9 +121,9 @@ class TiledPlan:
     """The inputs of kernels at one tile size: a `LoopPlan` with values, and the spans of its tiles."""
 
     plan: LoopPlan  # of many tile sizes: the tables that are uploaded for it are remembered on it
-    slots: Mapping[str, Any]
+    slots: Named
     tables: Mapping[str, Array]
-    compiled: SimplifiedProgram
+    program: SimplifiedProgram
     problem: Problem
     block: tuple[int, int]
     decode_spans: Spans | None = None  # the spans of few queries, where no layout is needed for them
@@ -130,15 +131,15 @@ class TiledPlan:
 
     @property
     def simplified(self) -> ProgramExprs:
-        return self.compiled.simplified
+        return self.program.simplified
 
     @property
     def rules(self) -> Counter[str]:
-        return self.compiled.rules
+        return self.program.rules
 
     @cached_property
     def layout(self) -> Tiling:
-        return self.analysed or self.compiled.layout(self.problem, self.block)
+        return self.analysed or self.program.layout(self.problem, self.block)
 
     @property
     def facts(self) -> Any:
@@ -191,7 +192,7 @@ def work(
 @memo(group="plans")
 def _values(
     base: SimplifiedProgram, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool
-) -> tuple[LoopPlan, Mapping[str, Any], Mapping[str, Array]]:
+) -> tuple[LoopPlan, Named, Mapping[str, Array]]:
     """A `LoopPlan`, and values for its slots and tables: the part of a `TiledPlan` that is the same for tile sizes."""
     limits, tables = limits_of(full, base.scalars, base.arrays), base.tables
     table_facts = frozenset(f for f in facts_of(base.simplified.visible) if holds(tables, *f))
@@ -202,12 +203,7 @@ def _values(
 
 
 def loop_plan(
-    program: BoundProgram,
-    exprs: ProgramExprs,
-    facts: ProgramFacts,
-    sane: Mapping[str, bool],
-    tables: Mapping[str, Any],
-    dropout: bool,
+    program: BoundProgram, exprs: ProgramExprs, facts: ProgramFacts, sane: Sane, tables: Named, dropout: bool
 ) -> LoopPlan:
     """The `LoopPlan` of a program's simplified expressions. `tables` may be arrays without entries that are read."""
     facts = replace(facts, score_finite=exprs.score is None or finite(exprs.score, sane))
@@ -235,10 +231,10 @@ def simplified_program(program: BoundProgram) -> SimplifiedProgram:
 
 
 PLAIN = frozenset({"add", "sub", "neg", "abs", "min", "max"}) | COMPARISONS  # operators whose numbers become slots
-LEAST = 3  # of a number that plans lift, and so the numbers beside it: -1, 0 and 1 are parts of a text
+LEAST = 3  # from here on plans lift a number and its neighbours: -1, 0 and 1 are parts of a text
 
 
-def _with_numbers(exprs: ProgramExprs, scalars: Mapping[str, Any]) -> ProgramExprs:
+def _with_numbers(exprs: ProgramExprs, scalars: Named) -> ProgramExprs:
     """Expressions with literals for Int parameters that literals would be lifted for: `window(w)` becomes the kernel of
     `window(300)`, which asks less than one of any `w`. Other values stay parameters."""
     # a branch that a number decides would be in the kernel
@@ -273,7 +269,7 @@ def holds(tables: Mapping[str, Table], fact: str, name: str) -> bool:
     return table.has_runs if fact == "has_runs" else table.sorted
 
 
-def limits_of(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, float]:
+def limits_of(full: Sizes, scalars: Named, tables: Mapping[str, Array]) -> dict[str, float]:
     """The largest magnitude of every name, for the width of integers."""
     b, h, q, k = full
     limits: dict[str, float] = {"b": b, "h": h, "q": q, "k": k, "q0": q, "q1": q, "k0": k, "k1": k}

@@ -26,23 +26,21 @@ from frisket.dsl.transfer import interval, magnitude
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.dsl.work import RING, modular
 from frisket.lowering.analysis.solve import ENDS_OF_RUNS, Ends, Fact, ends_of
-from frisket.lowering.analysis.tiles import FULL, PARTIAL, Boxes
 from frisket.lowering.architectures import H100
-from frisket.lowering.dtypes import BYTES, DTYPES, FLOATS
+from frisket.lowering.dtypes import BYTES, FLOATS, UNSAID, Operand
 from frisket.lowering.simplify.canonical import untied
 
-from .analysis.table import Table
+from .analysis.table import RUN_LIMIT, derived_table
 from .simplify import ProgramExprs, simplify
 
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
 NOWHERE: Origin = (0, 0, 0, 0)  # a call that begins where the whole problem does
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
-SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, beside the user's names
+SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, besides the user's names
 K_SCALE, V_SCALE, PAGES, FIRST = "scale of keys", "scale of values", "pages of keys", "first keys"  # of tables
 KV_INPUTS = frozenset((K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
 Names = frozenset[str]  # of what gradients flow to: "q", "k", "v", and tables and slots of a plan
 MAX_DECODE_QUERIES = 16  # queries of a call that decodes: read once, in small steps
-RUN_LIMIT = 1 << 28  # past every position that is compared with the ends of runs
 
 
 def whole(origin: Origin, lengths: Sizes) -> Sizes:
@@ -233,7 +231,7 @@ class LoopPlan:
     unwritten: bool = False  # keys that no query sees may hold anything, NaN too, as in a cache that is used again
     by_query: Ends | None = None  # the mask as the keys that one query sees
     by_key: Ends | None = None  # and as the queries that see one key
-    run_tables: tuple[TableUse, ...] = ()  # the ends of runs that both read beside `tables`
+    run_tables: tuple[TableUse, ...] = ()  # the ends of runs that both read besides `tables`
 
     @cached_property
     def _hash(self) -> int:
@@ -261,12 +259,11 @@ class LoopPlan:
         return next((s.name for s in self.slots if s.source == RATE), None)
 
     def __str__(self) -> str:
-        lines = [f"mask     {'every position' if self.mask is None else show(self.mask, self._names())}"]
-        lines.append(f"score    {'as it is' if self.score is None else show(self.score, self._names())}")
-        if self.keep_mask is not None:
-            lines.append(f"kept     {show(self.keep_mask, self._names())}")
-        if self.weight is not None:
-            lines.append(f"weight   {show(self.weight, self._names())}")
+        names = [s.name for s in self.slots] + [t.name for t in self.every_table]
+        lines = [f"mask     {'every position' if self.mask is None else show(self.mask, names)}"]
+        lines.append(f"score    {'as it is' if self.score is None else show(self.score, names)}")
+        exprs = {"kept": self.keep_mask, "weight": self.weight}
+        lines += [f"{label:8} {show(e, names)}" for label, e in exprs.items() if e is not None]
         if self.pages is not None:
             lines.append(f"pages    of {self.page} keys, by {self.pages}")
         if self.unwritten:
@@ -275,16 +272,13 @@ class LoopPlan:
             lines.append("bounds   read from the span table")
         else:
             for name in ("first", "full_first", "full_last", "last"):
-                lines.append(f"{name:10} = {show(getattr(self.bounds, name), self._names())}")
+                lines.append(f"{name:10} = {show(getattr(self.bounds, name), names)}")
         lines.append(f"guard    {'a row may be empty: -inf is checked' if self.guard else 'no row is empty'}")
         lines += [f"slot     {s.name} = {s.value if s.source is None else s.source}" for s in self.slots]
         lines += [f"table    {t.name} = {t.source}{' by index' if t.derived else ''}" for t in self.tables]
         lines += [f"table    {t.name} = {t.derived.replace('_', ' ')} of {t.source}" for t in self.run_tables]
         lines.append(f"integers {64 if self.int64 else 32} bits")
         return "\n".join(lines)
-
-    def _names(self) -> list[str]:
-        return [s.name for s in self.slots] + [t.name for t in self.every_table]
 
     def slot_values(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """A value for every slot, from the literals lifted and the user's parameters."""
@@ -320,35 +314,6 @@ class Target:
         """The target with these fields, and with them in the targets of its other kernels."""
         parts = {n: x and replace(x, **fields) for n in ("dq", "dkv", "dv", "decode") for x in [getattr(self, n)]}
         return replace(self, **fields, **parts)
-
-
-@dataclass(frozen=True)
-class Operand:
-    """The form of q, k or v in memory. A scale belongs to a block of `scale_block` (tokens, entries along the head
-    dimension); None: there are no scales. `pack` values share a byte where they have fewer than 8 bits.
-
-    >>> print(Operand("int8", (1, 32)), Operand("int8", pack=2), sep="; ")
-    int8 with a scale for 1 x 32 tokens and dims; int8 with 2 values in a byte
-    """
-
-    dtype: str = ""  # "": of shapes alone, whose dtype is not said
-    scale_block: tuple[int, int] | None = None
-    pack: int = 1
-
-    def has_kernels(self, name: str, dim: int) -> bool:
-        """Whether kernels read q, k or v, by `name`, in this form."""
-        scales = (None,) if name == "q" else (None, (1, dim))
-        return self.dtype in _READ[name] and self.scale_block in scales and self.pack == 1
-
-    def __str__(self) -> str:
-        block = self.scale_block
-        scales = "" if block is None else f" with a scale for {block[0]} x {block[1]} tokens and dims"
-        return f"{self.dtype}{scales}" + f" with {self.pack} values in a byte" * (self.pack > 1)
-
-
-UNSAID = Operand()
-OPERANDS = {name: Operand(name) for name in DTYPES}  # without scales
-_READ = {"q": {"", *FLOATS}, "k": {"", *DTYPES}, "v": {"", *DTYPES}}  # dtypes that kernels read
 
 
 @dataclass(frozen=True)
@@ -392,6 +357,11 @@ class Geometry:
     def full(self) -> Sizes:
         """B, H, Q_LEN and KV_LEN of the whole problem; lengths may be symbols of an export."""
         return self.sizes or whole(self.origin, (self.batch, self.heads, self.q_len, self.kv_len))
+
+    @property
+    def named_sizes(self) -> dict[str, int]:
+        """The sizes of the whole problem by the names that masks have for them."""
+        return dict(zip(SIZES, self.full, strict=True))
 
     @cached_property
     def problem(self) -> Problem:
@@ -620,30 +590,6 @@ class _Names:
 _LIFTED = frozenset({"add", "sub", "lt", "le", "gt", "ge", "eq", "ne", "min", "max"})
 
 
-def derived_table(table: Any, derived: str) -> Any:
-    """The table that a kernel reads, of the user's on the host."""
-    if not derived:
-        return table
-    if derived not in ENDS_OF_RUNS:
-        return _segments(table, derived)
-    host_table, (how, end) = Table(np.asarray(table)), derived.split("_")
-    if how == "run":
-        positions = host_table.run(end, np.indices(host_table.array.shape, sparse=True))
-    else:  # from the last segment's first index on, lookups clamp
-        positions = host_table.segment(end, np.arange(max(int(host_table.array[1:-1].max(initial=0)), 0) + 1))
-    return np.clip(positions, -RUN_LIMIT, RUN_LIMIT).astype(np.int32)
-
-
-def _segments(offsets: Any, derived: str) -> NDArray[np.int32]:
-    array = np.asarray(offsets)
-    if derived == "segment":  # from the last segment's first index on, lookups clamp
-        at = np.arange(max(int(array[-2:][0]), 0) + 1)
-    else:  # back to where the first segment ends
-        at = -1 - np.arange(max(-int(array[1:][0]), 0) + 1) if len(array) > 1 else np.array([-1])
-    segments = np.searchsorted(array, at, side="right") - 1
-    return np.clip(segments, 0, max(len(array) - 2, 0)).astype(np.int32)
-
-
 def score_class(score: Expr | None) -> Literal["identity", "affine", "general"]:
     """The way a score mod uses `score`: unchanged, `score + f` with f free of it, or anything else."""
     if score is None:
@@ -686,120 +632,3 @@ def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float], most: float 
         elif e.type is BOOL:
             size[e] = 1.0
     return widest >= 2.0**31
-
-
-Array = NDArray[Any]
-_AT_ONCE = 1 << 19  # runs made in one go
-_ROOM, _LEAST = 1 << 22, 64  # records of a layout, and of one row
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Maximal runs of key tiles of one kind, sorted by slice, row, start: tiles [start, stop)."""
-
-    slice: Array
-    row: Array
-    start: Array
-    stop: Array
-    kind: Array
-
-
-def merge(slice: Array, row: Array, start: Array, stop: Array, kind: Array) -> Runs:
-    """Sort pieces and join neighbours of one kind."""
-    order = np.lexsort((start, row, slice))
-    slice, row, start, stop, kind = (x[order] for x in (slice, row, start, stop, kind))
-    if not len(start):
-        return Runs(slice, row, start, stop, kind)
-    new = np.ones(len(start), bool)
-    new[1:] = (slice[1:] != slice[:-1]) | (row[1:] != row[:-1]) | (start[1:] != stop[:-1]) | (kind[1:] != kind[:-1])
-    heads = np.flatnonzero(new)
-    tails = np.append(heads[1:], len(start)) - 1
-    return Runs(slice[heads], row[heads], start[heads], stop[tails], kind[heads])
-
-
-def from_boxes(boxes: Boxes) -> Runs:
-    """The runs of boxes: a box of several rows becomes one run in each row, some rows at a time."""
-    height = (boxes.r1 - boxes.r0).astype(np.int64)
-    order = np.lexsort((boxes.r0, boxes.slice))
-    parts, n = [], int(height.sum())
-    for mine in np.array_split(order, max(1, -(-n // _AT_ONCE))) if n > _AT_ONCE else [order]:
-        index = np.repeat(mine, height[mine])
-        offset = np.arange(len(index)) - np.repeat(np.cumsum(height[mine]) - height[mine], height[mine])
-        c0, c1 = boxes.c0[index].astype(np.int64), boxes.c1[index].astype(np.int64)
-        parts.append(merge(boxes.slice[index].astype(np.int64), boxes.r0[index] + offset, c0, c1, boxes.kind[index]))
-    if len(parts) == 1:
-        return parts[0]
-    return merge(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Runs)))
-
-
-def fitted(runs: Runs, lines: int, rows: int) -> tuple[Runs, int]:
-    """(runs whose records take at most 64 MB, or 1 KB a row; the number of tiles widened for that limit).
-
-    In a row with more runs, one PARTIAL run reaches from the last run that fits to the end of the row's runs."""
-    most = max(_LEAST, _ROOM // max(lines, 1))
-    line = runs.slice * rows + runs.row
-    heads = np.flatnonzero(np.append(True, line[1:] != line[:-1])[: len(line)])
-    length = np.diff(np.append(heads, len(line)))
-    if not len(line) or length.max() <= most:
-        return runs, 0
-    place = np.arange(len(line)) - np.repeat(heads, length)
-    last = np.repeat(runs.stop[heads + length - 1], length)
-    over = (place == most - 1) & (np.repeat(length, length) > most)
-    stop, kind = np.where(over, last, runs.stop), np.where(over, PARTIAL, runs.kind)
-    within = place < most
-    joined = int((last - runs.start)[over].sum())
-    return Runs(*(x[within] for x in (runs.slice, runs.row, runs.start, stop, kind))), joined
-
-
-def records(runs: Runs, slices: int, rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The records of runs, (bounds [slices, rows, R, 4], count [slices, rows]): neighbouring runs partial, full,
-    partial share one record; every other full run opens a new one."""
-    n = len(runs.start)
-    line = runs.slice * rows + runs.row
-    chained = np.zeros(n, bool)
-    chained[1:] = (line[1:] == line[:-1]) & (runs.start[1:] == runs.stop[:-1])
-    link = np.arange(n)
-    place = link - np.maximum.accumulate(np.where(chained, 0, link))  # position within the chain
-    # kinds alternate along a chain: only in partial, full, partial does a full run continue a record
-    opens = ~chained | ((runs.kind == FULL) & (place != 1))
-    record = np.cumsum(opens) - 1
-    total = int(record[-1]) + 1 if n else 0
-    lo, hi = np.zeros(total, np.int64), np.zeros(total, np.int64)
-    firsts = np.flatnonzero(opens)
-    lasts = np.append(firsts[1:], n)[: len(firsts)] - 1
-    lo, hi = runs.start[firsts], runs.stop[lasts]
-    full_lo, full_hi = hi.copy(), hi.copy()  # without a full run the full part is empty, at the end
-    full = runs.kind == FULL
-    full_lo[record[full]], full_hi[record[full]] = runs.start[full], runs.stop[full]
-    owner = line[firsts]
-    count = np.bincount(owner, minlength=slices * rows)
-    within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
-    most = max(1, int(count.max(initial=0)))
-    bounds = np.zeros((slices * rows, most, 4), np.int32)
-    bounds[owner, within] = np.stack([lo, full_lo, full_hi, hi], axis=1)
-    return bounds.reshape(slices, rows, most, 4), count.reshape(slices, rows).astype(np.int32)
-
-
-def from_records(bounds: Array, count: Array) -> Runs:
-    """The runs that span records encode."""
-    used = np.arange(bounds.shape[2]) < count[..., None]
-    s, r, _ = np.nonzero(used)
-    lo, full_lo, full_hi, hi = bounds[used].T
-    pieces = [(lo, full_lo, PARTIAL), (full_lo, full_hi, FULL), (full_hi, hi, PARTIAL)]
-    start, stop = (np.concatenate([p[i] for p in pieces]).astype(np.int64) for i in (0, 1))
-    kind = np.repeat([k for _, _, k in pieces], len(lo))
-    keep = stop > start
-    return merge(np.tile(s, 3)[keep], np.tile(r, 3)[keep], start[keep], stop[keep], kind[keep])
-
-
-def share(bounds: Array, count: Array, slice_of: Array) -> Spans:
-    """Store equal slices of spans once."""
-    if len(bounds) > 1:
-        flat = np.concatenate([bounds.reshape(len(bounds), -1), count], axis=1)
-        seen: dict[bytes, int] = {}
-        place = np.array([seen.setdefault(f.tobytes(), len(seen)) for f in flat])
-        if len(seen) < len(bounds):
-            first = np.array([int(np.argmax(place == i)) for i in range(len(seen))])
-            bounds, count, slice_of = bounds[first], count[first], place[slice_of]
-    bounds, count = (np.ascontiguousarray(x, np.int32) for x in (bounds, count))  # kernels read both by pointer
-    return Spans(bounds, count, slice_of.astype(np.int32))

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.dtypes import Operand
 from frisket.lowering.kernels.triton import forward
 from frisket.lowering.kernels.triton.module import Dims
-from frisket.lowering.plan import Geometry, LoopPlan, Operand, Pages, make_plan
+from frisket.lowering.plan import Geometry, LoopPlan, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import kernels as triton_kernels
 from frisket.runtime.backends.triton.grids import Shares, shares

@@ -26,18 +26,7 @@ from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import Linear, is_int_comparison, linear, relation, write
 from frisket.lowering.simplify.rules_boolean import negate
 
-from .solve import (
-    SIDES,
-    Isolated,
-    K,
-    as_logic,
-    by_literal,
-    depends,
-    disjoined,
-    isolate,
-    on_key,
-    sides_of_hole,
-)
+from .solve import SIDES, Isolated, K, as_logic, by_literal, depends, disjoined, isolate, on_key, sides_of_hole
 
 D = var("d")  # q - k
 

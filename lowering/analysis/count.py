@@ -50,7 +50,7 @@ Array = NDArray[Any]
 ROWS = 1 << 16  # queries solved in one go
 _JOINT = 5  # conjunctions that are no ranges, joined by inclusion and exclusion
 _UNEQUAL = 3
-_ROW = 100  # steps for a clause of a query, beside those of its functions
+_ROW = 100  # steps for a clause of a query, besides those of its functions
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Rowwise:
         return self._count(rest, q) - self._count(self._equal(rest, of, f), q)
 
     def _digits_spread(self, p: KeyInterval) -> KeyInterval:
-        """Digits beside a set or a group: a digit that is the same for every query is a set, one value a group."""
+        """Digits with a set or a group: a digit that is the same for every query is a set, one value a group."""
         out = replace(p, digits={})
         for of, (least, greatest) in p.digits.items():
             digit = build("mod", build("floordiv", var("k"), lit(of.step)), lit(of.base))

@@ -22,26 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, EvaluationError, MismatchError
-from frisket.dsl.ir import (
-    COORDINATES,
-    FALSE,
-    SCORE,
-    TRUE,
-    Expr,
-    conj,
-    disj,
-    fold,
-    free_names,
-    lit,
-    make,
-    substitute,
-    var,
-    walk,
-)
+from frisket.dsl.ir import COORDINATES, FALSE, SCORE, TRUE, Expr, conj, disj, fold, free_names, lit, substitute, walk
 from frisket.dsl.show import show
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Runs
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
 
@@ -49,6 +33,8 @@ from .count import Rowwise, literal
 from .groups import Beyond
 from .intervals import ends
 from .questions import always, never
+from .runs import Runs
+from .solve import K, Q
 from .tiles import FULL, Grid, Scope, Spent
 
 Array = NDArray[Any]
@@ -59,15 +45,14 @@ _FEW = 1 << 22  # steps of positions that are looked at without asking
 _KEYS = 1 << 16  # keys of one row looked at together
 _CALL = 1 << 10  # steps that an operator takes however few the positions
 _EACH = 40  # steps for a rectangle and a position themselves
-_Q, _K = var("q"), var("k")
 _READS = ("lookup", "segment")
 
 
 # -- a visible position ---------------------------------------------------------------------------
 
 
-def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] | None:
-    """(slice, global q, global k) of a visible position or None; the first of its slice where rows can be solved."""
+def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int, int] | None:
+    """The global (b, h, q, k) of a visible position or None; the first of its slice where rows can be solved."""
     if mask is FALSE:
         return None
     env = _corners(grid)
@@ -80,7 +65,7 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
         except (Beyond, EvaluationError):  # an end of a row may leave 64 bits where the mask itself does not
             position = _search(mask, {n: int(x[s]) for n, x in env.items()}, scope)
         if position is not None:
-            return int(s), *position
+            return int(grid.b[s]), int(grid.h[s]), *position
     return None
 
 
@@ -198,8 +183,8 @@ def _corners(grid: Grid) -> dict[str, Any]:
 # -- a row without one ----------------------------------------------------------------------------
 
 
-def first_empty_row(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int] | None:
-    """The (slice, q) of a query that sees no key, None if every query sees one."""
+def first_empty_row(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] | None:
+    """The global (b, h, q) of a query that sees no key, None if every query sees one."""
     for s in range(len(grid.b)):
         one = replace(grid, b=grid.b[s : s + 1], h=grid.h[s : s + 1], q=grid.q[s : s + 1], k=grid.k[s : s + 1])
         try:
@@ -207,7 +192,7 @@ def first_empty_row(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int] | N
         except (Beyond, EvaluationError):
             row = _search_rows(mask, one, scope)
         if row is not None:
-            return s, row
+            return int(grid.b[s]), int(grid.h[s]), row
     return None
 
 
@@ -219,7 +204,7 @@ def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
     if one.q_len * one.kv_len * steps(mask) <= _FEW:
         return _rows_without(mask, at, np.arange(q0, q0 + one.q_len), keys, scope)
     # under most masks every query sees one of these: the key at its position, the first, the last, the one before
-    likely = [_at_key(mask, e, keys) for e in (_Q, lit(keys[0]), lit(keys[1]), _Q - 1)]
+    likely = [_at_key(mask, e, keys) for e in (Q, lit(keys[0]), lit(keys[1]), Q - 1)]
     stack = [(q0, q0 + one.q_len - 1)]
     while stack:
         first, last = stack.pop()
@@ -244,7 +229,7 @@ def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
 
 def _at_key(mask: Expr, k: Expr, keys: tuple[int, int]) -> Expr:
     inside = conj(k >= keys[0], k <= keys[1]) if k.op != "lit" else TRUE
-    return simplify(conj(inside, substitute(mask, {_K: k})))
+    return simplify(conj(inside, substitute(mask, {K: k})))
 
 
 def _rows_without(mask: Expr, at: dict[str, int], q: Array, keys: tuple[int, int], scope: Scope) -> int | None:
@@ -271,7 +256,7 @@ def sees_itself(mask: Expr) -> bool:
     >>> sees_itself((q >= k) & (q - k < 256))
     True
     """
-    return simplify(substitute(mask, {var("k"): var("q")})) is TRUE
+    return simplify(substitute(mask, {K: Q})) is TRUE
 
 
 def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -> Array:
@@ -400,7 +385,7 @@ def contexts(root: Expr, proved: Collection[Expr]) -> Mapping[Expr, Expr]:
     def unknown(n: Expr, args: list[frozenset[Expr]]) -> frozenset[Expr]:
         inside = frozenset[Expr]().union(*args)
         if n.op == "reduce":
-            return inside - {make("bound", (), n.name[1])}
+            return frozenset(x for x in inside if (x.op, x.name) != ("bound", n.name[1]))
         # the variable of an outer reduction has no value here, and no mask knows a score
         return inside | {n} if n.op == "bound" or n is SCORE or (n.op in _READS and n not in proved) else inside
 
@@ -449,13 +434,11 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
     outside = conj(where, disj(index < start, index >= stop))
     try:
         # with numbers written in, more clauses can be solved
-        at = first_visible(simplify(literal(outside, scope.env)), grid, scope)
+        witness = first_visible(simplify(literal(outside, scope.env)), grid, scope)
     except (Spent, EvaluationError):
         return replace(lookup, proved=False)
-    if at is None:
+    if witness is None:
         return lookup
-    slice, q, k = at
-    witness = (int(grid.b[slice]), int(grid.h[slice]), q, k)
     value = int(scope.value(index, dict(zip("bhqk", witness, strict=True))))
     return replace(lookup, proved=False, witness=witness, value=value)
 

@@ -98,15 +98,8 @@ def _total(form: Linear, picked: list[Expr | None]) -> Expr | None:
 # -- transfer functions ---------------------------------------------------------------------------
 
 
-def _least(*xs: Expr | None) -> Expr | None:
-    return _extreme(minimum, xs)
-
-
-def _most(*xs: Expr | None) -> Expr | None:
-    return _extreme(maximum, xs)
-
-
-def _extreme(pick: Callable[[Expr, Expr], Expr], xs: tuple[Expr | None, ...]) -> Expr | None:
+def _extreme(pick: Callable[[Expr, Expr], Expr], *xs: Expr | None) -> Expr | None:
+    """The least or greatest of some ends, unbounded where one of them is."""
     known = [x for x in dict.fromkeys(xs) if x is not None]
     return None if None in xs else reduce(pick, known)
 
@@ -132,14 +125,10 @@ def _float_result(e: Expr, lo: Expr | None, hi: Expr | None, attained: bool = Fa
     return Range(lo, hi, nan=disj(*(ends(a).nan for a in e.args), *wild))
 
 
-def _add(e: Expr) -> Range:  # Float only: Int goes through affine forms
+def _sum(e: Expr) -> Range:  # Float only: Int goes through affine forms
     x, y = (ends(a) for a in e.args)
-    return _float_result(e, _lifted(operator.add, x.lo, y.lo), _lifted(operator.add, x.hi, y.hi))
-
-
-def _sub(e: Expr) -> Range:
-    x, y = (ends(a) for a in e.args)
-    return _float_result(e, _lifted(operator.sub, x.lo, y.hi), _lifted(operator.sub, x.hi, y.lo))
+    join, lo, hi = (operator.add, y.lo, y.hi) if e.op == "add" else (operator.sub, y.hi, y.lo)
+    return _float_result(e, _lifted(join, x.lo, lo), _lifted(join, x.hi, hi))
 
 
 def _mul(e: Expr) -> Range:
@@ -147,7 +136,8 @@ def _mul(e: Expr) -> Range:
     if x.lo is None or x.hi is None or y.lo is None or y.hi is None:
         return TOP
     corners = (x.lo * y.lo, x.lo * y.hi, x.hi * y.lo, x.hi * y.hi)
-    return _float_result(e, _least(*corners), _most(*corners), independent(*e.args) and x.attained and y.attained)
+    lo, hi = (_extreme(pick, *corners) for pick in (minimum, maximum))
+    return _float_result(e, lo, hi, independent(*e.args) and x.attained and y.attained)
 
 
 def _div(e: Expr) -> Range:
@@ -213,9 +203,9 @@ def _minmax(e: Expr) -> Range:
     x, y = (ends(a) for a in e.args)
     free = e.type is INT and independent(*e.args) and x.attained and y.attained
     if e.op == "min":
-        lo, hi = _least(x.lo, y.lo), _either(x.hi, y.hi, minimum)
+        lo, hi = _extreme(minimum, x.lo, y.lo), _either(x.hi, y.hi, minimum)
     else:
-        lo, hi = _either(x.lo, y.lo, maximum), _most(x.hi, y.hi)
+        lo, hi = _either(x.lo, y.lo, maximum), _extreme(maximum, x.hi, y.hi)
     return Range(lo, hi, free, x.dense and y.dense, disj(x.nan, y.nan))
 
 
@@ -314,7 +304,7 @@ def _shift(e: Expr) -> Range:
 
 
 TRANSFER: Mapping[str, Callable[[Expr], Range]] = (
-    {"neg": _neg, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "floordiv": _floordiv, "mod": _mod}
+    {"neg": _neg, "add": _sum, "sub": _sum, "mul": _mul, "div": _div, "floordiv": _floordiv, "mod": _mod}
     | {"abs": _abs, "sign": _sign, "min": _minmax, "max": _minmax, "where": _where, "int": _int, "float": _float}
     | {"floor": _rounded, **dict.fromkeys("exp exp2 log log2 log1p sqrt tanh sigmoid".split(), _monotone)}
     | {"lookup": _lookup, "segment": _segment, "bitand": _bitand, "shl": _shift, "shr": _shift}

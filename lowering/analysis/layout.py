@@ -23,10 +23,11 @@ from frisket.dsl.ir import TRUE, Expr, lit, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT
 from frisket.dsl.work import outside, steps
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Bounds, Problem, Runs, Spans, fitted, from_boxes, merge, records, share
+from frisket.lowering.plan import Bounds, Problem, Spans
 from frisket.lowering.simplify import simplify
 
 from .rows import RowIntervals, by_query, row_intervals, sweep
+from .runs import Runs, fitted, from_boxes, merge, records, share
 from .table import Table
 from .tiles import FULL, PARTIAL, Grid, Scope, Spent, classify
 from .tiles import outside as outside_of
@@ -136,11 +137,8 @@ def closed_form(expr: Expr, grid: Grid, scope: Scope) -> RowIntervals | None:
     """The intervals of a mask, bound and simplified, whose spans `analyse` writes as a formula, found without a row of
     tiles; None where it has none, though one may leave 64 bits in a row."""
     intervals = _intervals(expr, grid, scope)
-    return (
-        intervals
-        if intervals is not None and intervals.formula is not None and _holds(intervals, grid, scope)
-        else None
-    )
+    has_formula = intervals is not None and intervals.formula is not None and _holds(intervals, grid, scope)
+    return intervals if has_formula else None
 
 
 def reads_at_most(intervals: RowIntervals, grid: Grid, scope: Scope, most: int) -> bool:
@@ -470,7 +468,7 @@ def _runs(
 
 
 def _recorded_row(runs: Sequence[tuple[int, int, int]]) -> Row:
-    """The records of runs: `spans.records`."""
+    """The records of runs: `runs.records`."""
     out: Row = []
     end, place = -1, 0  # where the run before stops, and how many runs touch one another up to here
     for start, stop, kind in runs:

@@ -21,22 +21,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import (
-    COMPARISONS,
-    FALSE,
-    TRUE,
-    Expr,
-    build,
-    clauses,
-    conj,
-    disj,
-    lit,
-    make,
-    substitute,
-    uses,
-    var,
-    walk,
-)
+from frisket.dsl.ir import COMPARISONS, FALSE, Expr, build, clauses, conj, disj, lit, make, substitute, uses, var, walk
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
@@ -221,7 +206,7 @@ def _some_term(term: Expr) -> Expr:
     certain = [always(r) for r in s.rest]
     inside = conj(SINGLE, build("not", infeasible(s)))
     condition = conj(inside, *certain)
-    bounds_hold = conj(*(always(x) for x in bounds)) if bounds else TRUE
+    bounds_hold = conj(*map(always, bounds))
     for i, r in enumerate(s.rest):
         others = certain[:i] + certain[i + 1 :]
         condition = disj(condition, conj(bounds_hold, _some_literal(r), *others))

@@ -5,7 +5,7 @@ and so are the keys that every query sees: four formulas, no search. For a disju
 (and of the terms of its negation, for the tiles that hold an invisible point) are united by a sweep.
 
 Terms that bound the keys of each query in any order are laid out query by query. Where the keys of a row of tiles are
-not one interval per term (documents of queries beside documents of keys, windows from a table), the intervals of its
+not one interval per term (documents of queries and others of keys, windows from a table), the intervals of its
 queries are written down and united. O(queries x terms), no tiles.
 """
 
@@ -24,11 +24,12 @@ from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, substitute, uses, walk
 from frisket.dsl.sugar import maximum, minimum, where
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import Bounds, Runs, merge
+from frisket.lowering.plan import Bounds
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
 
 from .intervals import K0, K1, Q0, Q1
+from .runs import Runs, merge
 from .solve import Curve, K, Q, System, depends, disjuncts, solve, solve_equal_entries, system
 from .tiles import Grid, Scope, outside
 
@@ -92,11 +93,7 @@ class RowIntervals:
     @cached_property
     def formula(self) -> Bounds | None:
         """The intervals for kernels, whose prologues read no tables by query."""
-        if (
-            self.full is None
-            or not self.rowwise
-            or any(_reads(n) for e in (*self.visible[0], *self.full) for n in walk(e))
-        ):
+        if self.full is None or not self.rowwise or any(map(_reads, walk(*self.visible[0], *self.full))):
             return None
         return Bounds(self.visible[0][0], *self.full, self.visible[0][1])
 
@@ -224,7 +221,7 @@ def sweep(seen: Array, hidden: Array, columns: int) -> tuple[Array, Array, Array
     return row, start[row, at], stop[row, at], kind[row, at]
 
 
-_QUERY = 60  # steps for an interval of a query, beside those of its ends
+_QUERY = 60  # steps for an interval of a query, besides those of its ends
 _PIECES = 64  # runs of tiles a row may have before tiles are asked instead
 _BATCH = 1 << 19  # intervals held at a time
 

@@ -20,8 +20,8 @@ bounds on q - k. They do if, for one offset o, all lower bounds are at most `q +
 [('low', 8 * (q // 8)), ('high', 8 * (q // 8) + 7)]
 
 The keys that one query sees have a first and a last key, and conditions that are left (`ends_of`). Kernels compute the
-two ends once per query and compare every key of a border tile with them, instead of evaluating the
-whole mask for every pair. With `axis="q"` the interval is that of the queries which see one key.
+two ends once per query and compare every key of a partial tile with them, instead of evaluating the whole mask for
+every pair. With `axis="q"` the interval is that of the queries which see one key.
 
 >>> ends = ends_of((q >= k) & (q - k < 256) & eq(k % 4, 1))
 >>> ends.first, ends.last, ends.rest
@@ -47,22 +47,7 @@ from functools import partial, reduce
 from itertools import product
 from typing import Literal, TypeVar
 
-from frisket.dsl.ir import (
-    FALSE,
-    TRUE,
-    Expr,
-    build,
-    clauses,
-    conj,
-    disj,
-    lit,
-    make,
-    operands,
-    substitute,
-    uses,
-    var,
-    walk,
-)
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, clauses, conj, disj, lit, make, substitute, uses, var, walk
 from frisket.dsl.sugar import where
 from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
@@ -308,7 +293,7 @@ def _of_half(half: Isolated, needs: Expr) -> tuple[Curve, ...] | None:
 
 def _near(form: Linear, op: str, needs: Expr) -> Expr | None:
     """An affine Expr never below (ge) or above (le) a form, if `needs` holds; None if an atom has no affine bound."""
-    conditions = operands("and", needs)
+    conditions = clauses(needs)
     total = Linear((), form.const)
     for a, f in form.terms:
         if "q" not in depends(a) or a is Q:  # exact: such a term bounds itself
@@ -510,7 +495,7 @@ def _needs(curves: tuple[Curve, ...]) -> frozenset[Fact]:
 
 
 def _decisive(curves: list[Curve]) -> list[Curve]:
-    """The bounds that no other one implies: beside `k <= q`, `k <= last(q)` says nothing, as q's run ends no sooner."""
+    """The bounds that no other one implies: with `k <= q`, `k <= last(q)` says nothing, as q's run ends no sooner."""
     return [c for c in curves if not any(c is not other and _implied(c, other) for other in curves)]
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.ir import Expr, conj, disj, operands, uses
 
-from .solve import sides_of_ids
+from .solve import ENDS_OF_RUNS, sides_of_ids
 
 if TYPE_CHECKING:
     from .tiles import Grid
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 BEYOND = 1 << 40  # further than any position; its products with lengths still fit
+RUN_LIMIT = 1 << 28  # past every position that kernels compare with the ends of runs
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,9 @@ class Table:
         """The minimum or maximum (`all` or `any` of a Bool table) over the box `lows..highs`, inclusive; ends are
         clamped to the table as lookups are. Exact when at most one axis ranges, or when boxes are aligned powers of
         two; otherwise over a box that covers the one asked for."""
-        boxes = [
-            (np.clip(lo, 0, n - 1), np.clip(hi, 0, n - 1))
-            for lo, hi, n in zip(lows, highs, self.array.shape, strict=True)
-        ]
-        flat = np.broadcast_arrays(*(x for box in boxes for x in box))
-        los, his = flat[0::2], flat[1::2]
+        sides = [[np.clip(x, 0, n - 1) for x, n in zip(ends, self.array.shape, strict=True)] for ends in (lows, highs)]
+        flat, axes = np.broadcast_arrays(*sides[0], *sides[1]), self.array.ndim
+        los, his = flat[:axes], flat[axes:]
         ranging = [i for i, (lo, hi) in enumerate(zip(los, his, strict=True)) if np.any(lo != hi)]
         if not ranging:
             return np.asarray(self.array[tuple(los)])
@@ -229,6 +227,30 @@ def _levels(width: Array) -> Array:
 
 def _join(kind: str) -> np.ufunc:
     return np.minimum if kind == "min" else np.maximum
+
+
+def derived_table(table: Any, derived: str) -> Any:
+    """The table that a kernel reads, of the user's on the host. `TableUse` says what `derived` may be."""
+    if not derived:
+        return table
+    if derived not in ENDS_OF_RUNS:
+        return _segments(table, derived)
+    host_table, (how, end) = Table(np.asarray(table)), derived.split("_")
+    if how == "run":
+        positions = host_table.run(end, np.indices(host_table.array.shape, sparse=True))
+    else:  # from the last segment's first index on, lookups clamp
+        positions = host_table.segment(end, np.arange(max(int(host_table.array[1:-1].max(initial=0)), 0) + 1))
+    return np.clip(positions, -RUN_LIMIT, RUN_LIMIT).astype(np.int32)
+
+
+def _segments(offsets: Any, derived: str) -> NDArray[np.int32]:
+    array = np.asarray(offsets)
+    if derived == "segment":  # from the last segment's first index on, lookups clamp
+        at = np.arange(max(int(array[-2:][0]), 0) + 1)
+    else:  # back to where the first segment ends
+        at = -1 - np.arange(max(-int(array[1:][0]), 0) + 1) if len(array) > 1 else np.array([-1])
+    segments = np.searchsorted(array, at, side="right") - 1
+    return np.clip(segments, 0, max(len(array) - 2, 0)).astype(np.int32)
 
 
 BYTES = 1 << 25  # of the sets along an axis

@@ -340,7 +340,9 @@ def _ask_points(mask: Expr, env: Mapping[str, Array], kind: Array, points: Any, 
         cost = len(few) * many * steps(mask)
         if cost > scope.work - scope.spent or not scope.afford(cost // _WORTH):
             break
-        seen = scope.value(mask, points({n: v[few] for n, v in env.items()}))
+        q, k = points(*(env[n][few] for n in ("q0", "q1", "k0", "k1")))
+        b, h = (env[n][few].reshape(-1, *(1,) * (k.ndim - 1)) for n in "bh")
+        seen = scope.value(mask, {"b": b, "h": h, "q": q, "k": k})
         seen = np.broadcast_to(seen, (len(few), *seen.shape[1:])).reshape(len(few), -1)
         both = seen.any(axis=1) & ~seen.all(axis=1)
         kind[few[both]] = PARTIAL
@@ -371,35 +373,30 @@ def _ask_pieces(mask: Expr, env: Mapping[str, Array], kind: Array, cut: Array, s
         scope.spent += len(owner) * each * int(np.count_nonzero(kind[mine] < 0)) // len(mine)
 
 
-def _witnesses(env: Mapping[str, Array]) -> dict[str, Array]:
+def _witnesses(*corners: Array) -> tuple[Array, Array]:
     """Sample points of each tile: corners, the diagonal's ends and a few strided points: [tiles, points]."""
-    q0, q1, k0, k1 = (env[n][:, None] for n in ("q0", "q1", "k0", "k1"))
+    q0, q1, k0, k1 = (x[:, None] for x in corners)
     f = np.array([0.0, 0.0, 1.0, 1.0, 0.5, 0.38, 0.71, 0.13, 0.9, 0.62, 0.25, 0.81])
     g = np.array([0.0, 1.0, 0.0, 1.0, 0.5, 0.62, 0.25, 0.84, 0.4, 0.07, 0.93, 0.55])
     q = q0 + np.floor((q1 - q0) * f).astype(np.int64)
     k = k0 + np.floor((k1 - k0) * g).astype(np.int64)
     on = np.concatenate([np.maximum(q0, k0), np.minimum(q1, k1)], axis=1)
-    q = np.concatenate([q, np.clip(on, q0, q1)], axis=1)
-    k = np.concatenate([k, np.clip(on, k0, k1)], axis=1)
-    return {"b": env["b"][:, None], "h": env["h"][:, None], "q": q, "k": k}
+    return np.concatenate([q, np.clip(on, q0, q1)], axis=1), np.concatenate([k, np.clip(on, k0, k1)], axis=1)
 
 
-def _lattice(env: Mapping[str, Array]) -> dict[str, Array]:
+def _lattice(*corners: Array) -> tuple[Array, Array]:
     """Sample points of each tile: 16 x 16, every row shifted: [tiles, 16, 16]."""
     i, j = np.arange(16)[:, None], np.arange(16)[None, :]
-    q0, q1, k0, k1 = (env[n][:, None, None] for n in ("q0", "q1", "k0", "k1"))
-    q = q0 + (q1 - q0) * i // 15
+    q0, q1, k0, k1 = (x[:, None, None] for x in corners)
     # rows are shifted, or a stripe could pass between all points
-    k = k0 + ((k1 - k0) * j // 15 + 5 * i) % (k1 - k0 + 1)
-    return {"b": env["b"][:, None, None], "h": env["h"][:, None, None], "q": q, "k": k}
+    return q0 + (q1 - q0) * i // 15, k0 + ((k1 - k0) * j // 15 + 5 * i) % (k1 - k0 + 1)
 
 
-def _lines(env: Mapping[str, Array]) -> dict[str, Array]:
+def _lines(*corners: Array) -> tuple[Array, Array]:
     """Sample points of each tile: every key of five queries, for visible points that lie thin: [tiles, 5, keys]."""
-    q0, q1, k0, k1 = (env[n][:, None, None] for n in ("q0", "q1", "k0", "k1"))
+    q0, q1, k0, k1 = (x[:, None, None] for x in corners)
     q = q0 + (q1 - q0) * np.array([0, 27, 50, 76, 100])[:, None] // 100
-    k = np.minimum(k0 + np.arange(int((env["k1"] - env["k0"]).max()) + 1), k1)
-    return {"b": env["b"][:, None, None], "h": env["h"][:, None, None], "q": q, "k": k}
+    return q, np.minimum(k0 + np.arange(int((k1 - k0).max()) + 1), k1)
 
 
 def _look(mask: Expr, grid: Grid, env: Mapping[str, Array], scope: Scope) -> Array:

@@ -20,23 +20,17 @@ from frisket.dsl.ir import COORDINATES, TRUE, Expr, clauses, conj, make, names_o
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL
 from frisket.grammar.memo import own_state
-from frisket.lowering.analysis.decide import Lookup, guards, lookups, no_row_empty, pair_counts, row_counts
-from frisket.lowering.analysis.layout import (
-    AnalysedMask,
-    Analysis,
-    analyse,
-    bind_in_part,
-    closed_form,
-    grid_of,
-    reads_at_most,
-)
-from frisket.lowering.analysis.questions import always, mixed, never
-from frisket.lowering.analysis.rows import RowIntervals
-from frisket.lowering.analysis.solve import sides_of_ids
-from frisket.lowering.analysis.table import Table, TableFacts
-from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
-from frisket.lowering.plan import Bounds, Problem, Runs, Spans, from_records, is_positive, is_start
+from frisket.lowering.plan import Bounds, Problem, Spans, is_positive, is_start
 from frisket.lowering.simplify import simplify
+
+from .decide import Lookup, guards, lookups, no_row_empty, pair_counts, row_counts
+from .layout import AnalysedMask, Analysis, analyse, bind_in_part, closed_form, grid_of, reads_at_most
+from .questions import always, mixed, never
+from .rows import RowIntervals
+from .runs import Runs, from_records
+from .solve import sides_of_ids
+from .table import Table, TableFacts
+from .tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
 
 Array = NDArray[Any]
 At = int | None

@@ -15,7 +15,7 @@ Documents in a row, as variable-length attention takes them, are fitted to the k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import SIZES, Expr, build
+from frisket.dsl.ir import Expr, Named, build
 from frisket.lowering.plan import Geometry
 
 from .forms import EngineForm, Exprs
@@ -187,9 +187,7 @@ class Flags:
         return ", ".join(parts + ([] if self.slopes is None else ["ALiBi slopes"]))
 
 
-def flags_of(
-    form: EngineForm, geometry: Geometry, scalars: Mapping[str, Any], tables: Mapping[str, Array]
-) -> Flags | str:
+def flags_of(form: EngineForm, geometry: Geometry, scalars: Named, tables: Mapping[str, Array]) -> Flags | str:
     """A form with values at a place, or the reason why it has no flags there: documents that are torn apart, say.
     Where tables say what a query sees, every query is compared with what the flags show it; work follows the tokens."""
     try:
@@ -201,12 +199,12 @@ def flags_of(
 class _Binding:
     """The values of a form's names at one place."""
 
-    def __init__(self, geometry: Geometry, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> None:
+    def __init__(self, geometry: Geometry, scalars: Named, tables: Mapping[str, Array]) -> None:
         self.geometry, self.tables = geometry, tables
         b, h, q, k = geometry.origin
         self.q, self.k = (x if type(x) is int else np.asarray(x, np.int64) for x in (q, k))
         self.batch, self.heads = int(b) + np.arange(geometry.batch), int(h) + np.arange(geometry.heads)
-        self.env = {**dict(zip(SIZES, geometry.full, strict=True)), **scalars}
+        self.env = {**geometry.named_sizes, **scalars}
 
     def flags(self, form: EngineForm) -> Flags | str:
         g = self.geometry
@@ -223,16 +221,13 @@ class _Binding:
                 return packed
             flags = packed
         slopes = None if form.slope is None else self.slopes(form.slope)
-        factor = 1.0 if form.factor is None else self.number(form.factor)
-        softcap = None if form.softcap is None else self.number(form.softcap)
-        scores = factor, softcap, slopes, form.distance
-        return Flags(flags.left, flags.right, flags.documents, flags.keys, flags.queries, *scores, ahead)
+        factor = 1.0 if form.factor is None else float(self.value(form.factor))
+        softcap = None if form.softcap is None else float(self.value(form.softcap))
+        distance = form.distance
+        return replace(flags, factor=factor, softcap=softcap, slopes=slopes, distance=distance, ahead=ahead)
 
     def value(self, e: Expr, **places: Any) -> Array:
         return evaluate(e, {**self.env, **places}, self.tables)
-
-    def number(self, e: Expr) -> float:
-        return float(self.value(e))
 
     def slopes(self, e: Expr) -> Array:
         values = self.value(e, b=self.batch[:, None], h=self.heads)

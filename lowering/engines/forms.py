@@ -113,7 +113,7 @@ def at_key(e: Expr) -> Expr:
 Parts = tuple[tuple[str, Expr], ...]  # names of fields of EngineForm, and what each gains
 
 
-_FIXED = frozenset({"b", "B", "H", "Q_LEN", "KV_LEN"})  # what a bound may read beside parameters and tables
+_FIXED = frozenset({"b", "B", "H", "Q_LEN", "KV_LEN"})  # what a bound may read besides parameters and tables
 _BY_QUERY = _FIXED | {"q"}
 
 

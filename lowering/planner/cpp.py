@@ -8,7 +8,7 @@ a search can find.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -165,7 +165,8 @@ class _CppBody(PlannerBody):
         done: set[str] = set()
 
         def lines(*roots: Expr) -> list[str]:
-            new = [x for x in self._lines_for(roots) if x.name not in done]
+            of_piece = (x for x in self.lines.needed_ever(roots) if x.level not in (SCALAR, ROW))
+            new = [x for x in of_piece if x.name not in done]
             done.update(x.name for x in new)
             return _constants(new)
 
@@ -175,10 +176,6 @@ class _CppBody(PlannerBody):
         of_always = lines(always)
         done = outer  # names of the block are not seen below it
         return {**self.kinds(), "never": empty, "of_always": of_always, "of_mixed": lines(mixed)}
-
-    def _lines_for(self, roots: Sequence[Expr]) -> list[Line]:
-        """The lines of a piece that these roots need."""
-        return [x for x in self.lines.needed_ever(roots) if x.level not in (SCALAR, ROW)]
 
 
 def _constants(lines: Iterable[Line]) -> list[str]:

@@ -30,11 +30,10 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import (
     FALSE,
-    ONE,
     TRUE,
-    ZERO,
     Expr,
     conj,
+    connect,
     disj,
     extent,
     lit,
@@ -44,6 +43,7 @@ from frisket.dsl.ir import (
     rebuild,
     substitute,
     transform,
+    uses,
     var,
     walk,
 )
@@ -52,17 +52,7 @@ from frisket.dsl.types import INT, Type
 from frisket.lowering.analysis.intervals import BEYOND_INTS, K0, ends
 from frisket.lowering.analysis.questions import SINGLE, always, mixed, never
 from frisket.lowering.analysis.rows import Interval, visible_keys
-from frisket.lowering.analysis.solve import (
-    SIDES,
-    K,
-    System,
-    depends,
-    disjuncts,
-    is_positive,
-    isolated,
-    sides_of_ids,
-    system,
-)
+from frisket.lowering.analysis.solve import SIDES, K, System, disjuncts, is_positive, isolated, sides_of_ids, system
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import Linear, linear, write
@@ -112,7 +102,6 @@ class Planner:
 
 # classes of the numbers in a range, a bit for each of 64: by the last six bits of a number, and by two hashes
 CLASSES = "classes_0", "classes_1", "classes_2"
-JUNCTIONS = {"and": conj, "or": disj}
 SEARCHES = frozenset({"at_least", "above", "at_most", "under"})
 RANGES = frozenset({"range_min", "range_max", *CLASSES})  # of the entries between two places
 READS = SEARCHES | {"lookup", "segment", "range_min", "range_max", "extent"}
@@ -148,7 +137,9 @@ def planner(
         # an integer that may not fit would give wrong tiles: questions leave out such clauses
         if all(fits(e, limits, wide) for e in roots):
             return Planner(mask, *bounds, FALSE, FALSE, FALSE, _wide(roots, limits))
-    yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in (always(mask), never(mask), _whole(mixed(mask))))
+    # a piece has several tiles: a single tile left open is PARTIAL anyway
+    of_several = simplify(substitute(mixed(mask), {SINGLE: FALSE}))
+    yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in (always(mask), never(mask), of_several))
     disjoint = _safe(points(_no_common_ids(mask, {*_named(yes, no, both)}), sorted_), limits, wide)
     return Planner(mask, (), (), yes, no, both, _wide([yes, no, both], limits), disjoint)
 
@@ -173,15 +164,10 @@ def _classes(op: str, read: Expr, axis: str) -> Expr:
     return make(op, (*first, *last), read.name, INT)
 
 
-def _whole(e: Expr) -> Expr:
-    """The question `mixed` for pieces of many tiles: a single tile left open is PARTIAL anyway."""
-    return simplify(substitute(e, {SINGLE: FALSE}))
-
-
 def _safe(e: Expr, limits: Mapping[str, float], wide: bool) -> Expr:
     """A question without the clauses whose integers may not fit: without a clause the answer is only less certain."""
-    if e.op in JUNCTIONS:
-        return JUNCTIONS[e.op](*(_safe(a, limits, wide) for a in e.args))
+    if e.op in ("and", "or"):
+        return connect(e.op, [_safe(a, limits, wide) for a in e.args])
     return e if e is TRUE or fits(e, limits, wide) else FALSE  # FALSE is the answer that decides nothing
 
 
@@ -231,7 +217,7 @@ def _sides(mask: Expr, sorted_: frozenset[str]) -> tuple[Interval, ...] | None:
 
 
 def _interval(s: System, sorted_: frozenset[str]) -> Interval | None:
-    of_keys = [e for e in s.rest if "k" in depends(e)]
+    of_keys = [e for e in s.rest if "k" in uses(e)]
     pairs = [_keys(e, sorted_) for e in of_keys]
     known = [pair for pair in pairs if pair is not None]
     if len(known) < len(pairs):
@@ -269,12 +255,12 @@ def _searched(atom: Expr, sorted_: frozenset[str]) -> bool:
 def _first_of_segment(e: Expr, v: Expr) -> Expr:
     """The first key whose segment is at least `v`: segments are 0..n - 2, for n offsets."""
     count = extent(e.name, 0) - 1
-    return where(v <= ZERO, K0, where(v >= count, BEYOND_POSITIONS, lookup(e.name, (v,))))
+    return where(v <= 0, K0, where(v >= count, BEYOND_POSITIONS, lookup(e.name, (v,))))
 
 
 def _last_of_segment(e: Expr, v: Expr) -> Expr:
     count = extent(e.name, 0) - 1
-    return where(v < ZERO, lit(-1), where(v + 1 >= count, BEYOND_POSITIONS, lookup(e.name, (v + ONE,)) - 1))
+    return where(v < 0, lit(-1), where(v + 1 >= count, BEYOND_POSITIONS, lookup(e.name, (v + 1,)) - 1))
 
 
 def _search(e: Expr, v: Expr, of: str, beyond: str, by: int) -> Expr:

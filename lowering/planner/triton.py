@@ -74,7 +74,7 @@ class Ranged:
 
 @dataclass(frozen=True)
 class PlannerText:
-    """The text of a planner's kernels, and the parameters of `plan_spans` beside `HEAD`, in their order: sizes of
+    """The text of a planner's kernels, and the parameters of `plan_spans` besides `HEAD`, in their order: sizes of
     SIZES, scalars as (user's name, type), tables, ranges; then ROWS and PIECES, how many it holds at once."""
 
     text: str
@@ -101,8 +101,8 @@ class _TritonBody(PlannerBody):
     # -- expressions --------------------------------------------------------------------------------------
 
     def leaves(self) -> dict[str, Leaf]:
-        own: dict[str, Leaf] = {"lookup": self._look}
-        return super().leaves() | own | dict.fromkeys(WISHES, self._range) | dict.fromkeys(_EXTREMES, self._extreme)
+        rows = dict.fromkeys(WISHES, self._range) | {"lookup": self._look}
+        return super().leaves() | rows | dict.fromkeys(_EXTREMES, self._extreme)
 
     def leaf(self, e: Expr, args: list[Text]) -> Text | None:
         return super().leaf(e, args) or expr_triton.operator(e, args)

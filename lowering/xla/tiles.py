@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
-from frisket.lowering.features import XLA
+from frisket.lowering.kernels.features import XLA
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans
 from frisket.lowering.planner.planner import DeviceSpans

@@ -14,7 +14,7 @@ from frisket.dsl.errors import BackendError, MismatchError, ParameterError
 from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
 from frisket.lowering.dtypes import DOUBLE, HALVES, SINGLE, accumulate
-from frisket.lowering.features import DENSE
+from frisket.lowering.kernels.features import DENSE
 from frisket.lowering.plan import PAGES, RATE, SEED, Geometry, survives
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import (

@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from frisket.dsl.errors import BackwardError
 from frisket.grammar.memo import memo
-from frisket.lowering.features import Features, missing
+from frisket.lowering.kernels.features import Features, missing
 from frisket.runtime.machine import settings
 from frisket.runtime.machine.modules import loaded, pip_install
 
@@ -104,7 +104,7 @@ class Backend:
     `target(plan, geometry, dtype, tile, narrow)` of a LoopPlan, and a `call_target(plan, geometry, dtype, tile, tuning,
     device, arch)` of a whole call.
 
-    `features` has the reason for each of `lowering.features.FEATURES` that the backend lacks; all others work."""
+    `features` has the reason for each of `lowering.kernels.features.FEATURES` that the backend lacks; others work."""
 
     name: str
     kernels: str  # in the words of `frisket doctor`

@@ -28,8 +28,8 @@ from frisket.dsl.ir import SCORE, Expr, lookup, substitute, var
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.dtypes import BYTES, FLOATS, SINGLE, accumulate
-from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, OPERANDS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
+from frisket.lowering.dtypes import BYTES, FLOATS, OPERANDS, SINGLE, accumulate
+from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.modules import loaded
 from frisket.runtime.machine.parameters import check_plain, learns, traced

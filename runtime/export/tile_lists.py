@@ -24,10 +24,11 @@ from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.lowering.analysis.layout import analyse, grid_of, swap
 from frisket.lowering.analysis.rows import row_intervals
+from frisket.lowering.analysis.runs import Runs, from_records, merge
 from frisket.lowering.analysis.tiles import FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.analysis.tiling import Array, RunTable, Tiling
 from frisket.lowering.kernels.torch_mask_mod import mask_mod
-from frisket.lowering.plan import ProgramFacts, Runs, Sizes, from_records, make_plan, merge
+from frisket.lowering.plan import ProgramFacts, Sizes, make_plan
 from frisket.lowering.simplify import ProgramExprs, simplify
 from frisket.runtime.machine.modules import extras, load_source
 

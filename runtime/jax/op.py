@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.features import missing
+from frisket.lowering.kernels.features import missing
 from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Cotangents, ForwardResults, Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes

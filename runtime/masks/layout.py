@@ -21,16 +21,17 @@ import numpy as np
 
 from frisket.dsl.errors import ExportError, MismatchError, Undecided
 from frisket.dsl.evaluate import decided, evaluate
-from frisket.dsl.ir import TRUE, make
+from frisket.dsl.ir import TRUE, Expr, make
 from frisket.dsl.notebook import sentence
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import Lookup, first_empty_row, first_visible, lookups, pair_counts
 from frisket.lowering.analysis.groups import Beyond
 from frisket.lowering.analysis.layout import AnalysedMask, bind_in_part, grid_of
+from frisket.lowering.analysis.runs import Runs
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import WORK, Grid, Scope, Spent
 from frisket.lowering.analysis.tiling import Tiling, check_block, check_reach
-from frisket.lowering.plan import Problem, Runs
+from frisket.lowering.plan import Problem
 from frisket.lowering.simplify import ProgramExprs, prepare, simplify
 from frisket.runtime.draw.terminal import draw
 from frisket.runtime.machine.caller import outside
@@ -49,8 +50,9 @@ if TYPE_CHECKING:
 Block = tuple[int, int] | int
 BUDGET = 1 << 30  # steps: one operator at one position or rectangle
 Witness = tuple[int, int, int, int | None]
-Ask = Callable[[Any, Grid, Scope], Witness | None]
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+Ask = Callable[[Expr, Grid, Scope], T | None]
 
 
 def of_something(method: F) -> F:
@@ -277,15 +279,10 @@ def is_empty(mask: Mask, problem: Problem, budget: int = BUDGET) -> Answer:
 
 def empty_rows(mask: Mask, problem: Problem, budget: int = BUDGET) -> Answer:
     """Whether some query sees no key."""
-
-    def ask(e: Any, grid: Grid, scope: Scope) -> Witness | None:
-        place = first_empty_row(e, grid, scope)
-        return None if place is None else (int(grid.b[place[0]]), int(grid.h[place[0]]), place[1], None)
-
-    at = _answered("empty_rows", (mask,), mask, ask, problem, budget)
+    at = _answered("empty_rows", (mask,), mask, first_empty_row, problem, budget)
     if at is None:
         return Answer(False, None, "every query sees a key")
-    return Answer(True, at, f"query {at[2]:,} sees no key {_slice(at)}")
+    return Answer(True, (*at, None), f"query {at[2]:,} sees no key {_slice(at)}")
 
 
 def score_lookups(score: BoundExpr, shown: Mask | None, problem: Problem, budget: int = BUDGET) -> tuple[Lookup, ...]:
@@ -329,20 +326,16 @@ def visible_pairs(mask: Mask, problem: Problem) -> int:
 
 def _visible(question: str, masks: tuple[Mask, ...], joint: Mask, problem: Problem, budget: int) -> Witness | None:
     """A position `joint` shows, checked by the interpreter."""
-
-    def ask(e: Any, grid: Grid, scope: Scope) -> Witness | None:
-        place = first_visible(e, grid, scope)
-        return None if place is None else (int(grid.b[place[0]]), int(grid.h[place[0]]), place[1], place[2])
-
-    at = _answered(question, masks, joint, ask, problem, budget)
+    at = _answered(question, masks, joint, first_visible, problem, budget)
     if at is not None and not _shows(joint, at, problem):
         raise MismatchError(f"the analysis and the interpreter differ at {at}\n  please report this with the mask")
     return at
 
 
 def _answered(
-    question: str, masks: tuple[Mask, ...], joint: Mask, ask: Ask, problem: Problem, budget: int
-) -> Witness | None:
+    question: str, masks: tuple[Mask, ...], joint: Mask, ask: Ask[T], problem: Problem, budget: int
+) -> T | None:
+    """The answer of `ask` for a joint mask, once the masks are checked; `Undecided` where the budget is too small."""
     _check(masks, problem)
     env = {**problem.named_sizes, **joint.scalars}
     e = literal(simplify(bind_in_part(joint.expr, joint.tables)), env)
@@ -371,5 +364,5 @@ def _sees(at: Witness) -> str:
     return f"query {at[2]:,} sees key {at[3]:,}"
 
 
-def _slice(at: Witness) -> str:
+def _slice(at: tuple[int | None, ...]) -> str:
     return f"(b {at[0]}, h {at[1]})"

@@ -326,11 +326,12 @@ def mask(what: MaskLike, /, **params: Any) -> Mask:
     not define. Raises `MaskSyntaxError` with every problem of a text, `TraceError` with the line of a function,
     `ParameterError` for a value that does not fit its name.
     """
-    return _built(Mask, ScoreMod, "mask", what, params)  # type: ignore[no-any-return]
+    return _built(Mask, what, params)  # type: ignore[no-any-return]
 
 
-def _built(kind: Any, other: Any, name: Any, what: Any, params: Mapping[str, Any]) -> Any:
-    """A mask or a score mod from anything that stands for one."""
+def _built(kind: Any, what: Any, params: Mapping[str, Any], again: bool = True) -> Any:
+    """A mask or a score mod from anything that stands for one. `again`: see `_from_python`."""
+    other, name = (ScoreMod, "mask") if kind is Mask else (Mask, "score")
     if isinstance(what, kind):
         return what.bind(**params)
     if isinstance(what, other):
@@ -343,7 +344,7 @@ def _built(kind: Any, other: Any, name: Any, what: Any, params: Mapping[str, Any
             text = f"this text has a {other.what} and no {kind.what}; use frisket.{other.what.split()[0]}"
             raise ParameterError(text)
         return part
-    return kind(*_from_python(what, name, params))
+    return kind(*_from_python(what, name, params, again))
 
 
 def _mask_or_none(what: MaskLike | None) -> Mask | None:
@@ -360,21 +361,19 @@ def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
 
     Tables and numbers that require a gradient are learned: `params`, or what a function captures. Raises as `mask`.
     """
-    return _built(ScoreMod, Mask, "score", what, params)  # type: ignore[no-any-return]
+    return _built(ScoreMod, what, params)  # type: ignore[no-any-return]
 
 
 def for_one_call(source: Any, kind: Any, params: Mapping[str, Any]) -> Any:
     """A mask or score mod for one call: the arrays of a function are not read again, because each call traces it."""
-    if not callable(source):
-        return (mask if kind == "mask" else score)(source, **params)
-    return (Mask if kind == "mask" else ScoreMod)(*_from_python(source, kind, params, again=False))
+    return _built(Mask if kind == "mask" else ScoreMod, source, params, again=False)
 
 
 def _from_python(
     fn: Callable[..., Any], kind: Any, params: Mapping[str, Any], again: bool = True
 ) -> tuple[Expr, dict[str, Any], parameters.Origin]:
     """The Expr of a function, values for its parameters, and the arrays it captured. Those that JAX traces have no
-    values: every call of the attention takes them as they are."""
+    values: every call of the attention takes them as they are. Without `again`, no call reads the arrays once more."""
     from frisket.dsl.from_python.trace import trace  # a text needs nothing of it
 
     traced = trace(fn, kind)

@@ -30,11 +30,11 @@ from frisket.grammar.memo import memo
 from frisket.lowering.analysis.decide import sees_itself
 from frisket.lowering.analysis.layout import bind, grid_of, swap
 from frisket.lowering.analysis.solve import facts_of
-from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.table import RUN_LIMIT, Table
 from frisket.lowering.analysis.tiling import check_block, check_reach
-from frisket.lowering.features import DENSE
+from frisket.lowering.kernels.features import DENSE
 from frisket.lowering.pipeline import UNDRAWN, finite_tables, holds, limits_of, loop_plan, simplified_program
-from frisket.lowering.plan import RUN_LIMIT, Geometry, LoopPlan, Problem, ProgramFacts, Spans
+from frisket.lowering.plan import Geometry, LoopPlan, Problem, ProgramFacts, Spans
 from frisket.lowering.planner.planner import DeviceSpans, Planner, planner
 from frisket.lowering.simplify import ProgramExprs, prepare, simplify
 from frisket.lowering.xla.tiles import int64_enabled
@@ -311,7 +311,7 @@ def device_plan(
     check: bool,
     dropout: bool = False,
 ) -> FlatPlan:
-    """A plan from `arrays`, values that are traced or on a device, beside those of the host. With `block` the spans
+    """A plan from `arrays`, values that are traced or on a device, and from those of the host. With `block` the spans
     are made at once. `check` tests the order of offsets and of tables declared sorted on the device."""
     check_used(arrays, program.names)
     # one planner reads them all
@@ -385,7 +385,7 @@ def _floating(x: Any) -> Any:
 
 @memo(group="once")
 def _register() -> None:
-    """Make plans pytrees: tables and spans are leaves, the rest goes beside them."""
+    """Make plans pytrees: tables and spans are leaves, the rest is static."""
     import jax
 
     def flatten(plan: FlatPlan) -> tuple[Any, Any]:

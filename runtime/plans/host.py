@@ -65,7 +65,7 @@ class Plan:
         return Plan, (self.program, self.problem, self.dropout, self.ask_engines)
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> TiledPlan:
-        """The compilation for tiles of `block`."""
+        """The inputs of the kernels in tiles of `block`, remembered."""
         tiled = self._works.get((block, proofs))
         if tiled is None:
             try:

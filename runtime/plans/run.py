@@ -21,7 +21,8 @@ from frisket.dsl.errors import BackendError, ParameterError
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import KV_INPUTS, RUN_LIMIT, LoopPlan, Problem, derived_table
+from frisket.lowering.analysis.table import RUN_LIMIT, derived_table
+from frisket.lowering.plan import KV_INPUTS, LoopPlan, Problem
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import cpp as planner_cpp
 from frisket.lowering.planner import triton as planner_triton
@@ -80,15 +81,13 @@ class PlannerStep:
         self.starts = on_device("torch", np.stack(place.at, 1).astype(np.int64), place.device, "starts", {})
         kinds = {r: TableLines if len(r.axes) == 1 else Halves for r in emitted.ranges}
         self.ranges = {(r.source, r.axes): kind(module, r.axes, tables[r.source]) for r, kind in kinds.items()}
-        self.order: list[Any] = [(r.source, r.axes) for r in emitted.ranges]
         sizes, lengths = place.problem.named_sizes, (place.problem.q_len, place.problem.kv_len)
         arguments: list[Any] = [None] * 4  # bounds, count, overflow, work
         arguments += [self.starts, slices * rows, rows, *lengths, *place.block, place.room, records]
         arguments += [sizes[n] for n in emitted.sizes] + [_number(values[n], kind) for n, kind in emitted.scalars]
         for entry in emitted.entries:
             arguments += [None, *tables[entry.source].shape, *tables[entry.source].stride()]
-        for r in emitted.ranges:
-            ready = self.ranges[r.source, r.axes]
+        for ready in self.ranges.values():
             arguments += [None, None, ready.rows, *ready.sizes]
         pieces = 1 << (max(emitted.pieces or place.room, records) - 1).bit_length()  # Triton's blocks are powers of 2
         at_once = _at_once(module, max(1, 32 // pieces))
@@ -106,9 +105,9 @@ class PlannerStep:
         count, work, order = (torch.empty((slices, rows), dtype=torch.int32, device=self.device) for _ in range(3))
         left = torch.empty((slices, rows), dtype=torch.bool, device=self.device)
         pointers = [bounds, count, left, work, *scalars, *[tables[e.source] for e in self.emitted.entries]]
-        for key in self.order:
+        for key, ready in self.ranges.items():
             if key not in ranges:
-                ranges[key] = self.ranges[key](tables[key[0]])
+                ranges[key] = ready(tables[key[0]])
             pointers += ranges[key]
         self.plan(*pointers)
         self.longest(work, order)
@@ -261,7 +260,7 @@ class Halves(TableRanges):
 
 @dataclass(frozen=True)
 class SpanRequest:
-    """The arguments of a planner beside the tables: lengths, tiles, and where each slice begins."""
+    """The arguments of a planner besides the tables: lengths, tiles, and where each slice begins."""
 
     at: tuple[NDArray[Any], ...]  # b, h, q, k of [slices] where a slice begins
     problem: Problem
@@ -493,22 +492,18 @@ def kernel_tables(
             continue
         if derived or framework == "torch":
             table = on_device(framework, table, device, use.source, copies)  # JAX's kernels take arrays of numpy
-        if use in plan.run_tables:
-            table = _ends(framework, table, derived, length)
-        elif derived:
-            table = _segments(framework, table, length)
-        tables[use.name] = table
+        tables[use.name] = _derived(framework, table, derived, length) if derived else table
     return tables
 
 
-def _ends(framework: str, table: Array, derived: str, length: int) -> Array:
-    """The ends of the runs of a sorted table, or of the segment of every position."""
+def _derived(framework: str, table: Array, derived: str, length: int) -> Array:
+    """The segment of every position, the ends of these segments, or the ends of the runs of a sorted table."""
     if framework == "jax":
         import jax.numpy as jnp
 
         with usual_promotion():
             if table.dtype.itemsize < 4:
-                table = table.astype(jnp.int32)  # ends may go on where the table's dtype does not
+                table = table.astype(jnp.int32)  # positions may go on where the table's dtype does not
             return _automatic(lambda t: _searched(jnp, t, derived, jnp.arange(length)).astype(jnp.int32), table)
     import torch
 
@@ -516,7 +511,9 @@ def _ends(framework: str, table: Array, derived: str, length: int) -> Array:
 
 
 def _searched(xp: Any, table: Array, derived: str, positions: Array) -> Array:
-    """The ends by binary search, equal to those of `derived_table`."""
+    """The segments or ends by binary search, equal to those of `derived_table`."""
+    if derived == "segment":
+        return xp.clip(xp.searchsorted(table, positions, side="right") - 1, 0, max(table.shape[0] - 2, 0))
     how, end = derived.split("_")
     if how == "segment":
         # positions before the first offset and behind the last belong to the segments at the ends
@@ -530,23 +527,6 @@ def _searched(xp: Any, table: Array, derived: str, positions: Array) -> Array:
         return xp.where(indices == 0, -RUN_LIMIT, indices)
     indices = xp.searchsorted(table, table, side="right") - 1
     return xp.where(indices == table.shape[0] - 1, RUN_LIMIT, indices)
-
-
-def _segments(framework: str, offsets: Array, length: int) -> Array:
-    """The segment of every position."""
-    most = max(offsets.shape[0] - 2, 0)
-    if framework == "jax":  # positions may go on where the offsets' dtype does not
-        import jax.numpy as jnp
-
-        def segments(offsets: Any) -> Any:
-            return jnp.clip(jnp.searchsorted(offsets, jnp.arange(length), "right") - 1, 0, most).astype(jnp.int32)
-
-        with usual_promotion():
-            return _automatic(segments, offsets)
-    import torch
-
-    at = torch.arange(length, device=offsets.device)
-    return torch.clip(torch.searchsorted(offsets.long(), at, right=True) - 1, 0, most).to(torch.int32)
 
 
 def check_sorted(framework: str, tables: Mapping[str, Array], offsets: Collection[str]) -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from frisket.dsl.errors import LoweringError
-from frisket.lowering.plan import OPERANDS, Geometry, Operand
+from frisket.lowering.dtypes import OPERANDS, Operand
+from frisket.lowering.plan import Geometry
 
 G = Geometry(1, 2, 2, 8, 8, 64, 32, 0.125, q=OPERANDS["bfloat16"], k=OPERANDS["int8"], v=OPERANDS["int8"])
 

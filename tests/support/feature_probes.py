@@ -1,4 +1,4 @@
-"""Probes: a tiny call that needs one feature of `frisket.lowering.features`, on arrays of torch or JAX."""
+"""Probes: a tiny call that needs one feature of `frisket.lowering.kernels.features`, on arrays of torch or JAX."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Lacks:
-    """A feature of `lowering.features` that the backend of a place lacks."""
+    """A feature of `lowering.kernels.features` that the backend of a place lacks."""
 
     feature: str
 

@@ -21,8 +21,8 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, transform, uses, walk
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.features import CUTE, missing
 from frisket.lowering.kernels.expr import machine, named_lines, same_remainder
+from frisket.lowering.kernels.features import CUTE, missing
 from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import Names, Page, words
 from frisket.lowering.kernels.units import cheaper

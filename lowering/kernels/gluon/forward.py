@@ -23,9 +23,9 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses
 from frisket.dsl.work import HEAVY
 from frisket.lowering.architectures import architecture_of
-from frisket.lowering.features import GLUON, missing
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, levels
+from frisket.lowering.kernels.features import GLUON, missing
 from frisket.lowering.kernels.text import parts
 from frisket.lowering.kernels.triton.forward import NO_ARRAYS, OptionalArrays
 from frisket.lowering.kernels.triton.module import Dims, TritonKernel, module, padded

@@ -17,7 +17,7 @@ from typing import Any
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, lit
 from frisket.lowering.derive import backward_of, captured
-from frisket.lowering.features import OVER, PALLAS_GPU, missing
+from frisket.lowering.kernels.features import OVER, PALLAS_GPU, missing
 from frisket.lowering.kernels.text import filled
 from frisket.lowering.kernels.text import parts as texts
 from frisket.lowering.plan import Geometry, LoopPlan, Target

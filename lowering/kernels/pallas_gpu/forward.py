@@ -13,7 +13,7 @@ import numpy as np
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses, walk
-from frisket.lowering.features import PALLAS_GPU, missing
+from frisket.lowering.kernels.features import PALLAS_GPU, missing
 from frisket.lowering.kernels.inputs import TableInputs
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target

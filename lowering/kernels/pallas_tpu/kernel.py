@@ -12,7 +12,7 @@ from typing import Any
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
-from frisket.lowering.features import PALLAS_TPU, missing
+from frisket.lowering.kernels.features import PALLAS_TPU, missing
 from frisket.lowering.kernels.inputs import Down, floats
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.kernels.units import factored

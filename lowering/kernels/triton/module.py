@@ -17,7 +17,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, var, walk
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.dtypes import ACCELERATED, BYTES, DTYPES
-from frisket.lowering.features import TRITON
+from frisket.lowering.kernels.features import TRITON
 from frisket.lowering.kernels.text import Names, Page, filled, parts, words
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan

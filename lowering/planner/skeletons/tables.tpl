@@ -1,4 +1,4 @@
-$# The kernels of planners in Triton beside `plan_spans`: range tables, the order of rows.
+$# The kernels of planners in Triton besides `plan_spans`: range tables, the order of rows.
 
 $part header
 import triton

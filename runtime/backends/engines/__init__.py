@@ -9,7 +9,7 @@ from typing import Any
 
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.engines.forms import NO_CLAUSE
-from frisket.lowering.features import STORED, Features
+from frisket.lowering.kernels.features import STORED, Features
 from frisket.lowering.plan import Geometry
 
 Tensor = Any

@@ -20,7 +20,7 @@ from typing import Any
 from frisket.lowering.dtypes import ACCELERATED, HALVES
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import NoForm, form_of
-from frisket.lowering.features import STORED, missing
+from frisket.lowering.kernels.features import STORED, missing
 from frisket.lowering.pipeline import simplified_program
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, Backend, capability_of, ranked

@@ -3,7 +3,7 @@ the engine's flags where it is one, and as code and tiles elsewhere."""
 
 from __future__ import annotations
 
-from frisket.lowering.features import FLASH
+from frisket.lowering.kernels.features import FLASH
 from frisket.runtime.backends.base import Backend, Executors, absent, neither_hopper_nor_blackwell
 from frisket.runtime.machine.modules import pip_install
 

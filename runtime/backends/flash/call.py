@@ -30,8 +30,8 @@ from frisket.grammar.memo import memo
 from frisket.lowering.architectures import WRITTEN, architecture_of
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
-from frisket.lowering.features import FLASH, missing
 from frisket.lowering.kernels.cute.mods import Mods, emit
+from frisket.lowering.kernels.features import FLASH, missing
 from frisket.lowering.plan import Geometry, KernelInputs, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.simplify import ProgramExprs

@@ -10,7 +10,7 @@ from typing import Any
 
 from frisket.dsl.errors import BackendError, BackwardError
 from frisket.grammar.memo import cached_on, memo
-from frisket.lowering.features import FLASH, missing
+from frisket.lowering.kernels.features import FLASH, missing
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names
 from frisket.runtime.machine.modules import load_source
 

@@ -3,7 +3,7 @@ Their gradients are Triton's kernels."""
 
 from __future__ import annotations
 
-from frisket.lowering.features import GLUON
+from frisket.lowering.kernels.features import GLUON
 from frisket.runtime.backends.base import Backend, Executors, absent, neither_hopper_nor_blackwell
 
 

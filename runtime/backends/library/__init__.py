@@ -1,7 +1,7 @@
 """Library calls of torch, on the CPU, and of JAX, on every platform; the float64 reference, against which all others
 are checked."""
 
-from frisket.lowering.features import DENSE, GRADIENTS, XLA
+from frisket.lowering.kernels.features import DENSE, GRADIENTS, XLA
 from frisket.runtime.backends.base import LIBRARY, NO_GRADIENTS, Backend, Executors, absent
 
 Backend(

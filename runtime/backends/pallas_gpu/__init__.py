@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from frisket.lowering.features import PALLAS_GPU
+from frisket.lowering.kernels.features import PALLAS_GPU
 from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, no_gpu
 
 

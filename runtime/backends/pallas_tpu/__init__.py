@@ -1,6 +1,6 @@
 """Kernels of Pallas for TPUs; elsewhere Pallas' interpreter runs them."""
 
-from frisket.lowering.features import PALLAS_TPU
+from frisket.lowering.kernels.features import PALLAS_TPU
 from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent
 
 

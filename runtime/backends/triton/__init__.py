@@ -7,7 +7,7 @@ import importlib.util
 import os
 
 from frisket.grammar.memo import memo
-from frisket.lowering.features import TRITON
+from frisket.lowering.kernels.features import TRITON
 from frisket.runtime.backends.base import Backend, Executors, Interpreter, absent, no_driver, no_gpu
 
 

@@ -14,11 +14,10 @@ from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import lookup
 from frisket.dsl.program import parse_expression
 from frisket.dsl.sugar import k, q
-from frisket.lowering import plan
 from frisket.lowering.analysis import rows as closed_form
-from frisket.lowering.analysis import tiles
+from frisket.lowering.analysis import runs, tiles
+from frisket.lowering.analysis.runs import from_records
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.plan import from_records
 from frisket.lowering.simplify import simplify
 
 
@@ -135,8 +134,8 @@ def test_past_the_budget_tiles_are_partial(work, transposed, monkeypatch):
 
 
 def test_very_many_runs_of_a_row_end_in_one_that_is_partial(monkeypatch):
-    monkeypatch.setattr(plan, "_LEAST", 4)
-    monkeypatch.setattr(plan, "_ROOM", 4)
+    monkeypatch.setattr(runs, "_LEAST", 4)
+    monkeypatch.setattr(runs, "_ROOM", 4)
     mask = parse_expression("(k // 8) % 2 == 0 & (q >= k | q < 30)", {})
     found = masks.Case(mask, 100, 200, 1, 1, (16, 8), sizes=None).analysed(simplify(mask))
     want = brute.kinds(mask, 100, 200, block=(16, 8))

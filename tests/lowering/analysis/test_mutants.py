@@ -13,10 +13,9 @@ from frisket.dsl.ir import TRUE, build, conj, disj, make
 from frisket.dsl.sugar import eq, k, minimum, q
 from frisket.dsl.types import BOOL
 from frisket.grammar.memo import clear as forget
-from frisket.lowering import plan
 from frisket.lowering.analysis import intervals as abstract
 from frisket.lowering.analysis import layout as driver
-from frisket.lowering.analysis import questions, rows, solve, tiles
+from frisket.lowering.analysis import questions, rows, runs, solve, tiles
 from frisket.lowering.analysis.intervals import K0, K1, Q0, Q1, Range, ends
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.simplify import affine, engine, rules_boolean, rules_compare
@@ -188,7 +187,7 @@ MUTANTS = {
     "q may be negative... or positive": (rules_compare, "interval", lambda e: (1, affine.interval(e)[1])),
     "an intersection keeps the looser bound": (rules_boolean, "_intersect", lambda f: [("ge", min(b for _, b in f))]),
     "anything implies anything of its form": (rules_boolean, "_implies", careless_implication),
-    "a record swallows its neighbour": (plan, "FULL", 1),
+    "a record swallows its neighbour": (runs, "FULL", 1),
     "partial tiles are called full": (tiles, "PARTIAL", 2),
     "never is always": (questions, "_never_literal", lambda e: TRUE),
     "eq is found between the ends": (questions, "_some_attained", lambda e: conj(TRUE)),

@@ -19,7 +19,8 @@ from frisket.dsl.ir import lookup, make
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind, grid_of
-from frisket.lowering.plan import Spans, from_records
+from frisket.lowering.analysis.runs import from_records
+from frisket.lowering.plan import Spans
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify

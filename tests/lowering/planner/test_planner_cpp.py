@@ -28,7 +28,8 @@ from frisket.dsl.ir import random as random_
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.layout import bind, grid_of
-from frisket.lowering.plan import Problem, from_records
+from frisket.lowering.analysis.runs import from_records
+from frisket.lowering.plan import Problem
 from frisket.lowering.planner import arrays
 from frisket.lowering.planner import cpp as text
 from frisket.lowering.planner import planner as flat

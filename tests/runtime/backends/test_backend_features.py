@@ -7,7 +7,7 @@ from support.feature_probes import PROBES, compare, lacked
 from support.triton.process import run
 
 import frisket as fk
-from frisket.lowering.features import CUTE, DENSE, FEATURES, GLUON, PALLAS_GPU, PALLAS_TPU, TRITON, XLA
+from frisket.lowering.kernels.features import CUTE, DENSE, FEATURES, GLUON, PALLAS_GPU, PALLAS_TPU, TRITON, XLA
 from frisket.runtime.backends.base import RECORDS
 
 CHILDREN = Path(__file__).parent / "children"

@@ -13,9 +13,10 @@ from frisket.dsl import ir
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.dtypes import Operand
 from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.plan import Bounds, Geometry, Operand, Pages, ProgramFacts, Spans, make_plan
+from frisket.lowering.plan import Bounds, Geometry, Pages, ProgramFacts, Spans, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import tiles as triton_tiles

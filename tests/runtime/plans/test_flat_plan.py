@@ -17,7 +17,9 @@ from frisket.caches.jax import KVCache
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import INT, walk
-from frisket.lowering.plan import LoopPlan, derived_table, from_records, make_plan
+from frisket.lowering.analysis.runs import from_records
+from frisket.lowering.analysis.table import derived_table
+from frisket.lowering.plan import LoopPlan, make_plan
 from frisket.lowering.simplify import ProgramExprs, simplify
 from frisket.runtime.attention import report as module
 from frisket.runtime.backends.base import RECORDS, register

@@ -16,7 +16,8 @@ from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.dsl.sugar import b, k
-from frisket.lowering.plan import OPERANDS, PAGES, Geometry
+from frisket.lowering.dtypes import OPERANDS
+from frisket.lowering.plan import PAGES, Geometry
 from frisket.runtime.backends.cpp import torch as native_torch
 from frisket.runtime.calls.options import AS_CHOSEN, Tuning
 from frisket.runtime.machine import cpp_build

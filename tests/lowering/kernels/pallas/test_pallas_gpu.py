@@ -23,23 +23,13 @@ from frisket.dsl.sugar import function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
+from frisket.lowering.dtypes import Operand
 from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.kernels.pallas_gpu.expr import Expressions
 from frisket.lowering.kernels.pallas_gpu.kernel import TEXT
 from frisket.lowering.kernels.text import filled
-from frisket.lowering.plan import (
-    RATE,
-    SEED,
-    Geometry,
-    Operand,
-    Pages,
-    Problem,
-    ProgramFacts,
-    Target,
-    make_plan,
-    survives,
-)
+from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Problem, ProgramFacts, Target, make_plan, survives
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.pallas_gpu import jax as runtime

@@ -12,9 +12,10 @@ import pytest
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.dtypes import Operand
 from frisket.lowering.kernels.triton import forward
 from frisket.lowering.kernels.triton.module import Dims
-from frisket.lowering.plan import Geometry, Operand, Pages, make_plan
+from frisket.lowering.plan import Geometry, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.grids import shares
 from frisket.runtime.backends.triton.kernels import compiled_for

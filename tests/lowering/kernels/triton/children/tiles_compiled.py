@@ -15,10 +15,11 @@ import frisket as fk
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.dtypes import Operand
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.forward import emit_decode
 from frisket.lowering.kernels.triton.module import Dims
-from frisket.lowering.plan import Geometry, Operand, Pages, make_plan
+from frisket.lowering.plan import Geometry, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import grids as triton_grids
 from frisket.runtime.backends.triton.kernels import compile_reports

@@ -59,13 +59,8 @@ FEATURES = {
     "gradients by distance": "gradients of values that the score mod reads by q - k",
     "gradients by pair": "gradients of values that the score mod reads by query and key",
 }
-OVER = {
-    "head": "query",
-    "row": "query",
-    "column": "key",
-    "diagonal": "distance",
-    "scatter": "pair",
-}  # of `Gradient.over`
+# of `Gradient.over`
+OVER = {"head": "query", "row": "query", "column": "key", "diagonal": "distance", "scatter": "pair"}
 GRADIENTS = ("backward", "lse cotangents", *dict.fromkeys(f"gradients by {over}" for over in OVER.values()))
 STORED = ("8-bit caches", "value scales", "paged caches", "unwritten keys")
 
