@@ -28,7 +28,7 @@ from .text import Names, Page, parts
 NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
 
 _METHODS = "abs exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf isfinite"
-_OF_TWO = "min:minimum max:maximum pow:torch.pow wrap:wrapped"
+_OF_TWO = "min:minimum max:maximum pow:torch.pow floordiv:floordiv mod:mod shl:shl shr:shr wrap:wrapped"
 TORCH: dict[str, str] = SHARED | SHIFTS | FLOORED | {n: f"{{}}.{n}()" for n in _METHODS.split()}
 TORCH |= calls("{}, {}", _OF_TWO) | {"not": "~{}", "where": "torch.where({}, {}, {})", "random": "random(*)"}
 TORCH |= {"int": "to_int({})", "float": "{}.to(torch.float64)", "floor": "to_int(torch.floor({}))"}
