@@ -154,7 +154,7 @@ $part call
 def $name(
     $arguments
 ):
-    """$doc
+    $doc
 
     `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
     rows, runs, 4] are those of `$walk`; `origin` and `sizes` place the call in the whole problem.
@@ -163,7 +163,7 @@ def $name(
     _, kv_len, kv_heads, v_dim = value.shape
     $before
     $of_rows
-    $queries = $padded_queries
+    $padded
     key, value = padded(key, BLOCK_K), padded(value, BLOCK_K)
 
     def tiles(number, length, dim):
@@ -186,5 +186,5 @@ def $name(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=$fast, lowering_semantics=plgpu.LoweringSemantics.$semantics),
         interpret=interpret,
-    )($operands)
+    )($values, $operands)
     return $returned
