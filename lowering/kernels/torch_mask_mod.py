@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from frisket.dsl.ir import Expr, transform, uses
 
-from .expr import named_lines
+from .expr import assignments
 from .language import FLOORED, SHARED, SHIFTS, Language, Text, calls
 from .legalise import folded
 from .text import Names, Page, parts
@@ -79,7 +79,7 @@ def _function(
         return _form(node, args)
 
     root = transform(root, folded)  # methods need a tensor
-    lines, value = named_lines(root, leaf, LANGUAGE, lambda: names.numbered("x"))
+    lines, value = assignments(root, LANGUAGE, leaf, lambda: names.numbered("x"), {})
     body = Page()
     with body.block(f"def make({', '.join(known.values())}):"):
         with body.block(f"def {name}({'score, ' * scored}b, h, q_idx, kv_idx):"):

@@ -25,7 +25,7 @@ from frisket.lowering import derive
 from frisket.lowering.analysis import intervals
 from frisket.lowering.kernels import inputs, jnp_expr, legalise, torch_mask_mod
 from frisket.lowering.kernels.cpp import expr as cpp
-from frisket.lowering.kernels.cute import expr as cute
+from frisket.lowering.kernels.cute import mods as cute
 from frisket.lowering.kernels.language import Language
 from frisket.lowering.kernels.pallas_gpu import expr as pallas_gpu
 from frisket.lowering.kernels.triton import expr as triton
@@ -37,7 +37,7 @@ SECTION = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Add a
 LANGUAGES = {
     "lowering/kernels/jnp_expr.py": jnp_expr.LANGUAGE,
     "lowering/kernels/triton/expr.py": triton.LANGUAGE,
-    "lowering/kernels/cute/expr.py": cute.LANGUAGE,
+    "lowering/kernels/cute/mods.py": cute.LANGUAGE,
     "lowering/kernels/cpp/expr.py": cpp.SINGLE,
     "lowering/kernels/torch_mask_mod.py": torch_mask_mod.LANGUAGE,
 }

@@ -14,7 +14,7 @@ from frisket.dsl.ir import OPERATORS, Expr, build, lit, param, random, result_ty
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels import inputs, jnp_expr, torch_mask_mod
 from frisket.lowering.kernels.cpp import expr as cpp
-from frisket.lowering.kernels.cute import expr as cute
+from frisket.lowering.kernels.cute import mods as cute
 from frisket.lowering.kernels.language import FLOORED, SHARED, SHIFTS, TRUNCATED, Language, calls
 from frisket.lowering.kernels.legalise import DECOMPOSITIONS, legalise
 from frisket.lowering.kernels.pallas_gpu import expr as pallas_gpu
