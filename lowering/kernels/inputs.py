@@ -195,6 +195,11 @@ def _shifted(e: Expr, name: str) -> bool:
     return (_shifted(x, name) and constant) or (e.op == "add" and _shifted(y, name) and not uses(x) & set(COORDINATES))
 
 
+def roots(plan: LoopPlan) -> tuple[Expr, ...]:
+    """The expressions that a forward kernel computes."""
+    return tuple(e for e in (plan.mask, plan.score, plan.keep_mask, plan.weight) if e is not None)
+
+
 # -- text of a kernel ---------------------------------------------------------------------------------
 
 

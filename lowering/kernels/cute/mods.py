@@ -102,7 +102,7 @@ def emit(plan: LoopPlan, *, gradients: bool = True, placed: frozenset[str] = fro
     texts = [writer.function(name, root, backward_of(plan).guard) for name, root in ready.items()]
     # a slope of 1 has no text, and the engine asks for a function
     if gradients and plan.score is not None and "score_mod_bwd" not in roots:
-        texts.append(writer.unchanged())
+        texts.append(f"{writer.head('score_mod_bwd')}\n    return grad\n")
     functions = tuple(n for n in MODS if n in roots or (n == "score_mod_bwd" and plan.score is not None and gradients))
     return Mods(_title(plan), "\n\n".join(texts), tables, tuple(scalars), functions)
 
@@ -144,7 +144,7 @@ class _Writer:
         names = Names({"grad", *POSITIONS.values(), *ours, "cute", "cutlass"})
         lines, value = assignments(root, LANGUAGE, self._leaf, lambda: names.numbered("x"), {})
         page = Page()
-        with page.block(self._head(name)):
+        with page.block(self.head(name)):
             page.line(*self._arguments(root), *lines)
             if name == "score_mod_bwd" and guard:
                 page.line(f"return cute.where(grad == 0.0, 0.0, grad * {value.inside(8)})")
@@ -154,14 +154,7 @@ class _Writer:
                 page.line(f"return {(full(root, value) if root.op == 'lit' else value).text}")
         return str(page)
 
-    def unchanged(self) -> str:
-        """The derivative of a score mod that adds to the score."""
-        page = Page()
-        with page.block(self._head("score_mod_bwd")):
-            page.line("return grad")
-        return str(page)
-
-    def _head(self, name: str) -> str:
+    def head(self, name: str) -> str:
         # the order in which FlashAttention 4 passes them
         first = {"score_mod": "score, ", "score_mod_bwd": "grad, score, "}.get(name, "")
         return f"def {name}({first}b, h, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=()):"

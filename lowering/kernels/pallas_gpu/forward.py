@@ -5,7 +5,7 @@ A program owns a row of tiles: BLOCK_Q queries, half of them for each of the two
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses, walk
 from frisket.lowering.features import PALLAS_GPU, missing
-from frisket.lowering.kernels.inputs import TableInputs
+from frisket.lowering.kernels.inputs import TableInputs, roots
 from frisket.lowering.kernels.text import parts
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
@@ -65,10 +65,6 @@ def stages(block_q: int, block_k: int, dim: int, v_dim: int) -> int:
     # a result of the size of the queries takes their room
     used = 2 * block_q * (dim + (v_dim if v_dim != dim else 0)) + 12 * block_q + BARRIERS
     return min(MOST, (SHARED - used) // (2 * block_k * (dim + v_dim)))
-
-
-def roots(plan: LoopPlan) -> tuple[Expr, ...]:
-    return tuple(e for e in (plan.mask, plan.score, plan.keep_mask) if e is not None)
 
 
 def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -141,9 +137,6 @@ class GpuForward(GpuKernel):
 
     name, title, does, axis = "attention_forward", "forward", "computes", "head"
     length, semantics, walk, template = "kv_len", "Warpgroup", "GpuWalk.in_order", TEXT
-
-    def roots(self) -> Iterable[Expr]:
-        return roots(self.plan)
 
     def text(self) -> str:
         plan, e, factor, own_result = self.plan, self.e, self.e.factor, self.dim != self.dim_v

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from frisket.dsl.ir import Expr, walk
-from frisket.lowering.kernels.inputs import Down
+from frisket.lowering.kernels.inputs import Down, roots
 from frisket.lowering.kernels.text import fields, filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
@@ -56,7 +56,7 @@ class GpuKernel:
 
     def roots(self) -> Iterable[Expr | None]:
         """The expressions that the kernel computes."""
-        raise NotImplementedError
+        return roots(self.plan)
 
     @property
     def unit(self) -> str:

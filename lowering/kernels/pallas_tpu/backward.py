@@ -121,9 +121,7 @@ class TpuGradients(TpuKernel):
         ]
         self.cast_back = "{}.swapaxes(1, 2)" + ".astype(dtype)" * (self.dtype == "float16")
         self.functions: list[str] = []
-        self.results: list[str | int] = []
-        self.shown: list[str] = []
-        self.descriptions: list[str] = []
+        self.results: dict[str | int, tuple[str, str]] = {}  # what a caller gets, and its description
 
     def roots(self) -> Sequence[Expr | None]:
         weights = [g.weight for g in self.gradients.values()]
@@ -135,9 +133,7 @@ class TpuGradients(TpuKernel):
         self.outputs.append(name)
         self.out_specs.append(f"pl.BlockSpec({spec}),")
         self.out_shapes.append(f"jax.ShapeDtypeStruct({shape}),")
-        self.shown.append(shown.format(f"found[{len(self.results)}]"))
-        self.descriptions.append(description)
-        self.results.append(result)
+        self.results[result] = shown.format(f"found[{len(self.results)}]"), description
 
     def needs(self, *functions: str) -> None:
         self.functions += [f for f in functions if f not in self.functions]
@@ -177,17 +173,18 @@ class TpuGradients(TpuKernel):
 
     def source(self) -> Source:
         visit = self.work()
+        shown, descriptions = zip(*self.results.values(), strict=True)
         functions = [line for text in self.functions for line in f"\n\n{text.strip()}".splitlines()]
         arguments = [*(f"*, {n}" for n in self.zeros), *["fold=1"] * (self.down == "k"), "interpret=False"]
         text = self.module(
             definitions="\n".join([*self.definitions(), *functions]).strip("\n").splitlines(),
             visit=visit,
             arguments=", ".join(arguments),
-            results=self.descriptions,
+            results=[*descriptions],
             shapes=["kv_len, kv_heads, v_dim = value.shape[1:]"],
             before=[*self.inputs.before(self.plan), *[LINES] * bool(self.clear)],
             found="found",
-            result=f"[{', '.join(self.shown)}]",
+            result=f"[{', '.join(shown)}]",
         )
         return Source(text, self.entry, tuple(self.results))
 

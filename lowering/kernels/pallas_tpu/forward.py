@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.text import parts
 from frisket.lowering.plan import Geometry, LoopPlan, Target
@@ -15,11 +13,6 @@ from .walk import TpuOptions
 
 TEXT = parts(__package__, "forward")
 LEAST = "LEAST = -3.4028234663852886e38  # the running maximum starts finite: -inf - LEAST is -inf, never NaN"
-
-
-def roots(plan: LoopPlan) -> tuple[Expr, ...]:
-    """The expressions that a forward kernel computes."""
-    return tuple(e for e in (plan.mask, plan.score, plan.keep_mask, plan.weight) if e is not None)
 
 
 @dataclass(frozen=True)
@@ -81,9 +74,6 @@ class TpuForward(TpuKernel):
             "jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), query.dtype),",
             f"*[jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float)] * {rows},",
         ]
-
-    def roots(self) -> Sequence[Expr]:
-        return roots(self.plan)
 
     def text(self) -> str:
         plan, sinks, residual = self.plan, self.options.sinks, self.options.lse_residual

@@ -24,16 +24,7 @@ from frisket.dsl.ir import COORDINATES, Expr, uses
 from frisket.dsl.types import FLOAT
 from frisket.lowering.features import PALLAS_TPU, missing
 from frisket.lowering.kernels.expr import prelude_of
-from frisket.lowering.kernels.inputs import (
-    LANGUAGE,
-    Down,
-    TableInputs,
-    floats,
-    mosaic,
-    numbers,
-    stored,
-    written,
-)
+from frisket.lowering.kernels.inputs import LANGUAGE, Down, TableInputs, floats, mosaic, numbers, roots, stored, written
 from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.kernels.units import factored
@@ -140,7 +131,7 @@ class TpuKernel:
 
     def roots(self) -> Sequence[Expr | None]:
         """The expressions that the kernel computes."""
-        raise NotImplementedError
+        return roots(self.plan)
 
     def keeps(self, name: str, shape: str, value: str = "") -> None:
         """Declare a scratch array of a row of tiles, which starts as `value` or 0."""
