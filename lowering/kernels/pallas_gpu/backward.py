@@ -146,10 +146,10 @@ class GpuGradients(GpuKernel):
             score, unit, modified = "modified", self.unit, self.score("modified")
         elif self.geometry.scale <= 0:  # rounded as the forward does, whose maximum is of scaled scores
             score, unit = "s * SCALE", "LOG2E"
-        kept = f"kept = jnp.where({{}}, 1.0 / (1.0 - {self.plan.rate}), 0.0)"
+        survival = f"kept = jnp.where({{}}, 1.0 / (1.0 - {self.plan.rate}), 0.0)"
         lines = {"once": self.e.each(self.plan), "modified": modified}
         lines["hidden"] = self.assigned(self.plan.mask, "x", "p = jnp.where({}, p, 0.0)")
-        lines["kept"] = self.assigned(self.plan.keep_mask, "r", kept)
+        lines["kept"] = self.assigned(self.plan.keep_mask, "r", survival)
         low, exponent = self.vector("low"), f"{score}, {unit}, {self.vector('lse')}"
         return filled(TEXT["weights"], **lines, exponent=exponent, low=low, across=self.across).splitlines()
 

@@ -18,7 +18,14 @@ from frisket.lowering.plan import Geometry, LoopPlan, Target
 from .expr import Expressions
 
 TEXT = parts(__package__, "kernel")
-OWN = ("arguments", "doc", "of_rows", "padded", "out_types", "scratch_types")  # parts of a subclass, in the entry
+ENTRY = (
+    "arguments",
+    "doc",
+    "of_rows",
+    "padded",
+    "out_types",
+    "scratch_types",
+)  # parts of the entry that a subclass brings
 SWIZZLE = 64  # dims of 16 bits that one swizzle of 128 bytes holds
 SHARED = 227 * 1024  # bytes of shared memory of a program
 BARRIERS = 2560  # of it, for barriers and the reductions of rows
@@ -44,7 +51,7 @@ class GpuKernel:
     name = title = does = axis = length = semantics = walk = ""
     detail = ""  # behind the title
     owned: ClassVar[Down] = "q"  # lies down a tile, the other axis across
-    template: ClassVar[Mapping[str, str]]  # the parts of the module that are the subclass's own
+    template: ClassVar[Mapping[str, str]]  # the parts of the module that a subclass brings
 
     def __post_init__(self) -> None:
         target, used = self.target, [e for e in self.roots() if e is not None]
@@ -82,24 +89,15 @@ class GpuKernel:
     def readers(self) -> list[str]:
         """The functions of what comes in as tiles."""
         inputs, (down, other) = self.e.inputs, ("qk" if self.owned == "q" else "kq")
-        pairs = {"first": "", "values": "values", "own_len": "q_len", "across_len": "kv_len"}
-        if self.owned == "k":
-            pairs = {
-                "first": "keys first, ",
-                "values": "values.swapaxes(2, 3)",
-                "own_len": "kv_len",
-                "across_len": "q_len",
-            }
-        pairs |= {"own": self.down, "across": self.across}
-        texts = [filled(TEXT["pairs"], **pairs)] if inputs.pairs else []
+        texts = [filled(TEXT["pairs"], turned=self.owned == "k", across=self.across)] if inputs.pairs else []
         return texts + ([filled(TEXT["distances"], down=down, other=other)] if inputs.distances else [])
 
     def module(self, kernel: str, stages: int, **holes: Any) -> str:
         """The text of the module: its head, functions, the part `kernel` of the template, and its entry."""
-        plan, g, e, own = self.plan, self.geometry, self.e, self.template
+        plan, g, e, template = self.plan, self.geometry, self.e, self.template
         holes |= fields(self, "title detail does name axis across walk length semantics dim dim_v")
         holes |= {"own": self.down, "stages": stages, "fast": str(not self.exact), "values": ", ".join(self.operands())}
-        holes |= {n: filled(own[n], **holes).strip().splitlines() for n in OWN}
+        holes |= {n: filled(template[n], **holes).strip().splitlines() for n in ENTRY}
         functions = [TEXT["shared"], TEXT["interpreted" if self.interpretable else "on_device"], *self.readers()]
         head = filled(
             TEXT["head"], **{"unit": [], "narrow": []} | holes,
@@ -107,8 +105,8 @@ class GpuKernel:
             block_q=self.target.block_q, block_k=self.target.block_k, group=g.heads // g.kv_heads,
             scale=repr(float(g.scale)), shared="\n\n\n".join(text.strip("\n") for text in functions).splitlines(),
         )  # fmt: skip
-        products = own["products_interpreted" if self.interpretable else "products"]
-        work = filled(own[kernel], **holes, once=e.once(plan))
+        products = template["products_interpreted" if self.interpretable else "products"]
+        work = filled(template[kernel], **holes, once=e.once(plan))
         call = filled(TEXT["call"], **holes, before=[*e.inputs.before(plan), *e.lined()])
-        sections = [head, own.get("loops", ""), products, "\n".join(e.definitions(plan)), work, call]
+        sections = [head, template.get("loops", ""), products, "\n".join(e.definitions(plan)), work, call]
         return "\n\n".join(part.strip("\n") + "\n" for part in sections if part)

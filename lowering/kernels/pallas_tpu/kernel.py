@@ -105,7 +105,7 @@ class TpuKernel:
     title = entry = ""
     down: ClassVar[Down] = "q"
     arrays: ClassVar[Sequence[str]] = ("query", "key", "value")  # whose heads come before their positions in the kernel
-    template: ClassVar[Mapping[str, str]] = {}  # the parts of the module that are the subclass's own
+    template: ClassVar[Mapping[str, str]] = {}  # the parts of the module that a subclass brings
 
     def __post_init__(self) -> None:
         plan, keys = self.plan, self.down == "k"
@@ -156,13 +156,13 @@ class TpuKernel:
     def value(self, root: Expr, temporary: str) -> tuple[list[str], str]:
         """The (assignments, text of the value) of one of the expressions, which broadcasts to a tile. The kernel has
         `batch`, `head`, those of `coordinate_lines`, and the scores as `s`."""
-        i, along, kept = self.inputs, "{}_ref[0, 0]", f"{{}}[{self.holes['own']}]"
+        i, lying, upright = self.inputs, "{}_ref[0, 0]", f"{{}}[{self.holes['own']}]"
         forms = [
             (i.heads, "{}_ref[batch, head]"),
             (i.pairs, "{}_ref[0, 0]" if self.down == "q" else "{}_ref[0, 0].T"),
             (i.distances, "skewed({}_ref[0, 0, 0])"),
-            (i.queries, kept if self.down == "q" else along),
-            (i.keys, along if self.down == "q" else kept),
+            (i.queries, upright if self.down == "q" else lying),
+            (i.keys, lying if self.down == "q" else upright),
         ]
         names = {e: stored(form.format(name), e.type) for values, form in forms for e, name in values.items()}
 
@@ -232,9 +232,9 @@ class TpuKernel:
         arrays = ", ".join(self.arrays)
         cast = [TEXT["cast"].strip(), self.cast or f"{arrays} = (x.astype(Float) for x in ({arrays}))"]
         spaced = {n: ["", "", *lines] if (lines := self.part(n)) else [] for n in ("above", "below")}
-        own = {n: self.part(n, entry=self.entry, **holes) for n in ("signature", "doc", "of_rows", "at_row")}
+        entry = {n: self.part(n, entry=self.entry, **holes) for n in ("signature", "doc", "of_rows", "at_row")}
         return filled(
-            TEXT["module"], **self.holes, **holes, **spaced, **own,
+            TEXT["module"], **self.holes, **holes, **spaced, **entry,
             title=self.title,
             text=[f"#     {line}".rstrip() for line in (plan.text or "every key").splitlines()],
             math=["import math"] if inputs.picked or inputs.distances else [],

@@ -124,9 +124,11 @@ def padded(x, block):
 
 $part pairs
 def paved(values):
-    """Values of pairs, ${first}whole tiles long both ways."""
+    """Values of pairs, whole tiles long both ways."""  $if not turned
+    """Values of pairs, keys first, whole tiles long both ways."""  $if turned
     q_len, kv_len = values.shape[2:]
-    return jnp.pad($values, ((0, 0), (0, 0), (0, -$own_len % $own), (0, -$across_len % $across)))
+    return jnp.pad(values, ((0, 0), (0, 0), (0, -q_len % BLOCK_Q), (0, -kv_len % BLOCK_K)))  $if not turned
+    return jnp.pad(values.swapaxes(2, 3), ((0, 0), (0, 0), (0, -kv_len % BLOCK_K), (0, -q_len % BLOCK_Q)))  $if turned
 
 
 def of_pair(values, batch, head, start, tile):
