@@ -111,9 +111,9 @@ class CapturedGradient:
         return added(buffer, tile.reshape(terms.shape[0], -1, tile.shape[-1]), (tile_row.b, tile_row.h, at))
 
     def _terms(self, p: Array, dm: Array, env: dict[str, Array]) -> Array:
-        return self.t.jnp.where(
-            p == 0, 0, dm * self.t.value(self.gradient.weight, env)
-        )  # 0 times an infinite weight is NaN
+        import jax.numpy as jnp
+
+        return jnp.where(p == 0, 0, dm * self.t.value(self.gradient.weight, env))  # 0 times an infinite weight is NaN
 
     def _laid(self, buffer: Array, terms: Array, tile_row: TileRow, start: Array) -> Array:
         """The buffer with a tile added at its place."""
@@ -127,12 +127,13 @@ class CapturedGradient:
         return added(buffer, tile, tuple(starts[name] + first for name, first in self.plane))
 
     def _scattered(self, buffer: Array, terms: Array, env: dict[str, Array]) -> Array:
+        import jax.numpy as jnp
+
         if not self.gradient.index:
             return buffer + terms.sum()
         places = (self.t.value(i, env) for i in self.gradient.index)
         whole = tuple(
-            self.t.jnp.broadcast_to(self.t.jnp.clip(i, 0, n - 1), terms.shape)
-            for i, n in zip(places, buffer.shape, strict=True)
+            jnp.broadcast_to(jnp.clip(i, 0, n - 1), terms.shape) for i, n in zip(places, buffer.shape, strict=True)
         )
         return buffer.at[whole].add(terms)
 

@@ -18,14 +18,8 @@ from frisket.lowering.plan import Geometry, LoopPlan, Target
 from .expr import Expressions
 
 TEXT = parts(__package__, "kernel")
-ENTRY = (
-    "arguments",
-    "doc",
-    "of_rows",
-    "padded",
-    "out_types",
-    "scratch_types",
-)  # parts of the entry that a subclass brings
+# parts of the entry that a subclass brings
+ENTRY = ("arguments", "doc", "of_rows", "padded", "out_types", "scratch_types")
 SWIZZLE = 64  # dims of 16 bits that one swizzle of 128 bytes holds
 SHARED = 227 * 1024  # bytes of shared memory of a program
 BARRIERS = 2560  # of it, for barriers and the reductions of rows
@@ -82,10 +76,6 @@ class GpuKernel:
         lines, value = self.e.written(root, temporary)
         return [*lines, form.format(value)]
 
-    def operands(self) -> list[str]:
-        """The operands before the arrays."""
-        return ["slice_of", "order", "count", "records", *self.e.operands(self.plan)]
-
     def readers(self) -> list[str]:
         """The functions of what comes in as tiles."""
         inputs, (down, other) = self.e.inputs, ("qk" if self.owned == "q" else "kq")
@@ -96,7 +86,8 @@ class GpuKernel:
         """The text of the module: its head, functions, the part `kernel` of the template, and its entry."""
         plan, g, e, template = self.plan, self.geometry, self.e, self.template
         holes |= fields(self, "title detail does name axis across walk length semantics dim dim_v")
-        holes |= {"own": self.down, "stages": stages, "fast": str(not self.exact), "values": ", ".join(self.operands())}
+        holes |= {"own": self.down, "stages": stages, "fast": str(not self.exact)}
+        holes["values"] = ", ".join(["slice_of", "order", "count", "records", *e.operands(plan)])
         holes |= {n: filled(template[n], **holes).strip().splitlines() for n in ENTRY}
         functions = [TEXT["shared"], TEXT["interpreted" if self.interpretable else "on_device"], *self.readers()]
         head = filled(

@@ -30,7 +30,7 @@ from frisket.lowering.kernels.text import filled, parts
 from frisket.lowering.kernels.units import factored
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
-from .walk import TpuOptions, TpuProgram, locate, names, passed, static_arguments
+from .walk import TpuOptions, locate, names, passed, program_holes, static_arguments
 
 TEXT = parts(__package__, "kernel")
 READERS = parts(__package__, "inputs")
@@ -111,8 +111,8 @@ class TpuKernel:
         plan, keys = self.plan, self.down == "k"
         check(plan, self.target, self.dtype)
         self.group = self.geometry.heads // self.geometry.kv_heads
-        self.program = TpuProgram(self.group if keys else self.options.program_heads, self.group, keys)
-        self.holes = self.program.holes
+        self.heads = self.group if keys else self.options.program_heads  # query heads of a program
+        self.holes = program_holes(self.heads, self.group, keys)
         used = [e for e in self.roots() if e is not None]
         # of 16-bit inputs a score mod may take the products themselves, and the scale is one of its factors
         self.factored, self.products = dict[Expr, Expr](), False
@@ -238,16 +238,15 @@ class TpuKernel:
             title=self.title,
             text=[f"#     {line}".rstrip() for line in (plan.text or "every key").splitlines()],
             math=["import math"] if inputs.picked or inputs.distances else [],
-            block_q=target.block_q, block_k=target.block_k, group=self.group, sharing=self.program.constants,
+            block_q=target.block_q, block_k=target.block_k, group=self.group,
             scale=repr(float(self.geometry.scale)),
             # products of bfloat16 are exact in one pass of the matrix unit, those of float32 take six
             exact="DEFAULT" if self.dtype == "bfloat16" else "HIGHEST",
-            locate=locate(search, self.program.heads, grouped=not down).splitlines(),
+            locate=locate(search, self.heads, grouped=not down).splitlines(),
             walk=", ".join(walk), tables=len(walk), refs=wrap(f"{', '.join(refs)},", 116),
             outputs=", ".join(f"{n}_ref" for n in self.outputs), scratch=", ".join(self.scratch),
             static=", ".join(static), given=", ".join(f"{n}={x}" for n, x in static.items()),
             sizes=static_arguments(search, not down, self.holes["programs"], *tiles),
-            head=self.program.head,
             clear=["", "@pl.when(step == 0)", "def clear():", *indented(self.clear)] if self.clear else [],
             start=self.start,
             finish=["", "@pl.when(ends)", "def finish():", *indented(self.finish)] if self.finish else [],
