@@ -377,7 +377,7 @@ class XlaTiles:
             yield from of_records(static.bodies, numbers.ends[0][r], static.block_k, self.kv_len)
             return
         for body, end, listed in zip(static.bodies, numbers.ends, numbers.chunks):
-            yield body, end[r], end[r + 1], lambda i, c=listed: (c[i, 0], c[i, 1], c[i, 2])
+            yield body, end[r], end[r + 1], _reader(listed)
 
     def visit(self, r: Array, step: Any, state: Any) -> Any:
         """Run `step(body, (start, first, stop), state)` for every chunk of row r."""
@@ -481,6 +481,10 @@ class XlaTiles:
         """The factor of the weights that dropout keeps."""
         rate = self.static.plan.rate
         return 1.0 if rate is None else 1.0 / (1.0 - self.constants[rate])
+
+
+def _reader(chunks: Array) -> Chunk:
+    return lambda i: (chunks[i, 0], chunks[i, 1], chunks[i, 2])
 
 
 def varying_axes(x: Array) -> tuple[str, ...]:
