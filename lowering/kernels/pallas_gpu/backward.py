@@ -94,7 +94,7 @@ def emit(
     return kind(plan, target, geometry, interpretable, frozenset(grad_names)).text()
 
 
-class Output(NamedTuple):
+class GpuOutput(NamedTuple):
     """An output of a kernel: its name, the array it is like, its part without padding, what a tile adds to it, and the
     zeros that its sum starts from."""
 
@@ -105,9 +105,9 @@ class Output(NamedTuple):
     zeros: str
 
 
-DQ = Output("dq", "query", "[:, :q_len, :, :dim]", "ds", "zeros(HALF, DIM)")
-DK = Output("dk", "key", "[:, :kv_len, :, :dim]", "ds", "zeros(HALF, DIM)")
-DV = Output("dv", "value", "[:, :kv_len, :, :v_dim]", "p", "zeros(HALF, DIM_V)")
+DQ = GpuOutput("dq", "query", "[:, :q_len, :, :dim]", "ds", "zeros(HALF, DIM)")
+DK = GpuOutput("dk", "key", "[:, :kv_len, :, :dim]", "ds", "zeros(HALF, DIM)")
+DV = GpuOutput("dv", "value", "[:, :kv_len, :, :v_dim]", "p", "zeros(HALF, DIM_V)")
 
 
 @dataclass(eq=False)
@@ -176,7 +176,7 @@ class GpuGradients(GpuKernel):
         assignments, value = self.e.written(factor, temporary)
         return assignments, f"jnp.where(p == 0.0, 0.0, dm * ({value}))" if self.careful else f"dm * ({value})"
 
-    def gradients(self, kernel: str, outputs: Sequence[Output], **holes: Any) -> str:
+    def gradients(self, kernel: str, outputs: Sequence[GpuOutput], **holes: Any) -> str:
         """The text of the module of a kernel, a part of the template. `own_loads` and `loads` are the arrays that come
         in for a program and for a step, `vectors` the shapes of those in shared memory that have a number for each
         query."""
@@ -205,7 +205,7 @@ class GpuQueryGradients(GpuGradients):
 
     def text(self) -> str:
         outputs, what = ([DQ], ["dq"]) if "q" in self.grad_names else ([], [])
-        outputs += [Output(f"{n}s", "lse", "[..., :q_len]", f"{n}_here", "zeros(HALF)") for n in self.sums]
+        outputs += [GpuOutput(f"{n}s", "lse", "[..., :q_len]", f"{n}_here", "zeros(HALF)") for n in self.sums]
         what += ["sums of captured gradients over keys"] * bool(self.sums)
         holes = {"own_loads": 2, "loads": 2, "vectors": [{"shape": "(2, HALF)"} for _ in self.sums]}
         holes |= {"what": ", ".join(what), "buffers": "".join(f" {n}s," for n in self.sums)}
