@@ -169,7 +169,7 @@ class _Backward(AtenTiles):
         dq = self.buffer("dq", *query.shape).zero_() if self.dq is not None else None
         whole = block.cells <= WHOLE
         for pieces, tiles, raws in self._weights(block, query, whole):
-            drops = [self._scaled_survivors(block, p) for p in pieces]
+            drops = [None if self.keep_mask is None else self.survivors(block, p).div_(self.keep) for p in pieces]
             for piece, p, some in zip(pieces, tiles, drops, strict=True):
                 weights = p if some is None else (self.cells(block, p) * some).view(p.shape)
                 self.add_keys(sums.dv, block, piece, self.rounded(weights, "weights"), rough_dout)
@@ -183,9 +183,6 @@ class _Backward(AtenTiles):
                     self._add_queries(dq, block, piece, ds)
         if dq is not None:
             self.put(self.dq, block, dq)
-
-    def _scaled_survivors(self, block: Block, piece: KeyPiece) -> Tensor | None:
-        return None if self.keep_mask is None else self.survivors(block, piece).div_(self.keep)
 
     def _weights(self, block: Block, query: Tensor, whole: bool) -> Iterator[tuple[Any, list[Tensor], list[Any]]]:
         """Yield (pieces, weights, scores before the score mod, or None where no derivative reads them).

@@ -131,7 +131,8 @@ class TileProgram:
     """
 
     def __init__(self, root: Expr, dtype: Any, known: Mapping[Expr, str] | None = None) -> None:
-        self.dtype = dtype
+        torch = _torch()
+        self.dtype, self.dtypes = dtype, {BOOL: torch.bool, INT: torch.int64, FLOAT: dtype}
         self.known = dict(known or {})
         root = legalise(unroll(root), language(), self.known)
         order = [*walk(root, below=lambda e: () if e in self.known else e.args)]
@@ -172,7 +173,7 @@ class TileProgram:
     def _tensor(self, torch: Any, value: Value, node: Expr) -> Tensor:
         if isinstance(value, torch.Tensor):
             return value
-        return torch.tensor(value, dtype={BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
+        return torch.tensor(value, dtype=self.dtypes[node.type])
 
     def _run(self, torch: Any, step: Instruction, args: list[Value], env: Mapping[str, Value], tables: Named) -> Value:
         node = step.node
@@ -207,7 +208,7 @@ class TileProgram:
 
     def _lookup(self, torch: Any, node: Expr, indices: list[Value], table: Tensor) -> Tensor:
         at = [self._place(torch, i, table).clamp(0, n - 1) for i, n in zip(indices, table.shape, strict=True)]
-        return table[tuple(at)].to({BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
+        return table[tuple(at)].to(self.dtypes[node.type])
 
     def _place(self, torch: Any, index: Value, table: Tensor) -> Tensor:
         """An index on the device of the table; a number becomes a tensor there, so that nothing waits for a copy."""

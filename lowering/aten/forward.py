@@ -65,10 +65,9 @@ class _Forward(AtenTiles):
         self.out = torch.empty((*shape, g.v_dim), **new)
         self.lse = torch.empty(shape, **new)
         self.top = torch.empty(shape, **new) if top else None
-        self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1))
-        self.exact = (
-            torch.zeros(shape, dtype=torch.float64) if softmax_stats else None
-        )  # lse; where it is -inf, anything
+        self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1)).expand(shape)
+        # lse; where it is -inf, anything
+        self.exact = torch.zeros(shape, dtype=torch.float64) if softmax_stats else None
         blocks = self._split(list(self._blocks()))
         blocks.sort(key=lambda x: x[0].cells)  # the largest go first: the last ones to end are short
         self.values = self.given_v if self.half or self.stored else self.v
@@ -156,7 +155,7 @@ class _Forward(AtenTiles):
                     self.cells(block, t).mul_(self.survivors(block, piece))
                 hidden = t == 0 if self.careful and self.clean else None
                 if self.weight is not None:
-                    self.cells(block, t).mul_(self.weights(block, piece))
+                    self.cells(block, t).mul_(self.at(self.weight, block, piece))
                 value = self.keys(self.values, block, piece, self.input_dtype if self.half else self.dtype)
                 if hidden is not None:
                     t.masked_fill_(hidden, 0.0)
@@ -179,7 +178,7 @@ class _Forward(AtenTiles):
     def _sum(self, block: Block, top: Tensor, total: Tensor) -> Tensor:
         """The divisor of weights at the end, at least 1 and at most 2^60: sums, sinks and dropout's factor."""
         if self.sinks is not None:
-            sink = self.rows(self._sinks_of(), block).unsqueeze(-1).double() * LOG2E
+            sink = self.rows(self.sinks, block).unsqueeze(-1).double() * LOG2E
             share = self.torch.exp2((sink - top).clamp_(max=60)).nan_to_num_(0.0)  # both may be -inf
             total = total + share.to(self.dtype)
         return (total if self.keep_mask is None else total * self.keep).clamp(min=1.0)
@@ -206,7 +205,7 @@ class _Forward(AtenTiles):
         torch, base = self.torch, top
         if self.sinks is not None:
             # In float32 a large one would be off by percents of its weight, once it is in the unit of scores.
-            sink = self.rows(self._sinks_of(), block).unsqueeze(-1).double() * LOG2E
+            sink = self.rows(self.sinks, block).unsqueeze(-1).double() * LOG2E
             above = (sink - top).masked_fill_((sink == -math.inf) & (top == -math.inf), -math.inf).to(self.dtype)
             shrink = torch.exp2((-above).clamp_(max=0))
             acc = acc.mul_(shrink)
@@ -221,15 +220,10 @@ class _Forward(AtenTiles):
         if self.top is not None:
             self.put(self.top, block, top.mul(LN2).squeeze(-1))
 
-    def _sinks_of(self) -> Tensor:
-        g = self.geometry
-        assert self.sinks is not None
-        return self.sinks.expand(g.batch, g.kv_heads, self.group, g.q_len)
-
     def _put_nothing(self, block: Block) -> None:
         place = block.place
         self.out[place] = 0
-        self.lse[place] = -math.inf if self.sinks is None else self._sinks_of()[place]
+        self.lse[place] = -math.inf if self.sinks is None else self.sinks[place]
         if self.exact is not None:
             self.exact[place] = self.lse[place]
         if self.top is not None:
@@ -238,7 +232,7 @@ class _Forward(AtenTiles):
     def _put_fused(self, place: Any, out: Tensor, lse: Tensor) -> None:
         torch, exact = self.torch, lse
         if self.sinks is not None:
-            sink = self.sinks[0, place[1], place[2]]
+            sink = self.sinks[place]
             above = sink - lse
             exact = torch.logaddexp(lse.double(), sink.double())
             out, lse = out * above.neg().sigmoid().unsqueeze(-1), torch.logaddexp(lse, sink)

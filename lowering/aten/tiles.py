@@ -187,7 +187,7 @@ class AtenTiles:
         """A part of the score mod that only sees q - k: one strip of tiles serves all rows."""
         torch, g, step = self.torch, self.geometry, block.step
         if not block.slides(piece) or step.height * (g.q_len + g.kv_len) > STRIP:
-            return program(self.coordinates(block, piece, piece.start, piece.stop), self.tables)
+            return self.at(program, block, piece)
         place = (-1, int(name[1:]), step.height)
         strip = self.memory.get(place)
         if strip is None:
@@ -198,15 +198,10 @@ class AtenTiles:
         lo = piece.start - step.start + g.q_len
         return strip[:, lo : lo + piece.width]
 
-    def weights(self, block: Block, piece: KeyPiece) -> Tensor:
-        """The factors of the piece's weights, for cells [batch, group, height, width]."""
-        assert self.weight is not None
-        return self.weight(self.coordinates(block, piece, piece.start, piece.stop), self.tables)
-
     def survivors(self, block: Block, piece: KeyPiece) -> Tensor:
         """The weights of the piece that dropout keeps, 1 or 0, for cells [batch, group, height, width]."""
         assert self.keep_mask is not None
-        return self.keep_mask(self.coordinates(block, piece, piece.start, piece.stop), self.tables).to(self.dtype)
+        return self.at(self.keep_mask, block, piece).to(self.dtype)
 
     # -- views ------------------------------------------------------------------------------------------
 
@@ -302,8 +297,9 @@ class AtenTiles:
     def program(self, e: Expr) -> TileProgram:
         return _program(e, self.dtype)
 
-    def at(self, program: TileProgram, block: Block, piece: KeyPiece, raw: Tensor | None) -> Tensor:
-        """The value of a program for cells of the piece; `raw`, the scaled products, may be overwritten."""
+    def at(self, program: TileProgram, block: Block, piece: KeyPiece, raw: Tensor | None = None) -> Tensor:
+        """The value of a program for cells [batch, group, height, width] of the piece; `raw`, the scaled products, may
+        be overwritten."""
         env = self.coordinates(block, piece, piece.start, piece.stop)
         if raw is not None:
             env["score"] = self.cells(block, raw)

@@ -8,7 +8,6 @@ to find: what is used twice, what is long, and what can be computed earlier than
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -46,7 +45,7 @@ class Printed:
 
     lines: list[Line] = field(default_factory=list)
     values: dict[Expr, str] = field(default_factory=dict)
-    texts: dict[Expr, str] = field(default_factory=dict)  # of every node
+    texts: dict[Expr, Text] = field(default_factory=dict)  # of every node
     legal: dict[Expr, Expr] = field(default_factory=dict)  # the roots in operators of the language
 
     def needed(self, roots: Iterable[Expr], level: int) -> list[Line]:
@@ -91,8 +90,8 @@ def printed(
     for node in known:
         for a in node.args:
             users[a].append(node)
-    page = Printed(legal=legal)
     texts: dict[Expr, Text] = {}
+    page = Printed(legal=legal, texts=texts)
     for node in known:
         args = [texts[a] for a in node.args]
         text = written(node, args, language, leaf)
@@ -107,8 +106,7 @@ def printed(
             page.lines.append(Line(node, name(node, known[node]), text.text, known[node]))
             text = Text(page.lines[-1].name)
         texts[node] = text
-    page.texts = {node: text.text for node, text in texts.items()}
-    page.values = {r: page.texts[legal[r]] for r in legal}
+    page.values = {r: texts[legal[r]].text for r in legal}
     return page
 
 
@@ -133,23 +131,12 @@ def unknown(node: Expr, backend: str) -> LoweringError:
     )
 
 
-def named_lines(
-    root: Expr, leaf: Leaf, language: Language, name: Callable[[], str], squares: bool = False
+def assignments(
+    root: Expr, language: Language, leaf: Leaf, name: Callable[[], str], when: Mapping[str, int] = LEVELS
 ) -> tuple[list[str], Text]:
-    """The lines that name nodes with several users or of a long text, and the text of the value; the rest as of
-    `printed`. With `squares`, both factors of `x * x` count."""
-    lines: list[str] = []
-    texts: dict[Expr, Text] = {}
-    root = legalise(root, language)
-    users = Counter(a for node in walk(root) for a in (node.args if squares else dict.fromkeys(node.args)))
-    for node in walk(root):
-        args = [texts[a] for a in node.args]
-        text = written(node, args, language, leaf)
-        if node.args and (users[node] > 1 or (users[node] and len(text.text) > LONG)):
-            lines.append(f"{(known := name())} = {text.text}")
-            text = Text(known)
-        texts[node] = text
-    return lines, texts[root]
+    """The (lines that name nodes, text of the value) of one Expr, as of `printed`."""
+    page = printed([root], language, leaf, lambda node, level: name(), when=when)
+    return [f"{line.name} = {line.text}" for line in page.lines], page.texts[page.legal[root]]
 
 
 def prelude_of(roots: Iterable[Expr], language: Language) -> tuple[list[str], list[str]]:

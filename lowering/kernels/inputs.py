@@ -25,7 +25,7 @@ from frisket.lowering.derive import over
 from frisket.lowering.plan import LoopPlan
 
 from . import jnp_expr
-from .expr import machine, printed
+from .expr import assignments, machine
 from .language import COMPARISON, Text
 
 LANGUAGE = replace(jnp_expr.LANGUAGE, name="pallas-tpu")
@@ -195,6 +195,11 @@ def _shifted(e: Expr, name: str) -> bool:
     return (_shifted(x, name) and constant) or (e.op == "add" and _shifted(y, name) and not uses(x) & set(COORDINATES))
 
 
+def roots(plan: LoopPlan) -> tuple[Expr, ...]:
+    """The expressions that a forward kernel computes."""
+    return tuple(e for e in (plan.mask, plan.score, plan.keep_mask, plan.weight) if e is not None)
+
+
 # -- text of a kernel ---------------------------------------------------------------------------------
 
 
@@ -209,9 +214,8 @@ def written(
         return look(e, ", ".join(a.text for a in args)) if e.op == "lookup" else shown.get(e) or plain(e)
 
     count = itertools.count()
-    root = substitute(root, at_hand)
-    page = printed([root], LANGUAGE, leaf, lambda e, level: f"{temporary}{next(count)}")
-    return [f"{line.name} = {line.text}" for line in page.lines], page.values[root]
+    lines, value = assignments(substitute(root, at_hand), LANGUAGE, leaf, lambda: f"{temporary}{next(count)}")
+    return lines, value.text
 
 
 def plain(e: Expr) -> Text | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.dsl.ir import Expr, walk
+from frisket.dsl.ir import Expr, fold
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 
@@ -81,21 +81,19 @@ def evaluate(
     Int, Float = (jnp.int64 if int64 else jnp.int32), (jnp.float64 if float64 else jnp.float32)
     dtypes = {INT: Int, FLOAT: Float}
     root = legalise(machine(root), WIDE if int64 else LANGUAGE)
-    values: dict[Expr, Any] = {}
-    for node in walk(root):
-        args = [values[a] for a in node.args]
+
+    def value(node: Expr, args: list[Any]) -> Any:
         dtype = dtypes.get(node.type, jnp.bool_)
         if node.op == "lit":
-            values[node] = jnp.asarray(node.name, dtype)
-        elif node.op in ("var", "param"):
-            values[node] = jnp.asarray(env[node.name]).astype(dtype)
-        elif node.op == "lookup":
+            return jnp.asarray(node.name, dtype)
+        if node.op in ("var", "param"):
+            return jnp.asarray(env[node.name]).astype(dtype)
+        if node.op == "lookup":
             array = tables[node.name]
-            where = tuple(jnp.clip(i, 0, n - 1) for i, n in zip(args, array.shape, strict=True))
-            values[node] = array[where].astype(dtype)
-        else:
-            values[node] = table[node.op](*args)
-            if rounded and node.op == "mul" and node.type is FLOAT:  # no compiler looks through this for a sum to fuse
-                least = float(np.finfo(np.float64 if float64 else np.float32).min)
-                values[node] = jnp.where(values[node] < least, -jnp.inf, values[node])
-    return values[root]
+            return array[tuple(jnp.clip(i, 0, n - 1) for i, n in zip(args, array.shape, strict=True))].astype(dtype)
+        x = table[node.op](*args)
+        if rounded and node.op == "mul" and node.type is FLOAT:  # no compiler looks through this for a sum to fuse
+            return jnp.where(x < float(np.finfo(np.float64 if float64 else np.float32).min), -jnp.inf, x)
+        return x
+
+    return fold(root, value)[root]

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from frisket.dsl.ir import Expr, transform, uses
 
-from .expr import named_lines
+from .expr import assignments
 from .language import FLOORED, SHARED, SHIFTS, Language, Text, calls
 from .legalise import folded
 from .text import Names, Page, parts
@@ -28,7 +28,7 @@ from .text import Names, Page, parts
 NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
 
 _METHODS = "abs exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf isfinite"
-_OF_TWO = "min:minimum max:maximum pow:torch.pow wrap:wrapped"
+_OF_TWO = "min:minimum max:maximum pow:torch.pow floordiv:floordiv mod:mod shl:shl shr:shr wrap:wrapped"
 TORCH: dict[str, str] = SHARED | SHIFTS | FLOORED | {n: f"{{}}.{n}()" for n in _METHODS.split()}
 TORCH |= calls("{}, {}", _OF_TWO) | {"not": "~{}", "where": "torch.where({}, {}, {})", "random": "random(*)"}
 TORCH |= {"int": "to_int({})", "float": "{}.to(torch.float64)", "floor": "to_int(torch.floor({}))"}
@@ -79,7 +79,7 @@ def _function(
         return _form(node, args)
 
     root = transform(root, folded)  # methods need a tensor
-    lines, value = named_lines(root, leaf, LANGUAGE, lambda: names.numbered("x"))
+    lines, value = assignments(root, LANGUAGE, leaf, lambda: names.numbered("x"), {})
     body = Page()
     with body.block(f"def make({', '.join(known.values())}):"):
         with body.block(f"def {name}({'score, ' * scored}b, h, q_idx, kv_idx):"):

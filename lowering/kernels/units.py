@@ -201,11 +201,7 @@ def by_distance(root: Expr, when: Mapping[str, int]) -> Expr:
     """
     lookups = [n for n in walk(root) if n.op == "lookup" and _along(n, when)]
     below = {x for n in lookups for a in n.args for x in walk(a)}
-    gathered = {n: _gathered(n) for n in lookups if n not in below}
-    done: dict[Expr, Expr] = {}
-    for node in walk(root):
-        done[node] = gathered[node] if node in gathered else rebuild(node, tuple(done[a] for a in node.args))
-    return done[root]
+    return substitute(root, {n: _gathered(n) for n in lookups if n not in below})
 
 
 def _along(e: Expr, when: Mapping[str, int]) -> bool:

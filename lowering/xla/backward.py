@@ -50,7 +50,7 @@ def backward(
     )
     of_rows = results.out, results.lse, results.lse_residual, results.softmax_stats
     arrays = q, k, v, *of_rows, cotangents.dout, cotangents.dlse
-    grads, buffers = _compiled(static, planes)(arrays, *numbers.flat())
+    grads, buffers = _compiled(static, planes)(arrays, *numbers)
     if buffers:
         grads |= folded(inputs, gradients, buffers, inputs.plan.int64)
     return dict(grads)

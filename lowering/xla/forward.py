@@ -35,7 +35,7 @@ def forward(
     import jax.numpy as jnp
 
     static, numbers = prepared(inputs, q.dtype == jnp.float64, lse_residual=lse_residual)
-    result: tuple[jax.Array, ...] = _compiled(static)(q, k, v, inputs.sinks, *numbers.flat())
+    result: tuple[jax.Array, ...] = _compiled(static)(q, k, v, inputs.sinks, *numbers)
     return result
 
 

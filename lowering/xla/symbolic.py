@@ -58,34 +58,28 @@ class SymbolicTiles(XlaTiles):
         return longer(x, self.static.block_q)
 
     def walk(self, r: Array) -> Iterator[Loop]:
-        import jax.numpy as jnp
-
         lo, hi = self._keys(self.row(r))
-        count = jnp.maximum(hi - lo + EDGE - 1, 0) // EDGE  # rounded up, and not negative where a row sees nothing
-        yield KEYS, 0, count, lambda i: (lo + i * EDGE, lo + i * EDGE, jnp.minimum(lo + (i + 1) * EDGE, hi))
+        count = self.jnp.maximum(hi - lo + EDGE - 1, 0) // EDGE  # rounded up, and not negative where a row sees nothing
+        yield KEYS, 0, count, lambda i: (lo + i * EDGE, lo + i * EDGE, self.jnp.minimum(lo + (i + 1) * EDGE, hi))
 
     def _keys(self, row: TileRow) -> tuple[Array, Array]:
         """The keys [lo, hi) outside of which no query of the row sees any."""
-        import jax.numpy as jnp
-
         n = self.rows.kv_len
         if self.rows.seen is None:
-            return jnp.zeros_like(n), n
-        q1 = jnp.minimum(row.start + self.static.block_q, self.rows.q_len) - 1
-        env = {**row.env, **self.rows.values, "q0": row.start, "q1": q1, "k0": jnp.zeros_like(n), "k1": n - 1}
-        lo, hi = n, jnp.zeros_like(n)
+            return self.jnp.zeros_like(n), n
+        q1 = self.jnp.minimum(row.start + self.static.block_q, self.rows.q_len) - 1
+        env = {**row.env, **self.rows.values, "q0": row.start, "q1": q1, "k0": self.jnp.zeros_like(n), "k1": n - 1}
+        lo, hi = n, self.jnp.zeros_like(n)
         for pair in self.rows.seen:
-            first, last = jnp.broadcast_arrays(*(self._value(e, env) for e in pair))
+            first, last = self.jnp.broadcast_arrays(*(self._value(e, env) for e in pair))
             some = last >= first
-            lo = jnp.minimum(lo, jnp.where(some, first, n).min())
-            hi = jnp.maximum(hi, jnp.where(some, jnp.minimum(last, n - 1) + 1, 0).max())
+            lo = self.jnp.minimum(lo, self.jnp.where(some, first, n).min())
+            hi = self.jnp.maximum(hi, self.jnp.where(some, self.jnp.minimum(last, n - 1) + 1, 0).max())
         # the slice begins inside the array, whatever an end says
-        return jnp.maximum(lo, 0).astype(n.dtype), hi.astype(n.dtype)
+        return self.jnp.maximum(lo, 0).astype(n.dtype), hi.astype(n.dtype)
 
     def _value(self, e: Any, env: Mapping[str, Array]) -> Array:
-        import jax.numpy as jnp
-
-        tables = {n.name: jnp.asarray(self.rows.values[n.name]) for n in find(e, "lookup")}
+        tables = {n.name: self.jnp.asarray(self.rows.values[n.name]) for n in find(e, "lookup")}
         return evaluate(e, env, tables, **self.static.widths)
 
 

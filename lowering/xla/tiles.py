@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,10 +184,7 @@ def of_records(both: tuple[Body, ...], records: Any, block_k: int, kv_len: int) 
     full, partial = both
     lo, full_lo, full_hi, hi = jnp.minimum(records.T * block_k, kv_len)
     wide_steps = jnp.where(hi - lo <= partial.width, 0, (full_hi - full_lo) // full.width)
-    full_lo, rest = (
-        jnp.where(wide_steps > 0, full_lo, hi),
-        jnp.where(wide_steps > 0, full_lo + wide_steps * full.width, hi),
-    )
+    full_lo, rest = (jnp.where(wide_steps > 0, x, hi) for x in (full_lo, full_lo + wide_steps * full.width))
     edges = jnp.concatenate([lo, rest]), jnp.concatenate([full_lo, hi])
     yield full, *_steps(full_lo, full_lo + wide_steps * full.width, full.width, kv_len)
     yield partial, *_steps(*edges, partial.width, kv_len)
@@ -210,6 +207,7 @@ def _steps(start: Any, stop: Any, width: int, kv_len: int) -> tuple[int, Any, Ch
 
 
 Array = Any  # a jax.Array, traced or not
+ZERO = np.int32(0)  # the indices of a slice have one type
 
 
 @dataclass(frozen=True)
@@ -238,9 +236,8 @@ class Static:
         return {"int64": self.plan.int64, "float64": self.float64}
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The data of a compiled function beside q, k and v; a pytree of arrays."""
+class Numbers(NamedTuple):
+    """The data of a compiled function beside q, k and v; arrays."""
 
     slots: tuple[Array, ...]
     tables: tuple[Array, ...]
@@ -249,9 +246,6 @@ class Numbers:
     rows: Array
     ends: tuple[Array, ...]
     chunks: tuple[Array, ...]
-
-    def flat(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.__dataclass_fields__)
 
 
 def prepared(
@@ -323,6 +317,10 @@ class XlaTiles:
     """One call: its arrays and how a row of tiles reads them. Query head h is (h // group, h % group)."""
 
     def __init__(self, static: Static, numbers: Numbers, q: Array, k: Array) -> None:
+        import jax.numpy as jnp
+        from jax import lax
+
+        self.jnp, self.lax = jnp, lax
         self.static, self.numbers, self.axes = static, numbers, varying_axes(q)
         self.batch, self.q_len, self.heads, self.dim = q.shape
         self.kv_len, self.kv_heads = k.shape[1:3]
@@ -343,12 +341,9 @@ class XlaTiles:
 
     def full(self, shape: tuple[int, ...], value: float, dtype: Any = None) -> Array:
         """A constant to carry through a loop, which varies between the devices of a `shard_map` as q does."""
-        import jax.numpy as jnp
-        from jax import lax
-
-        x = jnp.full(shape, value, self.static.dtype if dtype is None else dtype)
+        x = self.jnp.full(shape, value, self.static.dtype if dtype is None else dtype)
         # JAX refuses a loop whose carry varies between devices while its start does not
-        return lax.pcast(x, self.axes, to="varying") if self.axes else x
+        return self.lax.pcast(x, self.axes, to="varying") if self.axes else x
 
     @property
     def steps(self) -> Any:
@@ -361,24 +356,20 @@ class XlaTiles:
         return rows[r, 0], rows[r, 1], rows[r, 2]
 
     def row(self, r: Array) -> TileRow:
-        import jax.numpy as jnp
-
         b, h, tile = self.place(r)
         start = tile * self.static.block_q
-        heads = jnp.arange(self.kvs * self.groups, dtype=jnp.int32).reshape(1, self.kvs, self.groups, 1, 1)
-        batches = jnp.arange(self.static.batches, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
-        queries = start + jnp.arange(self.static.block_q, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+        heads = self.jnp.arange(self.kvs * self.groups, dtype=self.jnp.int32).reshape(1, self.kvs, self.groups, 1, 1)
+        batches = self.jnp.arange(self.static.batches, dtype=self.jnp.int32).reshape(-1, 1, 1, 1, 1)
+        queries = start + self.jnp.arange(self.static.block_q, dtype=self.jnp.int32).reshape(1, 1, 1, -1, 1)
         b0, h0, q0, k0 = (x.reshape(-1, 1, 1, 1, 1) for x in self.numbers.origin)
         env = {**self.constants, "b": b0 + b + batches, "h": h0 + h + heads, "q": self._per_batch(q0 + queries, b)}
         return TileRow(b, h, h // self.group, start, env, self._per_batch(k0, b))
 
     def _per_batch(self, x: Array, b: Array) -> Array:
         """The entries of the current batches, where there is one per batch."""
-        from jax import lax
-
         batches = self.static.batches
         # one origin serves all batch entries
-        return x if x.shape[0] <= batches else lax.dynamic_slice_in_dim(x, b, batches)
+        return x if x.shape[0] <= batches else self.lax.dynamic_slice_in_dim(x, b, batches)
 
     def walk(self, r: Array) -> Iterator[Loop]:
         static, numbers = self.static, self.numbers
@@ -390,14 +381,12 @@ class XlaTiles:
 
     def visit(self, r: Array, step: Any, state: Any) -> Any:
         """Run `step(body, (start, first, stop), state)` for every chunk of row r."""
-        from jax import lax
-
         for body, begin, end, chunk in self.walk(r):
             if self.static.once:
                 state = step(body, chunk(r), state)
             else:
                 # bound by default: the lambda of each turn reads its own body and chunk
-                state = lax.fori_loop(begin, end, lambda i, s, b=body, c=chunk: step(b, c(i), s), state)
+                state = self.lax.fori_loop(begin, end, lambda i, s, b=body, c=chunk: step(b, c(i), s), state)
         return state
 
     # -- tiles of arrays: turned heads outside as they are read and back as they are written, since a whole array
@@ -405,28 +394,22 @@ class XlaTiles:
 
     def padded(self, x: Array, axis: int = 1, value: float = 0.0) -> Array:
         """The array `x` padded to a whole number of tiles."""
-        import jax.numpy as jnp
-
         width = [(0, 0)] * x.ndim
         width[axis] = (0, self.length - self.q_len)
         # a pad copies the whole array
-        return jnp.pad(x, width, constant_values=value) if self.length > self.q_len else x
+        return self.jnp.pad(x, width, constant_values=value) if self.length > self.q_len else x
 
     def queries(self, x: Array, row: TileRow) -> Array:
         """A tile of [batch, length, heads, n], as [batch, kv head, group * query, n]."""
-        from jax import lax
-
         shape = (self.static.batches, self.static.block_q, self.kvs * self.groups, x.shape[-1])
-        tile = lax.dynamic_slice(x, (row.b, row.start, row.h, _zero()), shape)
+        tile = self.lax.dynamic_slice(x, (row.b, row.start, row.h, ZERO), shape)
         tile = tile.reshape(*shape[:2], self.kvs, self.groups, shape[-1]).transpose(0, 2, 3, 1, 4)
         return tile.reshape(shape[0], self.kvs, -1, shape[-1]).astype(self.static.dtype)
 
     def lines(self, x: Array, row: TileRow) -> Array:
         """A tile of [batch, heads, length], as [batch, kv head, group, query]."""
-        from jax import lax
-
         shape = (self.static.batches, self.kvs * self.groups, self.static.block_q)
-        return lax.dynamic_slice(x, (row.b, row.h, row.start), shape).reshape(self.part)
+        return self.lax.dynamic_slice(x, (row.b, row.h, row.start), shape).reshape(self.part)
 
     @property
     def part(self) -> tuple[int, int, int, int]:
@@ -435,41 +418,32 @@ class XlaTiles:
 
     def keys(self, x: Array, row: TileRow, start: Array, width: int) -> Array:
         """A tile of [batch, length, kv heads, n], or of a pool, as [batch, kv head, key, n]."""
-        from jax import lax
-
         shape = (self.static.batches, width, self.kvs, x.shape[-1])
         if self.pages is None:
-            tile = lax.dynamic_slice(x, (row.b, start, row.kv, _zero()), shape)
+            tile = self.lax.dynamic_slice(x, (row.b, start, row.kv, ZERO), shape)
         else:
             tile = self._paged(self.pages, x, row, start, shape)
         return tile.transpose(0, 2, 1, 3).astype(self.static.dtype)
 
     def _paged(self, pages: Array, x: Array, row: TileRow, start: Array, shape: tuple[int, ...]) -> Array:
         """A tile [batch, key, kv head, n] of a pool [pages, tokens, kv heads, n]."""
-        import jax.numpy as jnp
-        from jax import lax
-
         page = self.static.plan.page
-        places = start + jnp.arange(shape[1], dtype=jnp.int32)
-        mine = lax.dynamic_slice_in_dim(pages, row.b, shape[0])[:, places // page]
-        heads = lax.dynamic_slice_in_dim(x, row.kv, shape[2], 2)
+        places = start + self.jnp.arange(shape[1], dtype=self.jnp.int32)
+        mine = self.lax.dynamic_slice_in_dim(pages, row.b, shape[0])[:, places // page]
+        heads = self.lax.dynamic_slice_in_dim(x, row.kv, shape[2], 2)
         # entries of pages without a visible key may have any number
         return heads.at[mine, places % page].get(mode="clip")
 
     def put_queries(self, whole: Array, tile: Array, row: TileRow) -> Array:
         """Write a tile of queries: the inverse of `queries`."""
-        from jax import lax
-
         batches, _, groups, block = self.part
         tile = tile.reshape(batches, self.kvs, groups, block, -1).transpose(0, 3, 1, 2, 4)
         tile = tile.reshape(batches, block, self.kvs * groups, -1).astype(whole.dtype)
-        return lax.dynamic_update_slice(whole, tile, (row.b, row.start, row.h, _zero()))
+        return self.lax.dynamic_update_slice(whole, tile, (row.b, row.start, row.h, ZERO))
 
     def put_lines(self, whole: Array, tile: Array, row: TileRow) -> Array:
-        from jax import lax
-
         tile = tile.reshape(self.static.batches, self.kvs * self.groups, self.static.block_q)
-        return lax.dynamic_update_slice(whole, tile, (row.b, row.h, row.start))
+        return self.lax.dynamic_update_slice(whole, tile, (row.b, row.h, row.start))
 
     # -- scores --
 
@@ -477,19 +451,17 @@ class XlaTiles:
         self, row: TileRow, body: Body, chunk: tuple[Array, Array, Array], q_tile: Array, k_tile: Array
     ) -> tuple[Array, dict[str, Array]]:
         """The (modified scores [batch, kv head, group, query, key], -inf where hidden; values Exprs read there)."""
-        import jax.numpy as jnp
-
         plan, (start, first, stop) = self.static.plan, chunk
         s = dot(q_tile, k_tile, (3, 3)).reshape(*self.part, body.width)
-        local = start + jnp.arange(body.width, dtype=jnp.int32)
+        local = start + self.jnp.arange(body.width, dtype=self.jnp.int32)
         env = {**row.env, "k": row.k_origin + local, "score": s}
         if plan.score is not None:
-            s = jnp.broadcast_to(self.value(plan.score, env, rounded=True), s.shape)
+            s = self.jnp.broadcast_to(self.value(plan.score, env, rounded=True), s.shape)
         if body.partial:
             seen = (local >= first) & (local < stop)
             if plan.mask is not None:
                 seen &= self.value(plan.mask, env)
-            s = jnp.where(seen, s, -jnp.inf)
+            s = self.jnp.where(seen, s, -self.jnp.inf)
         return s, env
 
     def value(self, e: Expr, env: Mapping[str, Array], rounded: bool = False) -> Array:
@@ -509,12 +481,6 @@ class XlaTiles:
         """The factor of the weights that dropout keeps."""
         rate = self.static.plan.rate
         return 1.0 if rate is None else 1.0 / (1.0 - self.constants[rate])
-
-
-def _zero() -> Array:
-    import jax.numpy as jnp
-
-    return jnp.int32(0)  # the indices of a slice have one type
 
 
 def _reader(chunks: Array) -> Chunk:

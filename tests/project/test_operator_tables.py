@@ -23,12 +23,11 @@ from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering import derive
 from frisket.lowering.analysis import intervals
-from frisket.lowering.kernels import jnp_expr, legalise, torch_mask_mod
+from frisket.lowering.kernels import inputs, jnp_expr, legalise, torch_mask_mod
 from frisket.lowering.kernels.cpp import expr as cpp
-from frisket.lowering.kernels.cute import expr as cute
+from frisket.lowering.kernels.cute import mods as cute
 from frisket.lowering.kernels.language import Language
 from frisket.lowering.kernels.pallas_gpu import expr as pallas_gpu
-from frisket.lowering.kernels.pallas_tpu import inputs as pallas_tpu
 from frisket.lowering.kernels.triton import expr as triton
 from frisket.lowering.planner import cpp as planner_cpp
 from frisket.lowering.planner import triton as planner_triton
@@ -38,11 +37,11 @@ SECTION = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Add a
 LANGUAGES = {
     "lowering/kernels/jnp_expr.py": jnp_expr.LANGUAGE,
     "lowering/kernels/triton/expr.py": triton.LANGUAGE,
-    "lowering/kernels/cute/expr.py": cute.LANGUAGE,
+    "lowering/kernels/cute/mods.py": cute.LANGUAGE,
     "lowering/kernels/cpp/expr.py": cpp.SINGLE,
     "lowering/kernels/torch_mask_mod.py": torch_mask_mod.LANGUAGE,
 }
-DERIVED = [pallas_gpu.LANGUAGE, pallas_tpu.LANGUAGE, planner_cpp.LANGUAGE, planner_triton.LANGUAGE]  # from these
+DERIVED = [pallas_gpu.LANGUAGE, inputs.LANGUAGE, planner_cpp.LANGUAGE, planner_triton.LANGUAGE]  # from these
 HPP = tuple(f"lowering/kernels/cpp/{name}.hpp" for name in ("functions", "integers", "vectors"))
 ARGUMENTS = {
     INT: (ir.var("q"), ir.var("k"), ir.var("b")),

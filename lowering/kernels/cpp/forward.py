@@ -308,7 +308,7 @@ class CppKernel:
         above = {a for node in known if known[node] == POSITION for a in node.args}
         read = [node for node in known if known[node] == ROW and (node in above or node is root)]
         distinct = root is None or any(_tells_apart(node) for node in read)
-        same = " & ".join(f"(a.{x} == b.{x})" for x in (self.printed.texts[n].removeprefix("row.") for n in read))
+        same = " & ".join(f"(a.{x} == b.{x})" for x in (self.printed.texts[n].text.removeprefix("row.") for n in read))
         return {"repeated": _boolean(not distinct), "alike": "false" if distinct else same or "true"}
 
 

@@ -11,6 +11,11 @@ def mask_mod(b, h, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=()):
 The engine calls them at positions past the last query and key too, and hides those itself. Tables of the plan are its
 `aux_tensors`, clamped lookups; numbers that come with a call are its `aux_scalars`: slots of the plan, sizes of the
 problem, and where the call lies in it. So `window(256)` and `window(512)` are one text, and one kernel.
+
+FlashAttention 4 calls a mask or score mod with vectors (`cute.TensorSSA`) of positions and scores, and expressions are
+printed on those: 32-bit Ints, Floats of 32 bits. Meanings are those of `dsl.evaluate`. CuTe's own `%` rounds to zero,
+its `//` to minus infinity; its `~`, `<<` and `>>` give vectors that no other operator takes, so `legalise` writes them
+as `^ True`, `*` and `//`; its maximum loses NaN.
 """
 
 from __future__ import annotations
@@ -19,16 +24,35 @@ from dataclasses import dataclass
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, transform, uses, walk
-from frisket.dsl.types import BOOL, FLOAT
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.derive import backward_of
-from frisket.lowering.kernels.expr import machine, named_lines, same_remainder
-from frisket.lowering.kernels.features import CUTE, missing
-from frisket.lowering.kernels.language import Text
-from frisket.lowering.kernels.text import Names, Page, words
+from frisket.lowering.kernels import features
+from frisket.lowering.kernels.expr import assignments, machine, same_remainder
+from frisket.lowering.kernels.expr import operator as row
+from frisket.lowering.kernels.language import SHARED, Language, Text, calls
+from frisket.lowering.kernels.text import Names, Page, parts, words
 from frisket.lowering.kernels.units import cheaper
 from frisket.lowering.plan import LoopPlan
 
-from . import expr
+_OF_ONE = """
+abs:abs int:to_int exp:cute.math.exp exp2:cute.math.exp2 log:cute.math.log log2:cute.math.log2 log1p:cute.math.log1p
+sin:cute.math.sin cos:cute.math.cos tan:cute.math.tan sqrt:cute.math.sqrt rsqrt:cute.math.rsqrt erf:cute.math.erf
+"""
+_OF_TWO = "min:minimum max:maximum pow:cute.math.pow lshift:shifted_left rshift:shifted_right"
+CUTE: dict[str, str] = {op: row for op, row in SHARED.items() if op != "bitnot"} | calls("{}", _OF_ONE)
+CUTE |= calls("{}, {}", _OF_TWO) | {"floor_quotient": "{} // {}", "remainder": "{} % {}", "random": "random(*)"}
+CUTE |= {"where": "cute.where({}, {}, {})", "float": "{}.to(Float32)", "floor": "to_int(cute.math.floor({}))"}
+CUTE |= {"tanh": "cute.math.tanh({}, fastmath=True)"}
+LANGUAGE = Language(
+    "CuTe",
+    CUTE,
+    infinity="Float32.inf",
+    nan='Float32(float("nan"))',
+    functions=parts(__package__, "functions"),
+)
+
+TYPES: dict[Type, str] = {BOOL: "Boolean", INT: "Int32"}  # Float32 beside them
+TENSORS = frozenset({"pow", "lshift", "rshift", "random"})  # operators that take no number in the place of a vector
 
 POSITIONS = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
 INSTEAD = "take backend='triton'"
@@ -49,7 +73,7 @@ class Mods:
     @property
     def text(self) -> str:
         """The module's source."""
-        code = expr.prelude(self.body)
+        code = "".join(f"\n{text}" for text in LANGUAGE.prelude(self.body)[1])  # each below those that it uses itself
         names = [n for n in ("Boolean", "Float32", "Int32", "Uint32") if n in words(code + self.body)]
         lines = [f'"""{self.title}"""', "", *["import cutlass"] * ("cutlass." in code), "import cutlass.cute as cute"]
         lines += [f"from cutlass import {', '.join(names)}"] * bool(names)
@@ -59,7 +83,7 @@ class Mods:
 def emit(plan: LoopPlan, *, gradients: bool = True, placed: frozenset[str] = frozenset()) -> Mods:
     """The functions of a plan; `placed` are the axes of `b h q k` along which the call begins past 0. Raises
     LoweringError for what a function of a position cannot say: `features.CUTE` has the words."""
-    if why := missing(CUTE, plan):
+    if why := features.missing(features.CUTE, plan):
         raise LoweringError(f"{why}\n  {INSTEAD}")
     roots = {} if plan.mask is None else {"mask_mod": plan.mask}
     if plan.score is not None:
@@ -78,7 +102,7 @@ def emit(plan: LoopPlan, *, gradients: bool = True, placed: frozenset[str] = fro
     texts = [writer.function(name, root, backward_of(plan).guard) for name, root in ready.items()]
     # a slope of 1 has no text, and the engine asks for a function
     if gradients and plan.score is not None and "score_mod_bwd" not in roots:
-        texts.append(writer.unchanged())
+        texts.append(f"{writer.head('score_mod_bwd')}\n    return grad\n")
     functions = tuple(n for n in MODS if n in roots or (n == "score_mod_bwd" and plan.score is not None and gradients))
     return Mods(_title(plan), "\n\n".join(texts), tables, tuple(scalars), functions)
 
@@ -92,6 +116,21 @@ def _title(plan: LoopPlan) -> str:
     return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
 
+def operator(node: Expr, args: list[Text]) -> Text | None:
+    """The text of operators that depend on more than the operator; None: the table's row."""
+    if node.op == "int" and node.args[0].type is BOOL:
+        return Text(f"{args[0].inside(10)}.to(Int32)")
+    if node.op in TENSORS or (node.op == "where" and all(a.op == "lit" for a in node.args[1:])):
+        filled = [full(a, t) if a.op == "lit" else t for a, t in zip(node.args, args, strict=True)]
+        return row(node, filled, LANGUAGE)
+    return None
+
+
+def full(node: Expr, text: Text) -> Text:
+    """A vector of a number, as long as that of the positions."""
+    return Text(f"cute.full(q_idx.shape, {text.text}, {TYPES.get(node.type, 'Float32')})")
+
+
 class _Writer:
     """The writer of the functions of one plan."""
 
@@ -101,28 +140,21 @@ class _Writer:
 
     def function(self, name: str, root: Expr, guard: bool) -> str:
         # a function has numbers from x0 on, whatever was written before: texts are compared
-        ours = {*self.tables, *self.scalars, *expr.LANGUAGE.functions}
+        ours = {*self.tables, *self.scalars, *LANGUAGE.functions}
         names = Names({"grad", *POSITIONS.values(), *ours, "cute", "cutlass"})
-        lines, value = named_lines(root, self._leaf, expr.LANGUAGE, lambda: names.numbered("x"), squares=True)
+        lines, value = assignments(root, LANGUAGE, self._leaf, lambda: names.numbered("x"), {})
         page = Page()
-        with page.block(self._head(name)):
+        with page.block(self.head(name)):
             page.line(*self._arguments(root), *lines)
             if name == "score_mod_bwd" and guard:
                 page.line(f"return cute.where(grad == 0.0, 0.0, grad * {value.inside(8)})")
             elif name == "score_mod_bwd":
                 page.line(f"return grad * {value.inside(8)}")
             else:
-                page.line(f"return {(expr.full(root, value) if root.op == 'lit' else value).text}")
+                page.line(f"return {(full(root, value) if root.op == 'lit' else value).text}")
         return str(page)
 
-    def unchanged(self) -> str:
-        """The derivative of a score mod that adds to the score."""
-        page = Page()
-        with page.block(self._head("score_mod_bwd")):
-            page.line("return grad")
-        return str(page)
-
-    def _head(self, name: str) -> str:
+    def head(self, name: str) -> str:
         # the order in which FlashAttention 4 passes them
         first = {"score_mod": "score, ", "score_mod_bwd": "grad, score, "}.get(name, "")
         return f"def {name}({first}b, h, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=()):"
@@ -148,7 +180,7 @@ class _Writer:
         if node.op == "param":
             return Text(node.name)
         if node.op == "lookup":
-            at = [expr.full(n, t) if n.op == "lit" else t for n, t in zip(node.args, args, strict=True)]
+            at = [full(n, t) if n.op == "lit" else t for n, t in zip(node.args, args, strict=True)]
             read = f"entry({', '.join([node.name, *(t.text for t in at)])})"
             return Text(f"{read} != 0", 1) if node.type is BOOL else Text(read)
-        return expr.operator(node, args)
+        return operator(node, args)

@@ -11,8 +11,9 @@ they are found by a kernel each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, lit
@@ -93,28 +94,45 @@ def emit(
     return kind(plan, target, geometry, interpretable, frozenset(grad_names)).text()
 
 
+class GpuOutput(NamedTuple):
+    """An output of a kernel: its name, the array it is like, its part without padding, what a tile adds to it, and the
+    zeros that its sum starts from."""
+
+    name: str
+    like: str
+    cut: str
+    tile: str
+    zeros: str
+
+
+DQ = GpuOutput("dq", "query", "[:, :q_len, :, :dim]", "ds", "zeros(HALF, DIM)")
+DK = GpuOutput("dk", "key", "[:, :kv_len, :, :dim]", "ds", "zeros(HALF, DIM)")
+DV = GpuOutput("dv", "value", "[:, :kv_len, :, :v_dim]", "p", "zeros(HALF, DIM_V)")
+
+
+@dataclass(eq=False)
 class GpuGradients(GpuKernel):
     """A kernel that computes the scores of a tile again, and their cotangents."""
 
-    title, does, semantics = "backward", "differentiates", "Lane"
-    own_loads: int
+    grad_names: frozenset[str]
 
-    def __init__(
-        self, plan: LoopPlan, target: Target, geometry: Geometry, interpretable: bool, grad_names: frozenset[str]
-    ) -> None:
-        derived = backward_of(plan)
-        self.grad_names = grad_names
+    title, does, semantics, template = "backward", "differentiates", "Lane", TEXT
+
+    def __post_init__(self) -> None:
+        derived = backward_of(self.plan)
         self.careful = derived.guard  # 0 * inf is NaN where nothing is seen
-        self.slope = derived.slope if {"q", "k"} & grad_names else None
-        self.sums = {f"sum{i}": g for i, g in captured(plan, grad_names)} if self.owned == "q" else {}
-        weights = [g.weight for g in self.sums.values()]
-        super().__init__(
-            plan, target, geometry, interpretable, [plan.mask, plan.score, plan.keep_mask, self.slope, *weights]
-        )
-        check_tile(target, self.own_block, self.across_block, geometry)
+        self.slope = derived.slope if {"q", "k"} & self.grad_names else None
+        self.sums = {f"sum{i}": g for i, g in captured(self.plan, self.grad_names)} if self.owned == "q" else {}
+        super().__post_init__()
+        check_tile(self.target, self.own_block, self.across_block, self.geometry)
+        plain = self.plan.score is None and self.plan.keep_mask is None
         # Products with values start at -delta, which so takes no registers beside them, where nothing is between. Those
         # of scores do not start at -lse: the sum would round them otherwise than the forward's.
-        self.starts = self.owned == "k" and plan.score is None and plan.keep_mask is None and geometry.scale > 0
+        self.starts = self.owned == "k" and plain and self.geometry.scale > 0
+
+    def roots(self) -> Iterable[Expr | None]:
+        plan, weights = self.plan, [g.weight for g in self.sums.values()]
+        return [plan.mask, plan.score, plan.keep_mask, self.slope, *weights]
 
     def vector(self, name: str) -> str:
         """The text of a value per query, over a tile."""
@@ -128,18 +146,12 @@ class GpuGradients(GpuKernel):
             score, unit, modified = "modified", self.unit, self.score("modified")
         elif self.geometry.scale <= 0:  # rounded as the forward does, whose maximum is of scaled scores
             score, unit = "s * SCALE", "LOG2E"
-        return filled(
-            TEXT["weights"],
-            once=self.e.each(self.plan),
-            modified=modified,
-            exponent=f"{score}, {unit}, {self.vector('lse')}",
-            low=self.vector("low"),
-            hidden=self.assigned(self.plan.mask, "x", "p = jnp.where({}, p, 0.0)"),
-            across=self.across,
-            kept=self.assigned(
-                self.plan.keep_mask, "r", f"kept = jnp.where({{}}, 1.0 / (1.0 - {self.plan.rate}), 0.0)"
-            ),
-        ).splitlines()
+        survival = f"kept = jnp.where({{}}, 1.0 / (1.0 - {self.plan.rate}), 0.0)"
+        lines = {"once": self.e.each(self.plan), "modified": modified}
+        lines["hidden"] = self.assigned(self.plan.mask, "x", "p = jnp.where({}, p, 0.0)")
+        lines["kept"] = self.assigned(self.plan.keep_mask, "r", survival)
+        low, exponent = self.vector("low"), f"{score}, {unit}, {self.vector('lse')}"
+        return filled(TEXT["weights"], **lines, exponent=exponent, low=low, across=self.across).splitlines()
 
     def cotangents(self) -> list[str]:
         """The lines of `ds` and sums, from `p` and `dp`."""
@@ -164,81 +176,42 @@ class GpuGradients(GpuKernel):
         assignments, value = self.e.written(factor, temporary)
         return assignments, f"jnp.where(p == 0.0, 0.0, dm * ({value}))" if self.careful else f"dm * ({value})"
 
-    def gradients(
-        self,
-        kernel: str,
-        arrays: dict[str, str],
-        scratch: Sequence[str],
-        loads: int,
-        outputs: Sequence[str],
-        vectors: Sequence[str],
-        out_types: Sequence[str],
-        returned: list[str],
-        doc: str,
-        **holes: Any,
-    ) -> str:
-        """The text of the module of a kernel, a part of the template: `arrays` are its operands with the names of their
-        references, `scratch` its arrays in shared memory."""
-        refs = [*self.operands(), *arrays.values(), *(f"{n}_ref" for n in outputs)]
-        refs += [*scratch, "own_ready", "ready", "free", "*", "length"]
+    def gradients(self, kernel: str, outputs: Sequence[GpuOutput], **holes: Any) -> str:
+        """The text of the module of a kernel, a part of the template. `own_loads` and `loads` are the arrays that come
+        in for a program and for a step, `vectors` the shapes of those in shared memory that have a number for each
+        query."""
+        weight = "p" if self.plan.keep_mask is None else "(p * kept)"
+        products = [f"{weight if o.tile == 'p' else o.tile}.astype(query.dtype)" for o in outputs if o.like != "lse"]
+        sums = [o for o in outputs if o.like == "lse"]
+        holes |= {
+            "outputs": [{"like": o.like, "dtype": "Float" if o in sums else "query.dtype"} for o in outputs],
+            "refs": ", ".join(f"{o.name}_ref" for o in outputs),
+            "found": _tuple([*products, *(o.tile for o in sums)]),
+            "names": _tuple([o.tile for o in outputs]),
+            "sums": _tuple([o.name.removesuffix("s") for o in outputs]),
+            "zeros": _tuple([o.zeros for o in outputs]),
+            "returned": _tuple([f"found[{i}]{o.cut}" for i, o in enumerate(outputs)]),
+        }
         holes |= {f"d{n}": n in self.grad_names for n in "qkv"}
-        work = filled(
-            TEXT[kernel],
-            refs=", ".join(refs),
-            once=self.e.once(self.plan),
-            weights=self.weights(),
-            cotangents=self.cotangents(),
-            **holes,
-        )
-        products = TEXT["products_interpreted" if self.interpretable else "products"]
-        ahead = f"tiles(STAGES, {self.across}, {{}}),".format
-        return self.module(
-            stages(self.geometry, self.own_block, self.across_block),
-            "\n\n\n".join(text.strip("\n") for text in (TEXT["loops"], products)),
-            work,
-            narrow=[NARROW] * (self.across_block == 32),
-            arguments=TEXT["arguments"].strip().splitlines(),
-            doc=f"{doc}, {TEXT['doc'].strip()}",
-            of_rows=TEXT["of_rows"].strip().splitlines(),
-            queries="query, dout",
-            padded_queries="padded(query, BLOCK_Q), padded(dout, BLOCK_Q)",
-            out_types=[f"jax.ShapeDtypeStruct({of})," for of in out_types],
-            scratch_types=[
-                *("tiles(2, HALF, DIM),", "tiles(2, HALF, DIM_V),", ahead("DIM"), ahead("DIM_V")),
-                *(f"plgpu.SMEM({shape}, Float)," for shape in vectors),
-                *(f"signals(2, {self.own_loads}),", f"signals(STAGES, {loads}),", "signals(STAGES, 2),"),
-            ],
-            operands=", ".join([*self.operands(), *arrays]),
-            returned=_tuple(returned),
-        )
+        holes |= {"weights": self.weights(), "cotangents": self.cotangents()}
+        ahead, narrow = stages(self.geometry, self.own_block, self.across_block), [NARROW] * (self.across_block == 32)
+        return self.module(kernel, ahead, narrow=narrow, **holes)
 
 
 class GpuQueryGradients(GpuGradients):
     """The kernel of dq, and of sums of captured gradients over keys."""
 
-    name, detail, axis, length, walk, own_loads = "attention_dq", ": dq", "head", "kv_len", "GpuWalk.in_order", 2
+    name, detail, axis, length, walk = "attention_dq", ": dq", "head", "kv_len", "GpuWalk.in_order"
 
     def text(self) -> str:
-        dq, buffers = "q" in self.grad_names, [f"{n}s" for n in self.sums]
-        parts = [f"{n}_here" for n in self.sums]
-        arrays = {"query": "q_ref", "key": "k_ref", "value": "v_ref"}
-        return self.gradients(
-            "queries",
-            arrays | {n: f"{n}_ref" for n in ("dout", "lse", "low", "delta")},
-            scratch=["query", "dout", "key", "value", *buffers],
-            loads=2,
-            outputs=["dq"] * dq + buffers,
-            vectors=["(2, HALF)"] * len(buffers),
-            out_types=["query.shape, query.dtype"] * dq + ["lse.shape, Float"] * len(buffers),
-            returned=["found[0][:, :q_len, :, :dim]"] * dq
-            + [f"found[{i}][..., :q_len]" for i in range(dq, dq + len(buffers))],
-            doc=", ".join(["dq"] * dq + ["sums of captured gradients over keys"] * bool(buffers)),
-            found=_tuple(["ds.astype(query.dtype)"] * dq + parts),
-            names=_tuple(["ds"] * dq + parts),
-            sums=_tuple(["dq"] * dq + [*self.sums]),
-            summed=[{"total": n, "buffer": f"{n}s"} for n in self.sums],
-            zeros=_tuple(["zeros(HALF, DIM)"] * dq + ["zeros(HALF)"] * len(buffers)),
-        )
+        outputs, what = ([DQ], ["dq"]) if "q" in self.grad_names else ([], [])
+        outputs += [GpuOutput(f"{n}s", "lse", "[..., :q_len]", f"{n}_here", "zeros(HALF)") for n in self.sums]
+        what += ["sums of captured gradients over keys"] * bool(self.sums)
+        holes = {"own_loads": 2, "loads": 2, "vectors": [{"shape": "(2, HALF)"} for _ in self.sums]}
+        holes |= {"what": ", ".join(what), "buffers": "".join(f" {n}s," for n in self.sums)}
+        holes |= {"summed": [{"total": n, "buffer": f"{n}s"} for n in self.sums]}
+        operands = "query, key, value, dout, lse, low, delta"
+        return self.gradients("queries", outputs, operands=operands, **holes)
 
 
 class GpuKeyGradients(GpuGradients):
@@ -249,25 +222,18 @@ class GpuKeyGradients(GpuGradients):
 
     def text(self) -> str:
         dk, dv = "k" in self.grad_names, "v" in self.grad_names
-        self.own_loads = 1 + dk
-        weight = "p" if self.plan.keep_mask is None else "(p * kept)"
-        arrays = {"query": "q_ref", "key": "k_ref"} | ({"value": "v_ref"} if dk else {})
-        arrays |= {n: f"{n}_ref" for n in ("dout", "lse", "low", *["delta"] * dk)}
+        outputs = [DV] * dv + [DK] * dk
+        holes = {"own_loads": 1 + dk, "loads": 4 + dk, "vectors": [{"shape": "(STAGES, BLOCK_Q)"}] * (2 + dk)}
+        holes |= {"what": " and ".join(o.name for o in outputs), "starts": self.starts}
+        holes |= {"v_ref": " v_ref," * dk, "delta_ref": " delta_ref," * dk, "deltas": " deltas," * dk}
         start = ", across(-delta)" * self.starts
-        pairs = ["(key.at[wg], query.at[slot])", *[f"(value.at[wg], dout.at[slot]{start})"] * dk]
-        dims = ["v_dim"] * dv + ["dim"] * dk
-        return self.gradients(
-            "keys", arrays, ["key", "value", "query", "dout", "lses", "lows", *["deltas"] * dk], loads=4 + dk,
-            outputs=["dv"] * dv + ["dk"] * dk, vectors=["(STAGES, BLOCK_Q)"] * (2 + dk),
-            out_types=["value.shape, query.dtype"] * dv + ["key.shape, query.dtype"] * dk,
-            returned=[f"found[{i}][:, :kv_len, :, :{n}]" for i, n in enumerate(dims)],
-            doc=" and ".join(["dv"] * dv + ["dk"] * dk), products=", ".join(["scores"] + ["inner"] * dk),
-            pairs=", ".join(pairs), starts=self.starts,
-            found=_tuple([f"{weight}.astype(query.dtype)"] * dv + ["ds.astype(query.dtype)"] * dk),
-            names=_tuple(["p"] * dv + ["ds"] * dk), sums=_tuple(["dv"] * dv + ["dk"] * dk),
-            factors=", ".join(["(p, dout.at[slot])"] * dv + ["(ds, query.at[slot])"] * dk),
-            zeros=_tuple(["zeros(HALF, DIM_V)"] * dv + ["zeros(HALF, DIM)"] * dk),
-        )  # fmt: skip
+        holes |= {
+            "operands": f"query, key,{' value,' * dk} dout, lse, low{', delta' * dk}",
+            "products": f"scores{', inner' * dk}",
+            "pairs": f"(key.at[wg], query.at[slot]){f', (value.at[wg], dout.at[slot]{start})' * dk}",
+            "factors": ", ".join(["(p, dout.at[slot])"] * dv + ["(ds, query.at[slot])"] * dk),
+        }
+        return self.gradients("keys", outputs, **holes)
 
 
 def _tuple(names: list[str]) -> str:

@@ -18,9 +18,9 @@ from dataclasses import replace
 
 from frisket.dsl.ir import Expr, make, substitute, walk
 from frisket.lowering.kernels import jnp_expr as expr_jnp
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, decisive, levels, printed
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, assignments, decisive, levels
 from frisket.lowering.kernels.inputs import Down, TableInputs, floats, mosaic, numbers, plain, stored
-from frisket.lowering.kernels.language import Text, calls
+from frisket.lowering.kernels.language import calls
 from frisket.lowering.kernels.text import parts
 from frisket.lowering.kernels.units import factored, last_factor
 from frisket.lowering.plan import LoopPlan
@@ -155,14 +155,10 @@ class Expressions:
         whole = self._over(done[root], known[root], POSITION)
         if known[root] == 0:  # a number has no tile to be spread over
             whole = make("tiled", (whole,), None, root.type)
-        count = itertools.count()
-        page = printed([whole], LANGUAGE, _leaf, lambda e, level: f"{temporary}{next(count)}", when=self.when)
-        return [f"{line.name} = {line.text}" for line in page.lines], page.values[whole]
+        names = (f"{temporary}{n}" for n in itertools.count())
+        lines, value = assignments(whole, LANGUAGE, lambda e, args: plain(e), lambda: next(names), self.when)
+        return lines, value.text
 
     def _over(self, e: Expr, at: int, user: int) -> Expr:
         """The text of a vector over a tile, where its reader is a tile."""
         return make(self.spread[at], (e,), None, e.type) if user == POSITION and at in self.spread else e
-
-
-def _leaf(e: Expr, args: list[Text]) -> Text | None:
-    return plain(e)

@@ -6,7 +6,7 @@ A program owns a row of tiles: BLOCK_Q queries, half of them for each of the two
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +14,8 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses, walk
 from frisket.lowering.kernels.features import PALLAS_GPU, missing
-from frisket.lowering.kernels.inputs import TableInputs
-from frisket.lowering.kernels.text import filled, parts
+from frisket.lowering.kernels.inputs import TableInputs, roots
+from frisket.lowering.kernels.text import parts
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 
@@ -67,10 +67,6 @@ def stages(block_q: int, block_k: int, dim: int, v_dim: int) -> int:
     return min(MOST, (SHARED - used) // (2 * block_k * (dim + v_dim)))
 
 
-def roots(plan: LoopPlan) -> tuple[Expr, ...]:
-    return tuple(e for e in (plan.mask, plan.score, plan.keep_mask) if e is not None)
-
-
 def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """The reason why no kernel for Hopper computes a call, or nothing. `shapes` are the shapes of the plan's tables."""
     # without a mask every key is seen, so each was written
@@ -114,7 +110,7 @@ def check_tile(target: Target, geometry: Geometry) -> None:
 def emit(
     plan: LoopPlan,
     target: Target,
-    geometry: Geometry,
+    g: Geometry,
     dtype: str,
     sinks: bool = False,
     interpreted: bool = False,
@@ -123,56 +119,42 @@ def emit(
     """The source of a module, whose `attention_forward` gives (out, lse, largest score), and with `lse_residual` what
     rounding took from lse; the same input gives the same text, which holds no length. `interpreted` text runs in Mosaic
     GPU's interpreter, which has less."""
-    check_tile(target, geometry)
-    if why := refused(plan, geometry, dtype, {}):
+    check_tile(target, g)
+    if why := refused(plan, g, dtype, {}):
         raise LoweringError(why)
-    return GpuForward(plan, target, geometry, interpreted, roots(plan)).text(sinks, lse_residual)
+    return GpuForward(plan, target, g, interpreted, sinks, lse_residual).text()
 
 
+@dataclass(eq=False)
 class GpuForward(GpuKernel):
     """The forward kernel. A program walks the records of its row of tiles, of each first the tiles at its borders, with
     the mask as a predicate, then the full ones without; one counter of steps through all records says which place of
     the ring is meant. The two warpgroups that compute take turns: while one's products are in the tensor cores the
     other computes its softmax."""
 
-    name, title, does, axis = "attention_forward", "forward", "computes", "head"
-    length, semantics, walk = "kv_len", "Warpgroup", "GpuWalk.in_order"
+    sinks: bool
+    lse_residual: bool
 
-    def text(self, sinks: bool, lse_residual: bool) -> str:
-        plan, e, own_result = self.plan, self.e, self.dim != self.dim_v
+    name, title, does, axis = "attention_forward", "forward", "computes", "head"
+    length, semantics, walk, template = "kv_len", "Warpgroup", "GpuWalk.in_order", TEXT
+
+    def text(self) -> str:
+        plan, e, factor, own_result = self.plan, self.e, self.e.factor, self.dim != self.dim_v
         ahead = stages(self.target.block_q, self.target.block_k, self.dim, self.dim_v)
         folded = plan.score is None and self.geometry.scale > 0  # a negative scale would turn maxima into minima
-        operands, rows, named = [*self.operands(), *["sinks"] * sinks], 2 + lse_residual, ", low" * lse_residual
-        written = {"sinks": sinks, "lse_residual": lse_residual, "guard": plan.guard}
-        kernel = filled(
-            TEXT["kernel"], **written, refs=", ".join(operands), once=e.once(plan),
+        unit = f"SCALE * {LOG2E}" if folded else f"{factor!r} * {LOG2E}" if factor != 1.0 else LOG2E
+        flags = {"sinks": self.sinks, "lse_residual": self.lse_residual, "guard": plan.guard}
+        return self.module(
+            "kernel", min(self.target.num_stages, ahead), **flags, rows=2 + self.lse_residual,
+            unit=[f"UNIT = {unit}  # the softmax is to base 2"],
             score=[] if folded else [*e.each(plan, plan.score), *self.score("s")],
             seen=self.tile_lines(plan.mask, "x", "s = jnp.where({}, s, -jnp.inf)"),
             kept=self.tile_lines(plan.keep_mask, "z", "weights = jnp.where({}, p, 0.0)"),
-            low="(top - jnp.maximum(lse * LOG2E, LOWEST) + jnp.log2(total)) * LN2", low_ref=" low_ref," * lse_residual,
+            low="(top - jnp.maximum(lse * LOG2E, LOWEST) + jnp.log2(total)) * LN2",
+            low_ref=" low_ref," * self.lse_residual, named=", low" * self.lse_residual,
             divisor="total" if plan.rate is None else f"(total * (1.0 - {plan.rate}))",
             result="result" if own_result else "query", room=" result," * own_result,
-        )  # fmt: skip
-        unit = f"SCALE * {LOG2E}" if folded else f"{e.factor!r} * {LOG2E}" if e.factor != 1.0 else LOG2E
-        vector = "jax.ShapeDtypeStruct((batch, heads, order.shape[1] * BLOCK_Q), Float)"
-        options = f"slots=(), tables=(),{' sinks=None,' * sinks} interpret=None"
-        return self.module(
-            min(self.target.num_stages, ahead), TEXT["products_interpreted" if self.interpretable else "products"],
-            kernel,
-            unit=[f"UNIT = {unit}  # the softmax is to base 2"],
-            arguments=[f"query, key, value, slice_of, order, count, records, origin, sizes, {options}"],
-            doc=f"(out, lse, largest score{named}) of query, key and value [batch, length, heads, dim].",
-            of_rows=["sinks = jnp.asarray(sinks, Float)"] * sinks,
-            queries="query", padded_queries="padded(query, BLOCK_Q)",
-            out_types=[
-                "jax.ShapeDtypeStruct((batch, query.shape[1], heads, DIM_V), query.dtype),", f"*[{vector}] * {rows},"
-            ],
-            scratch_types=[
-                "tiles(2, HALF, DIM),", "tiles(STAGES, BLOCK_K, DIM),", "tiles(STAGES, BLOCK_K, DIM_V),",
-                f"plgpu.SMEM((2, {rows}, HALF), Float),", *["tiles(2, HALF, DIM_V),"] * own_result, "signals(2, 1),",
-                *["signals(STAGES, 1),"] * 2, *["signals(STAGES, 2),"] * 2, "signals(1, 2),",
-            ],
-            operands=", ".join([*operands, "query", "key", "value"]),
+            sinks_argument=" sinks=None," * self.sinks, operands="sinks, " * self.sinks + "query, key, value",
             returned="found[0][:, :q_len, :, :v_dim], *(x[..., :q_len] for x in found[1:])",
         )  # fmt: skip
 

@@ -6,17 +6,20 @@ ahead into a ring in shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from frisket.dsl.ir import Expr, walk
-from frisket.lowering.kernels.inputs import Down
-from frisket.lowering.kernels.text import filled, parts
+from frisket.lowering.kernels.inputs import Down, roots
+from frisket.lowering.kernels.text import fields, filled, parts
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
 from .expr import Expressions
 
 TEXT = parts(__package__, "kernel")
+# parts of the entry that a subclass brings
+ENTRY = ("arguments", "doc", "of_rows", "padded", "out_types", "scratch_types")
 SWIZZLE = 64  # dims of 16 bits that one swizzle of 128 bytes holds
 SHARED = 227 * 1024  # bytes of shared memory of a program
 BARRIERS = 2560  # of it, for barriers and the reductions of rows
@@ -29,25 +32,32 @@ def dims(dim: int) -> int:
     return -(-dim // SWIZZLE) * SWIZZLE  # TMA copies rows of whole swizzles, and zeros add nothing to a product
 
 
+@dataclass(eq=False)
 class GpuKernel:
-    """A kernel of a plan. A subclass has the text of its work in a template, and says what that reads and gives."""
+    """A kernel of a plan. A subclass names the expressions that it computes, has the text of its work in a template,
+    and says what that reads and gives."""
+
+    plan: LoopPlan
+    target: Target
+    geometry: Geometry
+    interpretable: bool
 
     name = title = does = axis = length = semantics = walk = ""
     detail = ""  # behind the title
-    owned: Down = "q"  # lies down a tile, the other axis across
+    owned: ClassVar[Down] = "q"  # lies down a tile, the other axis across
+    template: ClassVar[Mapping[str, str]]  # the parts of the module that a subclass brings
 
-    def __init__(
-        self, plan: LoopPlan, target: Target, geometry: Geometry, interpretable: bool, roots: Iterable[Expr | None]
-    ) -> None:
-        self.plan, self.target, self.geometry, self.interpretable = plan, target, geometry, interpretable
-        used = [e for e in roots if e is not None]
-        self.exact = any(n.op in INEXACT for e in used for n in walk(e))
-        self.e = Expressions(used, self.owned, "exact" if self.exact else target.tanh, plan.score)
-        self.dim, self.dim_v = dims(geometry.head_dim), dims(geometry.v_dim)
-        sides = ("BLOCK_Q", "BLOCK_K")
-        self.down, self.across = sides if self.owned == "q" else sides[::-1]
-        blocks = {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k}
-        self.own_block, self.across_block = blocks[self.down], blocks[self.across]
+    def __post_init__(self) -> None:
+        target, used = self.target, [e for e in self.roots() if e is not None]
+        self.exact = any(n.op in INEXACT for n in walk(*used))
+        self.e = Expressions(used, self.owned, "exact" if self.exact else target.tanh, self.plan.score)
+        self.dim, self.dim_v = dims(self.geometry.head_dim), dims(self.geometry.v_dim)
+        sides = ("BLOCK_Q", target.block_q), ("BLOCK_K", target.block_k)
+        (self.down, self.own_block), (self.across, self.across_block) = sides if self.owned == "q" else sides[::-1]
+
+    def roots(self) -> Iterable[Expr | None]:
+        """The expressions that the kernel computes."""
+        return roots(self.plan)
 
     @property
     def unit(self) -> str:
@@ -66,38 +76,28 @@ class GpuKernel:
         lines, value = self.e.written(root, temporary)
         return [*lines, form.format(value)]
 
-    def operands(self) -> list[str]:
-        """The operands before the arrays."""
-        return ["slice_of", "order", "count", "records", *self.e.operands(self.plan)]
-
     def readers(self) -> list[str]:
         """The functions of what comes in as tiles."""
         inputs, (down, other) = self.e.inputs, ("qk" if self.owned == "q" else "kq")
-        turned = self.owned == "k"
-        pairs = {
-            "first": "keys first, " * turned,
-            "values": f"values{'.swapaxes(2, 3)' * turned}",
-            "own": self.down,
-            "across": self.across,
-            "own_len": "kv_len" if turned else "q_len",
-            "across_len": "q_len" if turned else "kv_len",
-        }
-        texts = [filled(TEXT["pairs"], **pairs)] if inputs.pairs else []
+        texts = [filled(TEXT["pairs"], turned=self.owned == "k", across=self.across)] if inputs.pairs else []
         return texts + ([filled(TEXT["distances"], down=down, other=other)] if inputs.distances else [])
 
-    def module(self, stages: int, before: str, kernel: str, **holes: Any) -> str:
-        """The text of the module: its head, functions `before` the kernel, the kernel, and its entry."""
-        plan, g, e = self.plan, self.geometry, self.e
-        common = {n: getattr(self, n) for n in ("title", "detail", "does", "name", "axis", "across", "walk")}
-        common |= {"own": self.down, "length": self.length, "semantics": self.semantics, "fast": str(not self.exact)}
+    def module(self, kernel: str, stages: int, **holes: Any) -> str:
+        """The text of the module: its head, functions, the part `kernel` of the template, and its entry."""
+        plan, g, e, template = self.plan, self.geometry, self.e, self.template
+        holes |= fields(self, "title detail does name axis across walk length semantics dim dim_v")
+        holes |= {"own": self.down, "stages": stages, "fast": str(not self.exact)}
+        holes["values"] = ", ".join(["slice_of", "order", "count", "records", *e.operands(plan)])
+        holes |= {n: filled(template[n], **holes).strip().splitlines() for n in ENTRY}
         functions = [TEXT["shared"], TEXT["interpreted" if self.interpretable else "on_device"], *self.readers()]
         head = filled(
-            TEXT["head"], **common | {"unit": [], "narrow": []} | holes,
+            TEXT["head"], **{"unit": [], "narrow": []} | holes,
             text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
-            block_q=self.target.block_q, block_k=self.target.block_k, dim=self.dim, dim_v=self.dim_v,
-            group=g.heads // g.kv_heads, stages=stages, scale=repr(float(g.scale)),
-            shared="\n\n\n".join(text.strip("\n") for text in functions).splitlines(),
+            block_q=self.target.block_q, block_k=self.target.block_k, group=g.heads // g.kv_heads,
+            scale=repr(float(g.scale)), shared="\n\n\n".join(text.strip("\n") for text in functions).splitlines(),
         )  # fmt: skip
-        call = filled(TEXT["call"], **common, **holes, before=[*e.inputs.before(plan), *e.lined()])
-        sections = [head, before, "\n".join(e.definitions(plan)), kernel, call]
+        products = template["products_interpreted" if self.interpretable else "products"]
+        work = filled(template[kernel], **holes, once=e.once(plan))
+        call = filled(TEXT["call"], **holes, before=[*e.inputs.before(plan), *e.lined()])
+        sections = [head, template.get("loops", ""), products, "\n".join(e.definitions(plan)), work, call]
         return "\n\n".join(part.strip("\n") + "\n" for part in sections if part)

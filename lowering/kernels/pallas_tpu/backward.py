@@ -14,9 +14,9 @@ A module holds one kernel, as each has tiles of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 from frisket.dsl.ir import Expr, build, lit, param
 from frisket.dsl.show import show
@@ -25,8 +25,7 @@ from frisket.lowering.derive import Gradient, backward_of, captured
 from frisket.lowering.kernels.text import parts
 from frisket.lowering.plan import Geometry, LoopPlan, Slot, TableUse, Target
 
-from .inputs import TEXT as READERS
-from .kernel import TpuKernel, block
+from .kernel import READERS, TpuKernel
 from .walk import TpuOptions
 
 TEXT = parts(__package__, "backward")
@@ -50,7 +49,8 @@ def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_na
     """The text of all backward kernels, to read: for the gradients of "q", "k", "v" and of the plan's names in
     `grad_names`."""
     target = with_tiles(target)
-    sources = [dq(plan, target, geometry, dtype, grad_names), dkv(plan, target, geometry, dtype, grad_names)]
+    kinds = TpuQueryGradients, TpuKeyGradients
+    sources = [gradients_kernel(kind, plan, target, geometry, dtype, grad_names) for kind in kinds]
     numbers = [i for i, g in captured(plan, grad_names) if g.over == "scatter"]
     sources += [terms(plan, target, geometry, dtype, i) for i in numbers]
     return "\n\n".join(s.text for s in sources if s is not None)
@@ -64,7 +64,8 @@ def with_tiles(target: Target) -> Target:
     return replace(target, dq=target.dq or defaults, dkv=target.dkv or defaults)
 
 
-def dq(
+def gradients_kernel(
+    kind: type[TpuGradients],
     plan: LoopPlan,
     target: Target,
     geometry: Geometry,
@@ -72,28 +73,11 @@ def dq(
     grad_names: Collection[str],
     options: TpuOptions = DEFAULTS,
 ) -> Source | None:
-    """The kernel that owns rows of query tiles; None where no gradient of it is wanted."""
-    mine = {i: g for i, g in captured(plan, grad_names) if g.over in ("head", "row", "diagonal")}
-    arrays = {"q"} & set(grad_names)
-    if not mine and not arrays:
-        return None
-    return TpuQueryGradients(plan, target.dq or target, geometry, dtype, options, mine, arrays).source()
-
-
-def dkv(
-    plan: LoopPlan,
-    target: Target,
-    geometry: Geometry,
-    dtype: str,
-    grad_names: Collection[str],
-    options: TpuOptions = DEFAULTS,
-) -> Source | None:
-    """The kernel that owns rows of key tiles; None where no gradient of it is wanted."""
-    mine = {i: g for i, g in captured(plan, grad_names) if g.over == "column"}
-    arrays = {"k", "v"} & set(grad_names)
-    if not mine and not arrays:
-        return None
-    return TpuKeyGradients(plan, target.dkv or target, geometry, dtype, options, mine, arrays).source()
+    """The kernel that owns rows of query tiles or of key tiles; None where no gradient of it is wanted."""
+    mine = {i: g for i, g in captured(plan, grad_names) if g.over in kind.over}
+    arrays = kind.names & set(grad_names)
+    tiles = (target.dq if kind.down == "q" else target.dkv) or target
+    return kind(plan, tiles, geometry, dtype, options, mine, arrays).source() if mine or arrays else None
 
 
 def terms(
@@ -104,36 +88,30 @@ def terms(
     return TpuTerms(plan, target.dq or target, geometry, dtype, options, gradients).source()
 
 
+@dataclass(eq=False)
 class TpuGradients(TpuKernel):
     """A kernel that computes the scores of a tile again, and their cotangents. `work` of a subclass declares what it
     keeps and gives, and has the lines behind them."""
 
-    arrays = ("query", "key", "value", "dout")
+    gradients: Mapping[int, Gradient]
+    grads: Collection[str] = ()
 
-    def __init__(
-        self,
-        plan: LoopPlan,
-        target: Target,
-        geometry: Geometry,
-        dtype: str,
-        options: TpuOptions,
-        gradients: Mapping[int, Gradient],
-        grads: Collection[str] = (),
-    ) -> None:
-        derived = backward_of(plan)
-        self.gradients, self.grads = gradients, grads
-        self.slope = derived.slope if {"q", "k"} & set(grads) else None
-        self.inner = bool({"q", "k"} & set(grads) or gradients)  # whether dm is wanted; for dv alone p suffices
+    arrays = ("query", "key", "value", "dout")
+    template = TEXT
+    names: ClassVar[frozenset[str]] = frozenset()  # of the arrays and
+    over: ClassVar[frozenset[str]] = frozenset()  # of the sums whose gradients it gives
+
+    def __post_init__(self) -> None:
+        plan, derived, scored = self.plan, backward_of(self.plan), bool({"q", "k"} & set(self.grads))
+        self.slope = derived.slope if scored else None
+        self.inner = scored or bool(self.gradients)  # whether dm is wanted; for dv alone p suffices
         # a full tile has no empty row: its scores are -inf only where a score mod makes them so
         self.careful = derived.guard or (plan.guard and plan.score is not None)
         self.survivor = build("div", ONE, build("sub", ONE, param(plan.rate, FLOAT))) if plan.rate else None
-        weights = [g.weight for g in gradients.values()]
-        roots = [plan.mask, plan.score, self.slope, plan.keep_mask, self.survivor, *weights]
-        super().__init__(plan, target, geometry, dtype, options, roots)
+        super().__post_init__()
         self.keeps_inputs()
-        operands = {"q": "query", "k": "key"} | ({"v": "value"} if self.inner else {})
-        operands |= {"dout": "dout", "of_rows": "of_rows"}
-        self.refs, self.operands = [*operands], [*operands.values()]
+        self.refs = ["q", "k", *["v"] * self.inner, "dout", "of_rows"]
+        self.operands = ["query", "key", *["value"] * self.inner, "dout", "of_rows"]
         together = self.holes["together"]
         self.in_specs = [
             "pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),",
@@ -141,11 +119,13 @@ class TpuGradients(TpuKernel):
             f"pl.BlockSpec((1, {together}, BLOCK_Q, v_dim), at_query),",
             f"pl.BlockSpec((1, {together}, 2, BLOCK_Q), along(at_query)),",
         ]
-        self.cast_back = "{}.swapaxes(1, 2)" + ".astype(dtype)" * (dtype == "float16")
+        self.cast_back = "{}.swapaxes(1, 2)" + ".astype(dtype)" * (self.dtype == "float16")
         self.functions: list[str] = []
-        self.results: list[str | int] = []
-        self.shown: list[str] = []
-        self.descriptions: list[str] = []
+        self.results: dict[str | int, tuple[str, str]] = {}  # what a caller gets, and its description
+
+    def roots(self) -> Sequence[Expr | None]:
+        weights = [g.weight for g in self.gradients.values()]
+        return [self.plan.mask, self.plan.score, self.slope, self.plan.keep_mask, self.survivor, *weights]
 
     def gives(self, result: str | int, name: str, spec: str, shape: str, shown: str, description: str) -> None:
         """Declare a result: an array `name` by `spec`, of `shape` and dtype, which a caller gets as `shown` with it for
@@ -153,9 +133,7 @@ class TpuGradients(TpuKernel):
         self.outputs.append(name)
         self.out_specs.append(f"pl.BlockSpec({spec}),")
         self.out_shapes.append(f"jax.ShapeDtypeStruct({shape}),")
-        self.shown.append(shown.format(f"found[{len(self.results)}]"))
-        self.descriptions.append(description)
-        self.results.append(result)
+        self.results[result] = shown.format(f"found[{len(self.results)}]"), description
 
     def needs(self, *functions: str) -> None:
         self.functions += [f for f in functions if f not in self.functions]
@@ -169,28 +147,16 @@ class TpuGradients(TpuKernel):
 
     def tile(self) -> list[str]:
         """The lines from two tiles to their p and, where they are wanted, dv and dm."""
-        plan, down, index, part = self.plan, self.down == "q", self.holes["own"], self.holes["part"]
-        vectors = [f"of_rows_ref[0, 0, {i}:{i + 1}]" for i in (0, 1)]
-        lse, delta = (f"wide({n}[{index}], BLOCK_K)" for n in ("lse", "delta")) if down else vectors
-        q, dout, k, v = f"q_ref[0, {part}]", f"dout_ref[0, {part}]", "k_ref[0, 0]", "v_ref[0, 0]"
-        factors, axis = ((q, k, dout, v), "k") if down else ((k, q, v, dout), "q")
-        survivors: list[str] = []
+        plan, survivors = self.plan, list[str]()
         if plan.keep_mask is not None and self.survivor is not None:
-            (draws, survives), (lines, survivor) = self.value(plan.keep_mask, "w"), self.value(self.survivor, "u")
-            survivors = [*draws, *lines, f"kept = jnp.where({survives}, {survivor}, 0.0)"]
+            (draws, survives), (others, survivor) = self.value(plan.keep_mask, "w"), self.value(self.survivor, "u")
+            survivors = [*draws, *others, f"kept = jnp.where({survives}, {survivor}, 0.0)"]
         score = self.assigned(plan.score, "y", "m = jnp.broadcast_to({}, s.shape)") or ["m = s"]
-        weight, dp = ("p", "dp") if self.survivor is None else ("p * kept", "dp * kept")
-        side = {"q": ("query", "q_len", "BLOCK_Q"), "k": ("key", "kv_len", "BLOCK_K")}[axis]
-        names = ("one", "two", "three", "four", "token", "length", "block")
-        holes: dict[str, Any] = dict(zip(names, (*factors, *side), strict=True)) | {
-            "lse": lse,
-            "delta": delta,
-            "axis": axis,
-        }
-        holes |= {"weight": weight, "dp": dp, "survivors": survivors, "score": score}
-        holes |= {"products": self.products, "careful": self.careful, "inner": self.inner, "dv": "v" in self.grads}
         hide = self.assigned(plan.mask, "x", "m = jnp.where({}, m, -jnp.inf)")
-        return block(TEXT["tile"], **holes, here=self.inputs.coordinate_lines(plan), hide=hide)
+        flags = {"down": self.down == "q", "careful": self.careful, "inner": self.inner, "dv": "v" in self.grads}
+        factors = {"scale": "" if self.products else " * SCALE", "kept": " * kept" if survivors else ""}
+        lines = {"here": self.coordinate_lines(), "score": score, "hide": hide, "survivors": survivors}
+        return self.part("tile", **flags, **factors, **lines)
 
     def times(self, name: str, factor: Expr | None, temporary: str = "z") -> tuple[list[str], str]:
         """The (lines, text) of dm times a factor, 0 at hidden positions: 0 times NaN or infinity is NaN."""
@@ -206,22 +172,19 @@ class TpuGradients(TpuKernel):
         raise NotImplementedError
 
     def source(self) -> Source:
-        visit, inputs = self.work(), self.inputs
+        visit = self.work()
+        shown, descriptions = zip(*self.results.values(), strict=True)
         functions = [line for text in self.functions for line in f"\n\n{text.strip()}".splitlines()]
         arguments = [*(f"*, {n}" for n in self.zeros), *["fold=1"] * (self.down == "k"), "interpret=False"]
         text = self.module(
-            definitions="\n".join([*inputs.definitions(), *functions]).strip("\n").splitlines(),
-            above=["", "", *block(TEXT["products"])],
+            definitions="\n".join([*self.definitions(), *functions]).strip("\n").splitlines(),
             visit=visit,
-            below=[],
-            signature=block(TEXT["signature"], entry=self.entry, arguments=", ".join(arguments)),
-            doc=block(TEXT["doc"], results=self.descriptions),
+            arguments=", ".join(arguments),
+            results=[*descriptions],
             shapes=["kv_len, kv_heads, v_dim = value.shape[1:]"],
-            of_rows=["of_rows = jnp.stack([lse, delta], 2)"],
-            before=[*inputs.before(self.plan), *[LINES] * bool(self.clear)],
-            at_row=block(TEXT["along"]),
+            before=[*self.inputs.before(self.plan), *[LINES] * bool(self.clear)],
             found="found",
-            result=f"[{', '.join(self.shown)}]",
+            result=f"[{', '.join(shown)}]",
         )
         return Source(text, self.entry, tuple(self.results))
 
@@ -230,11 +193,12 @@ class TpuQueryGradients(TpuGradients):
     """The kernel of dq, sums over keys, and sums by distance."""
 
     title, entry = "Gradients by query of attention", "attention_dq"
+    names, over = frozenset("q"), frozenset({"head", "row", "diagonal"})
 
     def keeps_rows(self) -> None:
         """Keep lse and delta, upright, and values of the queries of a row of tiles."""
         self.needs(READERS["upright"], READERS["wide"])
-        self.start += self.inputs.turned()
+        self.start += self.turned()
         for i, name in enumerate(("lse", "delta")):
             self.keeps(name, "(BLOCK_Q, 128)", f"upright(of_rows_ref[0, {self.holes['part']}, {i}:{i + 1}])")
 
@@ -275,7 +239,7 @@ class TpuQueryGradients(TpuGradients):
         self.clear.append(f"sum{i}_ref[0, 0] = jnp.zeros(sum{i}_ref.shape[2:], Float)")
         self.needs(TEXT["by_distance"], TEXT["by_difference"])
         self.lengths = [*dict.fromkeys((*self.lengths, "q_tiles"))]
-        return [*block(TEXT["present"], added=added), *block(TEXT["distance"], name=f"sum{i}")]
+        return [*self.part("present", added=added), *self.part("distance", name=f"sum{i}")]
 
 
 class TpuTerms(TpuQueryGradients):
@@ -292,16 +256,17 @@ class TpuTerms(TpuQueryGradients):
         self.gives(i, "terms", spec, "zeros.shape, Float", "{}", description)
         self.start.append("terms_ref[0, 0] = jnp.zeros((BLOCK_Q, BLOCK_K), Float)")  # where the row visits nothing
         assignments, added = self.times("ds", g.weight)
-        return [*self.tile(), *assignments, *block(TEXT["present"], added=added), "terms_ref[0, 0] = present"]
+        return [*self.tile(), *assignments, *self.part("present", added=added), "terms_ref[0, 0] = present"]
 
 
 class TpuKeyGradients(TpuGradients):
     """The kernel of dk, dv, and sums over queries."""
 
     title, entry, down = "Gradients by key of attention", "attention_dkv", "k"
+    names, over = frozenset("kv"), frozenset({"column"})
 
     def work(self) -> list[str]:
-        turned = self.inputs.turned()
+        turned = self.turned()
         self.start += [] if self.group > 1 else turned
         for name, width in (("k", "dim"), ("v", "v_dim")):
             if name in self.grads:

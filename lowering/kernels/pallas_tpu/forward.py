@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.text import parts
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
-from .inputs import TEXT as READERS
-from .kernel import TpuKernel, block
+from .kernel import TpuKernel
 from .walk import TpuOptions
 
 TEXT = parts(__package__, "forward")
 LEAST = "LEAST = -3.4028234663852886e38  # the running maximum starts finite: -inf - LEAST is -inf, never NaN"
-
-
-def roots(plan: LoopPlan) -> tuple[Expr, ...]:
-    """The expressions that a forward kernel computes."""
-    return tuple(e for e in (plan.mask, plan.score, plan.keep_mask, plan.weight) if e is not None)
 
 
 @dataclass(frozen=True)
@@ -41,25 +34,28 @@ def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, options
     return TpuForward(plan, target, geometry, dtype, options).text()
 
 
+@dataclass(eq=False)
 class TpuForward(TpuKernel):
     """The forward kernel: an online softmax over tiles of keys."""
 
-    title, entry = "Attention forward", "attention_forward"
+    options: ForwardOptions
 
-    def __init__(self, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, options: ForwardOptions) -> None:
-        super().__init__(plan, target, geometry, dtype, options, roots(plan))
-        self.sinks, self.kv_8bit, self.lse_residual = options.sinks, options.kv_8bit, options.lse_residual
+    title, entry, template = "Attention forward", "attention_forward", TEXT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plan, options, rows = self.plan, self.options, 2 + self.options.lse_residual
         self.unwritten = plan.mask is not None and plan.unwritten
         self.lengths = ["q_len", "kv_len"] if self.unwritten else ["kv_len"]
-        self.numbers = ["sinks"] * self.sinks + ["pages"] * bool(plan.pages)
+        self.numbers = ["sinks"] * options.sinks + ["pages"] * bool(plan.pages)
         # more than one page in a tile: each is an operand
-        self.parts = max(1, target.block_k // plan.page) if plan.pages else 1
+        self.parts = max(1, self.target.block_k // plan.page) if plan.pages else 1
         marks = [str(i) for i in range(self.parts)] if self.parts > 1 else [""]
         self.keys, self.values = ([f"{n}{mark}" for mark in marks] for n in "kv")
         self.refs = ["q", *self.keys, *self.values]
         self.operands = ["query", "key, value" if self.parts == 1 else "*[key] * PARTS, *[value] * PARTS"]
         self.in_specs = [self.key_spec(n) for n in ("dim", "v_dim")]
-        if self.kv_8bit:
+        if options.kv_8bit:
             self.cast = "query = query.astype(Float)"
         if plan.pages:
             self.at_key = TEXT["at_page"]
@@ -67,9 +63,9 @@ class TpuForward(TpuKernel):
         self.keeps("total", "(BLOCK_Q, 128)")
         self.keeps("acc", "(BLOCK_Q, v_dim)")
         self.keeps_inputs()
-        self.start += self.inputs.turned()
-        rows, together = 2 + self.lse_residual, self.holes["together"]
-        self.outputs = ["out", "lse", "top", *["low"] * self.lse_residual]
+        self.start += self.turned()
+        self.outputs = ["out", "lse", "top", *["low"] * options.lse_residual]
+        together = self.holes["together"]
         self.out_specs = [
             f"pl.BlockSpec((1, {together}, BLOCK_Q, v_dim), at_query),",
             f"*[pl.BlockSpec((1, {together}, 1, BLOCK_Q), at_row)] * {rows},",
@@ -80,49 +76,41 @@ class TpuForward(TpuKernel):
         ]
 
     def text(self) -> str:
-        plan, inputs = self.plan, self.inputs
-        sinks = self.sinks
+        plan, sinks, residual = self.plan, self.options.sinks, self.options.lse_residual
         out = f"acc[{self.holes['own']}]{' * wide(shrink, acc.shape[-1])' * sinks}"
-        flags = {"sinks": sinks, "lse_residual": self.lse_residual}
-        self.finish = block(TEXT["finish"], **self.holes, **flags, out=out + self.survival())
-        arguments = "slots=(), tables=(), sinks=None, interpret=False"
-        entries = "jnp.clip({}, 0, key.shape[0] - 1)  # entries that nobody reads may be anything"
+        self.finish = self.part("finish", sinks=sinks, lse_residual=residual, out=out + self.survival())
+        visit = self.part(
+            "visit",
+            here=self.coordinate_lines(),
+            keys=self.together(self.keys),
+            values=self.together(self.values),
+            products=self.products,
+            score=self.assigned(plan.score, "y", "s = jnp.broadcast_to({}, s.shape)"),
+            seen=self.seen(),
+            drop=self.assigned(plan.keep_mask, "z", "p = jnp.where({}, p, 0.0)"),
+            # in a tile with the mask a weight may be the scale of a value that was never written
+            weigh=self.assigned(plan.weight, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)"),
+        )
+        before = [*self.inputs.before(plan), *["sinks = jnp.asarray(sinks, Float)"] * sinks]
+        if plan.pages:
+            entries = f"jnp.clip({plan.pages}, 0, key.shape[0] - 1)"
+            before.append(f"pages = {entries}  # entries that nobody reads may be anything")
+        dtype = ".astype(dtype)" * (self.dtype == "float16")
         return self.module(
-            definitions=[LEAST, *self.paged(), *inputs.definitions(turns=self.unwritten)],
-            above=[],
-            visit=block(
-                TEXT["visit"],
-                **self.holes,
-                here=inputs.coordinate_lines(plan),
-                keys=self.together(self.keys),
-                values=self.together(self.values),
-                products=self.products,
-                score=self.assigned(plan.score, "y", "s = jnp.broadcast_to({}, s.shape)"),
-                seen=self.seen(),
-                drop=self.assigned(plan.keep_mask, "z", "p = jnp.where({}, p, 0.0)"),
-                # in a tile with the mask a weight may be the scale of a value that was never written
-                weigh=self.assigned(plan.weight, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)"),
-            ),
-            below=["", "", *block(TEXT["laid"]), "", "", *block(READERS["wide"])],
-            signature=[f"def attention_forward(query, key, value, walk, origin, sizes, {arguments}):"],
-            doc=block(TEXT["doc"], named=", low" * self.lse_residual),
+            definitions=[LEAST, *self.paged(), *self.definitions(turns=self.unwritten)],
+            visit=visit,
+            named=", low" * residual,
             shapes=[f"kv_len, v_dim = {self.kv_len()}, value.shape[3]"],
-            of_rows=[],
-            before=[
-                *inputs.before(plan),
-                *["sinks = jnp.asarray(sinks, Float)"] * sinks,
-                *[f"pages = {entries.format(plan.pages)}"] * bool(plan.pages),
-            ],
-            at_row=block(TEXT["at_row"]),
+            before=before,
             found="out, *rows",
-            result=f"out.swapaxes(1, 2){'.astype(dtype)' * (self.dtype == 'float16')}, *(row[:, :, 0] for row in rows)",
+            result=f"out.swapaxes(1, 2){dtype}, *(row[:, :, 0] for row in rows)",
         )
 
     def seen(self) -> list[str]:
         """The lines of the mask."""
         if not self.unwritten:
             return self.assigned(self.plan.mask, "x", "s = jnp.where({}, s, -jnp.inf)")
-        return [*self.assigned(self.plan.mask, "x", "seen = jnp.broadcast_to({}, s.shape)"), *block(TEXT["unwritten"])]
+        return [*self.assigned(self.plan.mask, "x", "seen = jnp.broadcast_to({}, s.shape)"), *self.part("unwritten")]
 
     def survival(self) -> str:
         """The text that divides by the share of weights that dropout leaves."""
@@ -142,7 +130,7 @@ class TpuForward(TpuKernel):
         page = f"PAGE, ROWS = {plan.page}, {rows}  # tokens of a page, and of it in a block"
         if self.parts == 1:
             return [page]
-        return [page, f"PARTS = {self.parts}  # pages in a tile of keys", "", "", *block(TEXT["together"])]
+        return [page, f"PARTS = {self.parts}  # pages in a tile of keys", "", "", *self.part("together")]
 
     def kv_len(self) -> str:
         """The text of the number of keys; the table of pages is as long as a sequence."""
@@ -161,4 +149,4 @@ class TpuForward(TpuKernel):
         """The text of the keys or values of a tile, in the dtype of the queries."""
         if len(names) > 1:
             return f"together(q_ref.dtype, {', '.join(f'{n}_ref' for n in names)})"
-        return f"{names[0]}_ref[0, 0]{'.astype(q_ref.dtype)' * self.kv_8bit}"
+        return f"{names[0]}_ref[0, 0]{'.astype(q_ref.dtype)' * self.options.kv_8bit}"

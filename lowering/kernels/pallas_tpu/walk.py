@@ -244,53 +244,33 @@ def locate(search: bool, heads: int, grouped: bool) -> str:
     return filled(TEXT["locate"], **shared, flags=FLAGS, part=part, done=f"({done})")
 
 
-@dataclass(frozen=True)
-class TpuProgram:
-    """The text of a program: one of `heads` query heads of a group of so many, which owns rows of query tiles, or with
-    `keys` one of a key head and all of its group, which owns rows of key tiles."""
-
-    heads: int
-    group: int
-    keys: bool = False
-
-    @property
-    def holes(self) -> dict[str, str]:
-        """The holes of a skeleton."""
-        one, part = self.heads == 1, "part" if self.heads > 1 else ""
-        tiles = ["k_tile", "q_tile"] if self.keys else ["q_tile", "k_tile"]
-        size = "GROUP" if self.keys else "HEADS"
-        named = ("kv_head", "kv_heads") if self.keys else ("head", "heads") if one else ("program", "heads // HEADS")
-        divided = f"lax.div(h, Int({'GROUP' if one else 'GROUP // HEADS'}))"
-        side_by_side = not one and not self.keys  # a key head's queries come one after another
-        return {
-            "program": named[0],
-            "programs": named[1],
-            "located": ", ".join(filter(None, [tiles[0], part, tiles[1]])),
-            "placed": f"b, {'h' if one else f'h * {size} + part'}, q_tile, k_tile",
-            "kv_head": "h" if self.keys or self.heads == self.group else divided,
-            "query": "head" if self.keys else "_",
-            "of_query": "head" if self.keys else "h",
-            "together": "HEADS" if side_by_side else "1",
-            "own": "part" if side_by_side else "...",
-            "part": "part" if side_by_side else "0",
-            "of_group": part or "0",
-            "shape": "shape[1:]" if side_by_side else "shape",
-            "shared": "HEADS, " if side_by_side else "",
-        }
-
-    @property
-    def constants(self) -> list[str]:
-        if self.keys or self.heads == 1:
-            return []
-        return [f"HEADS = {self.heads}  # query heads of a program, which share what is fetched of keys and values"]
-
-    @property
-    def head(self) -> list[str]:
-        """The line of the query head."""
-        program, size = ("kv_head", "GROUP") if self.keys else ("program", "HEADS")
-        if self.heads > 1:
-            return [f"head = {program} * {size} + part"]
-        return ["head = kv_head"] if self.keys else []
+def program_holes(heads: int, group: int, keys: bool) -> dict[str, Any]:
+    """The holes of a skeleton that differ by program: one of `heads` query heads of a group of so many, which owns rows
+    of query tiles, or with `keys` one of a key head and all of its group, which owns rows of key tiles."""
+    one, part = heads == 1, "part" if heads > 1 else ""
+    tiles = ["k_tile", "q_tile"] if keys else ["q_tile", "k_tile"]
+    size = "GROUP" if keys else "HEADS"
+    named = ("kv_head", "kv_heads") if keys else ("head", "heads") if one else ("program", "heads // HEADS")
+    divided = f"lax.div(h, Int({'GROUP' if one else 'GROUP // HEADS'}))"
+    side_by_side = not one and not keys  # a key head's queries come one after another
+    shared = f"HEADS = {heads}  # query heads of a program, which share what is fetched of keys and values"
+    return {
+        "sharing": [shared] * side_by_side,
+        "program": named[0],
+        "programs": named[1],
+        "head": [f"head = {named[0]} * {size} + part"] if part else ["head = kv_head"] * keys,
+        "located": ", ".join(filter(None, [tiles[0], part, tiles[1]])),
+        "placed": f"b, {'h' if one else f'h * {size} + part'}, q_tile, k_tile",
+        "kv_head": "h" if keys or heads == group else divided,
+        "query": "head" if keys else "_",
+        "of_query": "head" if keys else "h",
+        "together": "HEADS" if side_by_side else "1",
+        "own": "part" if side_by_side else "...",
+        "part": "part" if side_by_side else "0",
+        "of_group": part or "0",
+        "shape": "shape[1:]" if side_by_side else "shape",
+        "shared": "HEADS, " if side_by_side else "",
+    }
 
 
 def _static(search: bool, grouped: bool) -> list[str]:

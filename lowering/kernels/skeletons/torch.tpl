@@ -8,6 +8,26 @@ $part maximum
 def maximum(x, y):
     return torch.where((x >= y) | (x != x), x, y)
 
+$part floordiv
+def floordiv(x, y):
+    zero = y == 0
+    return torch.where(zero, 0, x // torch.where(zero, 1, y))
+
+$part mod
+def mod(x, y):
+    zero = y == 0
+    return torch.where(zero, 0, x % torch.where(zero, 1, y))
+
+$part shl
+def shl(x, y):
+    inside = (y >= 0) & (y < 64)
+    return torch.where(inside, x << torch.where(inside, y, 0), 0)
+
+$part shr
+def shr(x, y):
+    inside = (y >= 0) & (y < 64)
+    return torch.where(inside, x >> torch.where(inside, y, 0), 0)
+
 $part wrapped
 def wrapped(x, bits):
     unused = 64 - torch.as_tensor(bits).clamp(0, 64)

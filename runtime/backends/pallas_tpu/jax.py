@@ -17,13 +17,12 @@ from frisket.dsl.ir import SIZES, uses
 from frisket.grammar.memo import memo
 from frisket.lowering.architectures import tpu_of
 from frisket.lowering.derive import Gradient, alone, backward_of, captured
-from frisket.lowering.kernels.inputs import TableInputs
+from frisket.lowering.kernels.inputs import TableInputs, roots
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.kernels.pallas_tpu import backward as emitted
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.kernels.pallas_tpu import kernel as tpu_kernel
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
-from frisket.lowering.kernels.pallas_tpu.inputs import check_tables
 from frisket.lowering.kernels.pallas_tpu.walk import TpuOptions
 from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names, Target
 from frisket.lowering.planner.planner import DeviceSpans
@@ -88,7 +87,7 @@ def refuses(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes) -> s
             f'{SCALAR_BYTES // 1024}; use larger pages, fewer sequences in a call, or backend="xla"'
         )
     try:
-        check_tables(plan, TableInputs(pallas_tpu.roots(plan)), shapes)
+        tpu_kernel.check_tables(plan, TableInputs(roots(plan)), shapes)
     except LoweringError as error:
         return str(error)
     return ""
@@ -245,9 +244,9 @@ def refuses_gradients(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Sh
         return why
     derived, read = backward_of(plan), captured(plan, names)
     slopes = [] if derived.slope is None else [derived.slope]
-    roots = (*pallas_tpu.roots(plan), *slopes, *(g.weight for _, g in read))
+    read_by = (*roots(plan), *slopes, *(g.weight for _, g in read))
     try:
-        check_tables(plan, TableInputs(roots), shapes)
+        tpu_kernel.check_tables(plan, TableInputs(read_by), shapes)
     except LoweringError as error:
         return str(error)
     distances = geometry.q_len + geometry.kv_len
@@ -295,8 +294,8 @@ def _gradient_kernel(
     """One kernel of the backward, or None where no gradient of it is wanted."""
     import jax
 
-    emit = emitted.dq if which == "dq" else emitted.dkv
-    source = emit(plan, target, g, dtype, grad_names, options)
+    kind = emitted.TpuQueryGradients if which == "dq" else emitted.TpuKeyGradients
+    source = emitted.gradients_kernel(kind, plan, target, g, dtype, grad_names, options)
     if source is None:
         return None
     static = ("interpret",) if which == "dq" else ("fold", "interpret")

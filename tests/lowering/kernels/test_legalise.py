@@ -12,13 +12,12 @@ import z3
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import OPERATORS, Expr, build, lit, param, random, result_type, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.kernels import jnp_expr, torch_mask_mod
+from frisket.lowering.kernels import inputs, jnp_expr, torch_mask_mod
 from frisket.lowering.kernels.cpp import expr as cpp
-from frisket.lowering.kernels.cute import expr as cute
+from frisket.lowering.kernels.cute import mods as cute
 from frisket.lowering.kernels.language import FLOORED, SHARED, SHIFTS, TRUNCATED, Language, calls
 from frisket.lowering.kernels.legalise import DECOMPOSITIONS, legalise
 from frisket.lowering.kernels.pallas_gpu import expr as pallas_gpu
-from frisket.lowering.kernels.pallas_tpu import inputs as pallas_tpu
 from frisket.lowering.kernels.triton import expr as triton
 from frisket.lowering.planner import cpp as planner_cpp
 from frisket.lowering.planner import triton as planner_triton
@@ -37,7 +36,7 @@ OTHERS = {
 }  # fmt: skip
 LANGUAGES = [
     cpp.DOUBLE, cpp.SINGLE, triton.LANGUAGE, triton.language(int64=True), cute.LANGUAGE, jnp_expr.LANGUAGE,
-    jnp_expr.WIDE, pallas_gpu.LANGUAGE, pallas_tpu.LANGUAGE, torch_mask_mod.LANGUAGE, planner_cpp.LANGUAGE,
+    jnp_expr.WIDE, pallas_gpu.LANGUAGE, inputs.LANGUAGE, torch_mask_mod.LANGUAGE, planner_cpp.LANGUAGE,
     planner_triton.LANGUAGE, FEW,
 ]  # fmt: skip
 

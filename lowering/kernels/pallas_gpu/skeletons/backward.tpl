@@ -67,7 +67,7 @@ def added(totals, *pairs):
     return tuple(total + dot(a, b[...], 0) for total, (a, b) in zip(totals, pairs, strict=True))
 
 $part queries
-def kernel($refs):
+def kernel($values, q_ref, k_ref, v_ref, dout_ref, lse_ref, low_ref, delta_ref, $refs, query, dout, key, value,$buffers own_ready, ready, free, *, length):
     batch, head, place, wg = (lax.axis_index(name) for name in ("batch", "head", "tile", "wg"))
     slice_ = slice_of[batch, head]
     row = order[slice_, place]
@@ -129,7 +129,7 @@ def kernel($refs):
         finish(walk(slice_, place, count, records, fetch, fetch, Int(0)), free)
 
 $part keys
-def kernel($refs):
+def kernel($values, q_ref, k_ref,$v_ref dout_ref, lse_ref, low_ref,$delta_ref $refs, key, value, query, dout, lses, lows,$deltas own_ready, ready, free, *, length):
     batch, kv_head, tile, wg = (lax.axis_index(name) for name in ("batch", "kv_head", "tile", "wg"))
     row = order[slice_of[batch, kv_head * GROUP], tile]  # longest first, by the first head of the group
 
@@ -224,9 +224,27 @@ query, key, value, dout, lse, low, delta, slice_of, order, count, records, origi
 interpret=None,
 
 $part doc
-of arrays [batch, length, heads, dim], and `lse` (inf of a row without keys), `low`, what rounding
+"""$what, of arrays [batch, length, heads, dim], and `lse` (inf of a row without keys), `low`, what rounding
 took from it, both to base 2, and `delta` [batch, heads, q_len].
 
 $part of_rows
 behind = ((0, 0), (0, 0), (0, -q_len % BLOCK_Q))
 lse, low, delta = jnp.pad(lse, behind, constant_values=jnp.inf), jnp.pad(low, behind), jnp.pad(delta, behind)
+
+$part padded
+query, dout = padded(query, BLOCK_Q), padded(dout, BLOCK_Q)
+
+$part out_types
+$for outputs:
+    jax.ShapeDtypeStruct($like.shape, $dtype),
+
+$part scratch_types
+tiles(2, HALF, DIM),
+tiles(2, HALF, DIM_V),
+tiles(STAGES, $across, DIM),
+tiles(STAGES, $across, DIM_V),
+$for vectors:
+    plgpu.SMEM($shape, Float),
+signals(2, $own_loads),
+signals(STAGES, $loads),
+signals(STAGES, 2),

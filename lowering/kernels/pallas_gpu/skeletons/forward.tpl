@@ -39,7 +39,8 @@ def gathered(acc, weights, values, meanwhile):
 
 $part kernel
 def kernel(
-    $refs,
+    $values,  $if not sinks
+    $values, sinks,  $if sinks
     q_ref, k_ref, v_ref, out_ref, lse_ref, top_ref,$low_ref
     query, keys, values, ends,$room q_ready, k_ready, v_ready, k_free, v_free, turn, *, length
 ):
@@ -190,3 +191,32 @@ def kernel(
             return carry
 
         lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, last, None)  # no signal is left over
+
+$part arguments
+query, key, value, slice_of, order, count, records, origin, sizes, slots=(), tables=(),$sinks_argument interpret=None
+
+$part doc
+"""(out, lse, largest score$named) of query, key and value [batch, length, heads, dim].
+
+$part of_rows
+sinks = jnp.asarray(sinks, Float)  $if sinks
+
+$part padded
+query = padded(query, BLOCK_Q)
+
+$part out_types
+jax.ShapeDtypeStruct((batch, query.shape[1], heads, DIM_V), query.dtype),
+*[jax.ShapeDtypeStruct((batch, heads, order.shape[1] * BLOCK_Q), Float)] * $rows,
+
+$part scratch_types
+tiles(2, HALF, DIM),
+tiles(STAGES, BLOCK_K, DIM),
+tiles(STAGES, BLOCK_K, DIM_V),
+plgpu.SMEM((2, $rows, HALF), Float),
+tiles(2, HALF, DIM_V),  $if room
+signals(2, 1),
+signals(STAGES, 1),
+signals(STAGES, 1),
+signals(STAGES, 2),
+signals(STAGES, 2),
+signals(1, 2),

@@ -124,9 +124,11 @@ def padded(x, block):
 
 $part pairs
 def paved(values):
-    """Values of pairs, ${first}whole tiles long both ways."""
+    """Values of pairs, whole tiles long both ways."""  $if not turned
+    """Values of pairs, keys first, whole tiles long both ways."""  $if turned
     q_len, kv_len = values.shape[2:]
-    return jnp.pad($values, ((0, 0), (0, 0), (0, -$own_len % $own), (0, -$across_len % $across)))
+    return jnp.pad(values, ((0, 0), (0, 0), (0, -q_len % BLOCK_Q), (0, -kv_len % BLOCK_K)))  $if not turned
+    return jnp.pad(values.swapaxes(2, 3), ((0, 0), (0, 0), (0, -kv_len % BLOCK_K), (0, -q_len % BLOCK_Q)))  $if turned
 
 
 def of_pair(values, batch, head, start, tile):
@@ -154,7 +156,7 @@ $part call
 def $name(
     $arguments
 ):
-    """$doc
+    $doc
 
     `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
     rows, runs, 4] are those of `$walk`; `origin` and `sizes` place the call in the whole problem.
@@ -163,7 +165,7 @@ def $name(
     _, kv_len, kv_heads, v_dim = value.shape
     $before
     $of_rows
-    $queries = $padded_queries
+    $padded
     key, value = padded(key, BLOCK_K), padded(value, BLOCK_K)
 
     def tiles(number, length, dim):
@@ -186,5 +188,5 @@ def $name(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=$fast, lowering_semantics=plgpu.LoweringSemantics.$semantics),
         interpret=interpret,
-    )($operands)
+    )($values, $operands)
     return $returned

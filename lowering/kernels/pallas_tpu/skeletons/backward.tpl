@@ -1,6 +1,6 @@
 $# The work of the Pallas TPU kernels of the backward, with holes that `pallas_tpu.backward` fills.
 
-$part products
+$part above
 def rows_by_rows(x, y):
     """[n, d] times [m, d]: [n, m]."""
     return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float)
@@ -13,15 +13,21 @@ def rows_by_columns(x, y):
 
 $part tile
 $here
-s = rows_by_rows($one, $two) * SCALE  $if not products
-s = rows_by_rows($one, $two)  $if products
+s = rows_by_rows(q_ref[0, $part], k_ref[0, 0])$scale  $if down
+s = rows_by_rows(k_ref[0, 0], q_ref[0, $part])$scale  $if not down
 $score
 if partial:  # the mask
     $hide
-    if $length % $block:  # memory behind the last $token may hold anything
-        inside = lax.broadcasted_iota(Int, (1, $block), 1) < $length - ${axis}_tile * $block
-        m = jnp.where(inside, m, -jnp.inf)
-p = jnp.exp(m - $lse)
+    $if down:
+        if kv_len % BLOCK_K:  # memory behind the last key may hold anything
+            inside = lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < kv_len - k_tile * BLOCK_K
+            m = jnp.where(inside, m, -jnp.inf)
+    $else:
+        if q_len % BLOCK_Q:  # memory behind the last query may hold anything
+            inside = lax.broadcasted_iota(Int, (1, BLOCK_Q), 1) < q_len - q_tile * BLOCK_Q
+            m = jnp.where(inside, m, -jnp.inf)
+p = jnp.exp(m - wide(lse[$own], BLOCK_K))  $if down
+p = jnp.exp(m - of_rows_ref[0, 0, 0:1])  $if not down
 if partial:  $if not careful
     p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN
 $survivors
@@ -31,10 +37,12 @@ $if dv:
     if partial and q_len % BLOCK_Q:
         inside = lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len - q_tile * BLOCK_Q
         douts = jnp.where(inside, douts, jnp.zeros_like(douts))
-    dv[...] += rows_by_columns($weight, douts)
+    dv[...] += rows_by_columns(p$kept, douts)
 $if inner:
-    dp = rows_by_rows($three, $four)
-    dm = p * ($dp - $delta)
+    dp = rows_by_rows(dout_ref[0, $part], v_ref[0, 0])  $if down
+    dm = p * (dp$kept - wide(delta[$own], BLOCK_K))  $if down
+    dp = rows_by_rows(v_ref[0, 0], dout_ref[0, $part])  $if not down
+    dm = p * (dp$kept - of_rows_ref[0, 0, 1:2])  $if not down
     if partial:  $if not careful
         dm = jnp.where(p == 0, 0, dm)
 
@@ -55,6 +63,9 @@ def $entry(
     query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), $arguments
 ):
 
+$part of_rows
+of_rows = jnp.stack([lse, delta], 2)
+
 $part doc
 """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. The
 rounding error of lse, `low`, is in dout and delta, which are multiplied by exp(-low):
@@ -62,7 +73,7 @@ rounding error of lse, `low`, is in dout and delta, which are multiplied by exp(
 $results
 """
 
-$part along
+$part at_row
 def along(of):
     """The same tile of an array with the positions along."""
 

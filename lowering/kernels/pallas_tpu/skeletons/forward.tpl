@@ -48,10 +48,16 @@ $if lse_residual:
     # The rounding error of lse: at large scores, all but the largest.
     low_ref[0, $part] = laid(jnp.where(nothing, 0, most - lse + jnp.log(whole)))
 
-$part laid
+$part below
 def laid(column):
     """[BLOCK_Q, 128], 128 times one column, as [1, BLOCK_Q]."""
     return column.T[:1]
+
+
+$include inputs.wide
+
+$part signature
+def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(), sinks=None, interpret=False):
 
 $part doc
 """(out [batch, q_len, heads, v_dim], lse, top$named [batch, heads, q_len]) of arrays

@@ -80,7 +80,8 @@ def test_texts_know_every_name(group):
     for name, case in {**LEARNED, **MORE}.items():
         plan = cases.plan(case)
         wanted = {"q", "k", "v", *(gradient.source for gradient in backward_of(plan).gradients)}
-        for source in (make(plan, target, g, "float32", wanted) for make in (emitted.dq, emitted.dkv)):
+        for kind in (emitted.TpuQueryGradients, emitted.TpuKeyGradients):
+            source = emitted.gradients_kernel(kind, plan, target, g, "float32", wanted)
             assert not unknown_names(source.text), name
 
 
@@ -131,9 +132,9 @@ def test_pallas_tpu_computes_requested_gradients_alone(wanted):
 def test_kernels_of_nothing_are_not_there():
     case = ALL["by-column"]
     made, g, target = cases.plan(case), cases.geometry(case), Target("pallas-tpu", 128, 128)
-    assert emitted.dkv(made, target, g, "float32", {"q"}) is None
-    assert emitted.dq(made, target, g, "float32", {"k", "v", "t0"}) is None
-    values_alone = emitted.dkv(made, target, g, "float32", {"v"})
+    assert emitted.gradients_kernel(emitted.TpuKeyGradients, made, target, g, "float32", {"q"}) is None
+    assert emitted.gradients_kernel(emitted.TpuQueryGradients, made, target, g, "float32", {"k", "v", "t0"}) is None
+    values_alone = emitted.gradients_kernel(emitted.TpuKeyGradients, made, target, g, "float32", {"v"})
     assert values_alone.results == ("v",)
     assert "v_ref" not in values_alone.text.replace("dv_ref", "")
 
