@@ -263,6 +263,19 @@ def check_tree(parents: Any, batch: int, new: int) -> None:
         raise ShapeError(f"node {node} of a tree leads back to itself, and no way up to a root: {known.tolist()}")
 
 
+def of_tree(parents: Any, places: Any, int32: Any) -> tuple[PositionMap, dict[str, Any]]:
+    """The positions of a tree of drafts whose node i hangs below parents[..., i], -1 for a root, and its tables:
+    whether node j is node i or above it, Bool [..., n, n], and depths int32 [..., n], 0 for a root.
+
+    `places` are 0 to n - 1 and `int32` the dtype, of the framework of `parents`."""
+    above = (parents[..., None] == places) | (places[:, None] == places)
+    for _ in range(max(len(places) - 1, 1).bit_length()):  # paths of 1, 2, 4, ... edges
+        reach = above * 1.0  # torch multiplies no matrices of Bools, nor of ints on GPUs
+        above = (reach @ reach) > 0
+    tables = {ANCESTORS: above, DEPTH: above.sum(-1, dtype=int32) - 1}
+    return TREE if parents.ndim == 1 else TREES, tables
+
+
 def check_path(path: Any, drafted: Any, counts: Any, lengths: Any) -> None:
     """Raise unless the first `counts` entries of paths int [batch, m] are nodes of the last `drafted` of `lengths`
     tokens. Each argument is an array of numpy, or None where its values are not known."""
@@ -281,7 +294,7 @@ def check_path(path: Any, drafted: Any, counts: Any, lengths: Any) -> None:
         raise ShapeError(f"{text}by `counts` how many entries of a path are meant")
 
 
-def check_beside(q: Any, k: Any, layout: str) -> None:
+def check_same_tokens(q: Any, k: Any, layout: str) -> None:
     """Refuse queries of other tokens than the new ones, where both are padded alike, or read before they are stored."""
     at = 3 - HEADS[layout]
     if len(k.shape) == 4 and q.shape[at] != k.shape[at]:
