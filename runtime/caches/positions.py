@@ -196,7 +196,7 @@ def _of_numbers(seen: Mask | None) -> Mask | None:
 
 
 OF_CACHE = "origin", "sizes", "plan", "layout", "k_scale", "v_scale", "pages"  # keywords that a cache sets itself
-ASKED = "return_lse", "return_max", "sinks"  # beside parameters
+CALL_KEYWORDS = "return_lse", "return_max", "sinks"  # beside parameters
 HEADS = {"bhsd": 1, "bshd": 2}  # where they are in a shape
 
 
@@ -212,7 +212,7 @@ def check_attention(att: Any, params: Collection[str]) -> None:
     if reserved := [n for n in OF_CACHE if n in params and n not in att.program.names]:
         text = f"`{reserved[0]}` is given, and a cache knows it itself: where its tokens are, and how they are stored\n"
         raise ParameterError(f"{text}  leave it out, or call the attention on arrays")
-    check_used([n for n in params if n not in ASKED], att.program.names)
+    check_used([n for n in params if n not in CALL_KEYWORDS], att.program.names)
     captured = att.program.captured
     if missing := [n for p in att.program.parts for n in p.unbound if n not in params and n not in captured]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<number or array>")
@@ -229,7 +229,7 @@ def check_queries(att: Any, q: Any, like: Any, layout: str, batch: int, params: 
     if len(shape) != 4 or shape[0] != batch or shape[3] != dim or shape[heads] % kv_heads or 0 in shape:
         many = f"{kv_heads} n"
         axes, want = ("heads, new", f"{many}, new") if heads == 1 else ("new, heads", f"new, {many}")
-        text = f"q {_said(q)}; queries of this cache are [batch, {axes}, head_dim] = [{batch}, {want}, {dim}]"
+        text = f"q {_described(q)}; queries of this cache are [batch, {axes}, head_dim] = [{batch}, {want}, {dim}]"
         raise ShapeError(text)
     if shape[heads] != kv_heads and not att.options.enable_gqa:
         raise ShapeError(f"{shape[heads]} query heads share {kv_heads} key heads and enable_gqa is False")
@@ -317,10 +317,10 @@ def check_new(k: Any, v: Any, layout: str, batch: int, kv_heads: int, head_dim: 
         want = (batch, kv_heads, new, dim) if layout == "bhsd" else (batch, new, kv_heads, dim)
         if shape != want:
             axes = "batch, kv_heads, new" if layout == "bhsd" else "batch, new, kv_heads"
-            text = f"{name} {_said(x)}; new tokens for this cache are [{axes}, dim] = [{', '.join(map(str, want))}]"
-            raise ShapeError(text)
+            text = f"{name} {_described(x)}; new tokens for this cache are [{axes}, dim] = "
+            raise ShapeError(f"{text}[{', '.join(map(str, want))}]")
     return int(new)
 
 
-def _said(x: Any) -> str:
+def _described(x: Any) -> str:
     return f"has the shape {tuple(x.shape)}" if hasattr(x, "shape") else f"is a {type(x).__name__}"

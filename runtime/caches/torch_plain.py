@@ -121,18 +121,12 @@ def write(store: Tensor, at: Tensor, new: Tensor, real: WrittenTokens | None) ->
 
 def numbers(name: str, x: Any, batch: int) -> Known:
     """One integer for each sequence, from one or [batch] of them; None where a device has them."""
-    if isinstance(x, Tensor) and not x.is_cpu:
-        if x.shape not in ((), (batch,)) or x.dtype not in (torch.int32, torch.int64):
-            raise _wrong(name, x, batch)
-        return None
-    array = np.asarray(x)
-    if array.shape not in ((), (batch,)) or array.dtype.kind not in "iu":
-        raise _wrong(name, x, batch)
-    return np.broadcast_to(array, (batch,)).tolist()  # type: ignore[no-any-return]
-
-
-def _wrong(what: str, x: Any, batch: int) -> ShapeError:
-    return ShapeError(f"{what} are {x}; they are integers [batch], one for each of {batch} sequences")
+    on_device = isinstance(x, Tensor) and not x.is_cpu
+    array = x if on_device else np.asarray(x)
+    whole = x.dtype in (torch.int32, torch.int64) if on_device else array.dtype.kind in "iu"
+    if array.shape not in ((), (batch,)) or not whole:
+        raise ShapeError(f"{name} are {x}; they are integers [batch], one for each of {batch} sequences")
+    return None if on_device else np.broadcast_to(array, (batch,)).tolist()
 
 
 def on(device: torch.device, x: Any, values: Known) -> Tensor:
@@ -498,8 +492,8 @@ class TorchCache(nn.Module):
         qkv, sizes = (q, has["k"], has["v"]), self._sizes(q)
         tables = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
         kv_inputs = kv_inputs_of(has["k_scale"], has["v_scale"], has["pages"])
-        program_params = {n: x for n, x in params.items() if n not in positions.ASKED} if params else params
-        lse, top, sinks = map(params.get, positions.ASKED)
+        program_params = {n: x for n, x in params.items() if n not in positions.CALL_KEYWORDS} if params else params
+        lse, top, sinks = map(params.get, positions.CALL_KEYWORDS)
         logits = att.options.sinks if sinks is None else sinks
         # a prepared step has no gradient, and no operators for a graph
         call = logits is not None and (in_graph(q, logits) or (torch.is_grad_enabled() and learns(logits)))

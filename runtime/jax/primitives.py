@@ -400,8 +400,8 @@ def _in_one_call(
     return [x.reshape(*x.shape[:at], n, -1, *x.shape[at + 1 :]) for x, at in zip(results, back, strict=True)], back
 
 
-for _made in (*WHOLE, *LOCAL):
-    batching.fancy_primitive_batchers[_made] = partial(mapped, _made)
+for _one in (*WHOLE, *LOCAL):
+    batching.fancy_primitive_batchers[_one] = partial(mapped, _one)
 
 
 requires_devices.update(WHOLE)  # JAX tells the rules of these which devices there are
