@@ -79,7 +79,8 @@ def _named(call: CheckedCall, options: Options) -> str:
 def prepared(call: CheckedCall, options: Options) -> tuple[JaxCall, Arrays, Arrays]:
     """A call without its arrays, and its arrays beside q, k, v and sinks, with gradients and without: `bound` of
     `primitives` takes all three."""
-    plan, named = call.plan, _named(call, options)
+    plan: Any = call.plan
+    named = _named(call, options)
     numbers: dict[str, Any] = {"drawn": {SEED: call.seed, RATE: call.rate} if call.rate else {}}
     if not plan.on_device:
         tiled = plan.work(ANY)
