@@ -413,16 +413,10 @@ def _primitive(name: str) -> Any:
     return primitive
 
 
-def marking(name: str, tangents: Any) -> Any:
-    """A primitive that returns its operand, with a rule for tangents."""
-    primitive = _primitive(name)
-    primitive.def_impl(lambda x: x)
-    mlir.register_lowering(primitive, lambda ctx, x: [x])
-    ad.primitive_jvps[primitive] = tangents
-    return primitive
-
-
-_mark, _tangent = marking("frisket_reverse_only", _tangent_of), _primitive("frisket_tangent")
+_mark, _tangent = _primitive("frisket_reverse_only"), _primitive("frisket_tangent")
+_mark.def_impl(lambda x: x)
+mlir.register_lowering(_mark, lambda ctx, x: [x])
+ad.primitive_jvps[_mark] = _tangent_of
 _tangent.def_impl(_refused)
 mlir.register_lowering(_tangent, _refused)
 ad.primitive_transposes[_tangent] = lambda cotangent, x: [cotangent]

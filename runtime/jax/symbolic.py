@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.ir import FALSE, OPERATORS, TRUE, Expr, conj, walk
@@ -27,8 +29,6 @@ from frisket.runtime.calls.options import CallArgs, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import split_host_device
-
-from .call import marking
 
 MAX_SIZE = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested for
 EACH = "\n  export one module for each length, instead of jax.export.symbolic_shape"
@@ -120,4 +120,8 @@ def _no_gradient(*_: Any, **__: Any) -> Any:
     raise BackwardError(f"{text}{EACH}: those have gradients")
 
 
-_forward_only = marking("frisket_forward_only", _no_gradient)
+_forward_only: Any = Primitive("frisket_forward_only")
+_forward_only.def_abstract_eval(lambda x: x)
+_forward_only.def_impl(lambda x: x)
+mlir.register_lowering(_forward_only, lambda ctx, x: [x])
+ad.primitive_jvps[_forward_only] = _no_gradient
