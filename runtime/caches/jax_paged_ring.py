@@ -24,7 +24,7 @@ from frisket.runtime.machine.parameters import traced
 from . import positions
 from .jax_plain import JaxCache, call, check_new, counted, empty, grown, numbers, pathed, read, slots, stored, written
 from .pool import LOW, OWN, PEAK, Copy, PagedRows, PagePool, empty_rows, refuse_shared, seated
-from .positions import check_beside, check_queries, refuse_tree
+from .positions import check_queries, check_same_tokens, refuse_tree
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +128,7 @@ class PagedKVCache(JaxCache):
             refuse_shared(*map(np.asarray, known))
         real = jnp.where(start >= self.rows[OWN], counts, 0)
         page, place = self._page_and_place(start[:, None] + path)
-        tokens = {n: None if x is None else x[page, place] for n, x in self.arrays.items()}
+        tokens = jax.tree.map(lambda x: x[page, place], self.arrays)
         arrays = self._put(tokens, slots(start, real, path.shape[1], self.capacity))
         nodes = jnp.arange(path.shape[1])
         moves = ((path != nodes) & (nodes < counts[:, None])).any(1)
@@ -159,10 +159,10 @@ class PagedKVCache(JaxCache):
         pages, size = self.k.shape[:2]
         beyond = pages * size + jnp.arange(at.size).reshape(at.shape)  # different places, as indices are unique
         flat = jnp.where(at < self.room[:, None], page * size + place, beyond)
-        one = {n: None if x is None else x.reshape(1, -1, *x.shape[2:]) for n, x in self.arrays.items()}
-        many = {n: None if x is None else x.reshape(1, -1, *x.shape[2:]) for n, x in new.items()}
+        # as one row; None, of a cache without scales, is an empty tree to JAX
+        one, many = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (self.arrays, new))
         stores = written(one, many, flat.reshape(1, -1))
-        return {n: None if x is None else x.reshape(self.arrays[n].shape) for n, x in stores.items()}
+        return jax.tree.map(lambda x, like: x.reshape(like.shape), stores, self.arrays)  # type: ignore[no-any-return]
 
 
 def _padded(copies: list[Copy], pages: int) -> tuple[Any, Any]:
@@ -179,10 +179,7 @@ def _padded(copies: list[Copy], pages: int) -> tuple[Any, Any]:
 
 @partial(jax.jit, donate_argnums=0)
 def _copied(cache: PagedKVCache, source: Any, target: Any) -> PagedKVCache:
-    arrays: dict[str, Any] = {
-        n: x if x is None else x.at[target].set(x[source], mode="drop", unique_indices=True)
-        for n, x in cache.arrays.items()
-    }
+    arrays = jax.tree.map(lambda x: x.at[target].set(x[source], mode="drop", unique_indices=True), cache.arrays)
     return replace(cache, **arrays)
 
 
@@ -254,7 +251,7 @@ class RingKVCache(JaxCache):
         if not positions.no_room(att, self.window, new, params):
             return super().attention(att, q, k, v, counts, **params)
         positions.require_room(att, self.window, 0, params)  # the ring has to hold what the first new query sees
-        check_beside(q, k, "bshd")
+        check_same_tokens(q, k, "bshd")
         added, real = stored(self.arrays, k, v), counted(counts, self.batch, new)
         out, lse = merge(*self._parts(att, q, added, real, dict(params)))
         return ((out, lse) if params.get("return_lse") else out), self._written(added, real)

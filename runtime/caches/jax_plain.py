@@ -25,7 +25,7 @@ from frisket.runtime.machine.parameters import traced
 from frisket.runtime.sharding.partition import names_of, spec_of, split_as
 
 from . import positions
-from .positions import PositionMap, check_beside, check_path, check_queries, placed
+from .positions import PositionMap, check_path, check_queries, check_same_tokens, of_tree, placed
 
 Arrays = Mapping[str, Any]
 finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
@@ -77,7 +77,7 @@ class JaxCache:
         cache = self.append(k, v, counts)
         out = cache.attend(att, q, counts, **params)
         if counts is not None:
-            check_beside(q, k, "bshd")
+            check_same_tokens(q, k, "bshd")
         return out, cache
 
     @usual_promotion()
@@ -185,17 +185,6 @@ def slots(lengths: jax.Array, counts: jax.Array, new: int, end: int) -> jax.Arra
     return jnp.where(i < counts[:, None], lengths[:, None] + i, end + i)  # different places, as indices are unique
 
 
-def ancestors(parents: Any) -> tuple[jax.Array, jax.Array]:
-    """(whether node j is node i or above it, bool [..., n, n]; depths int32 [..., n]) of trees whose node i hangs
-    below parents[..., i], -1 for a root; a root has depth 0."""
-    parents = jnp.asarray(parents)
-    n = parents.shape[-1]
-    above = (parents[..., None] == jnp.arange(n)) | jnp.eye(n, dtype=bool)
-    for _ in range(max(n - 1, 1).bit_length()):  # paths of 1, 2, 4, ... edges
-        above = (above.astype(jnp.int32) @ above.astype(jnp.int32)) > 0
-    return above, above.sum(-1, dtype=jnp.int32) - 1
-
-
 def read(att: Attention, q: jax.Array, cache: Any, counts: Any, tree: Any, params: Any, pages: Any = None) -> Any:
     """Attention of the last tokens' queries to what a cache, with its `pages`, stores at places that are positions."""
     arrays, lengths, capacity = {**cache.arrays, "pages": pages}, cache.lengths, cache.capacity
@@ -205,8 +194,8 @@ def read(att: Attention, q: jax.Array, cache: Any, counts: Any, tree: Any, param
     where: PositionMap = positions.APPENDED if counts is None else positions.PADDED
     tables = {positions.START: lengths - counted(counts, batch, new), positions.END: lengths}
     if tree is not None:
-        tables[positions.ANCESTORS], tables[positions.DEPTH] = ancestors(tree)
-        where = positions.TREE if tables[positions.DEPTH].ndim == 1 else positions.TREES
+        where, more = of_tree(jnp.asarray(tree), jnp.arange(new), jnp.int32)
+        tables |= more
     # lengths of the cache, not of q: more new tokens are no other mask
     return call(att, where, q, arrays, tables, {"sizes": (batch, heads, capacity, capacity), **params})
 
@@ -288,7 +277,7 @@ class KVCache(JaxCache):
         are used."""
         path, start, counts = pathed(self, path, drafted, counts)
         rows = jnp.arange(self.batch)[:, None], start[:, None] + path
-        tokens = {n: None if x is None else x[rows] for n, x in self.arrays.items()}
+        tokens = jax.tree.map(lambda x: x[rows], self.arrays)
         arrays = written(self.arrays, tokens, slots(start, counts, path.shape[1], self.capacity))
         return replace(self, **arrays, lengths=start + counts)
 

@@ -196,7 +196,7 @@ def _of_numbers(seen: Mask | None) -> Mask | None:
 
 
 OF_CACHE = "origin", "sizes", "plan", "layout", "k_scale", "v_scale", "pages"  # keywords that a cache sets itself
-ASKED = "return_lse", "return_max", "sinks"  # beside parameters
+CALL_KEYWORDS = "return_lse", "return_max", "sinks"  # beside parameters
 HEADS = {"bhsd": 1, "bshd": 2}  # where they are in a shape
 
 
@@ -212,7 +212,7 @@ def check_attention(att: Any, params: Collection[str]) -> None:
     if reserved := [n for n in OF_CACHE if n in params and n not in att.program.names]:
         text = f"`{reserved[0]}` is given, and a cache knows it itself: where its tokens are, and how they are stored\n"
         raise ParameterError(f"{text}  leave it out, or call the attention on arrays")
-    check_used([n for n in params if n not in ASKED], att.program.names)
+    check_used([n for n in params if n not in CALL_KEYWORDS], att.program.names)
     captured = att.program.captured
     if missing := [n for p in att.program.parts for n in p.unbound if n not in params and n not in captured]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<number or array>")
@@ -229,7 +229,7 @@ def check_queries(att: Any, q: Any, like: Any, layout: str, batch: int, params: 
     if len(shape) != 4 or shape[0] != batch or shape[3] != dim or shape[heads] % kv_heads or 0 in shape:
         many = f"{kv_heads} n"
         axes, want = ("heads, new", f"{many}, new") if heads == 1 else ("new, heads", f"new, {many}")
-        text = f"q {_said(q)}; queries of this cache are [batch, {axes}, head_dim] = [{batch}, {want}, {dim}]"
+        text = f"q {_described(q)}; queries of this cache are [batch, {axes}, head_dim] = [{batch}, {want}, {dim}]"
         raise ShapeError(text)
     if shape[heads] != kv_heads and not att.options.enable_gqa:
         raise ShapeError(f"{shape[heads]} query heads share {kv_heads} key heads and enable_gqa is False")
@@ -263,6 +263,19 @@ def check_tree(parents: Any, batch: int, new: int) -> None:
         raise ShapeError(f"node {node} of a tree leads back to itself, and no way up to a root: {known.tolist()}")
 
 
+def of_tree(parents: Any, places: Any, int32: Any) -> tuple[PositionMap, dict[str, Any]]:
+    """The positions of a tree of drafts whose node i hangs below parents[..., i], -1 for a root, and its tables:
+    whether node j is node i or above it, Bool [..., n, n], and depths int32 [..., n], 0 for a root.
+
+    `places` are 0 to n - 1 and `int32` the dtype, of the framework of `parents`."""
+    above = (parents[..., None] == places) | (places[:, None] == places)
+    for _ in range(max(len(places) - 1, 1).bit_length()):  # paths of 1, 2, 4, ... edges
+        reach = above * 1.0  # torch multiplies no matrices of Bools, nor of ints on GPUs
+        above = (reach @ reach) > 0
+    tables = {ANCESTORS: above, DEPTH: above.sum(-1, dtype=int32) - 1}
+    return TREE if parents.ndim == 1 else TREES, tables
+
+
 def check_path(path: Any, drafted: Any, counts: Any, lengths: Any) -> None:
     """Raise unless the first `counts` entries of paths int [batch, m] are nodes of the last `drafted` of `lengths`
     tokens. Each argument is an array of numpy, or None where its values are not known."""
@@ -281,7 +294,7 @@ def check_path(path: Any, drafted: Any, counts: Any, lengths: Any) -> None:
         raise ShapeError(f"{text}by `counts` how many entries of a path are meant")
 
 
-def check_beside(q: Any, k: Any, layout: str) -> None:
+def check_same_tokens(q: Any, k: Any, layout: str) -> None:
     """Refuse queries of other tokens than the new ones, where both are padded alike, or read before they are stored."""
     at = 3 - HEADS[layout]
     if len(k.shape) == 4 and q.shape[at] != k.shape[at]:
@@ -304,10 +317,10 @@ def check_new(k: Any, v: Any, layout: str, batch: int, kv_heads: int, head_dim: 
         want = (batch, kv_heads, new, dim) if layout == "bhsd" else (batch, new, kv_heads, dim)
         if shape != want:
             axes = "batch, kv_heads, new" if layout == "bhsd" else "batch, new, kv_heads"
-            text = f"{name} {_said(x)}; new tokens for this cache are [{axes}, dim] = [{', '.join(map(str, want))}]"
-            raise ShapeError(text)
+            text = f"{name} {_described(x)}; new tokens for this cache are [{axes}, dim] = "
+            raise ShapeError(f"{text}[{', '.join(map(str, want))}]")
     return int(new)
 
 
-def _said(x: Any) -> str:
+def _described(x: Any) -> str:
     return f"has the shape {tuple(x.shape)}" if hasattr(x, "shape") else f"is a {type(x).__name__}"

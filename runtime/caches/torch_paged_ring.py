@@ -19,7 +19,7 @@ from frisket.runtime.attention.merge import merge
 
 from . import positions
 from .pool import LOW, OWN, PEAK, Copy, PagedRows, PagePool, empty_rows, refuse_shared, seated
-from .positions import PositionMap, check_beside, refuse_tree
+from .positions import PositionMap, check_same_tokens, refuse_tree
 from .torch_plain import CacheShape, Known, TorchCache, WrittenTokens, counts_of, numbers, quantized
 
 
@@ -155,7 +155,7 @@ class PagedKVCache(TorchCache):
         self.overflowed |= real < number
         return real
 
-    def _beside(self, known: list[int], new: int) -> int | None:
+    def _common_place(self, known: list[int], new: int) -> int | None:
         return None  # pages are no one slice of the rows
 
     def _where(self, token: Tensor, real: WrittenTokens | None = None) -> Tensor:
@@ -230,7 +230,7 @@ class RingKVCache(TorchCache):
         new = self._new(k, v)
         room = not positions.no_room(att, self.window, new, params)
         if counts is not None or not room:
-            check_beside(q, k, "bhsd")
+            check_same_tokens(q, k, "bhsd")
         # the chunk overwrites no key that it sees: one call does
         if room:
             return self._store(k, v, new, counts)._attend(att, q, counts, None, params)
@@ -288,8 +288,8 @@ class RingKVCache(TorchCache):
     def _where(self, token: Tensor, real: WrittenTokens | None = None) -> Tensor:
         return super()._where(token % self.window, real)
 
-    def _beside(self, known: list[int], new: int) -> int | None:
-        first = super()._beside(known, new)
+    def _common_place(self, known: list[int], new: int) -> int | None:
+        first = super()._common_place(known, new)
         # a slice may not reach around the end
         return None if first is None or first % self.window + new > self.window else first % self.window
 

@@ -29,7 +29,7 @@ from frisket.runtime.plans.device import results
 from frisket.runtime.torch.decode import DecodeCall, step_of
 
 from . import positions
-from .positions import PositionMap, check_beside, check_path, check_queries, placed
+from .positions import PositionMap, check_path, check_queries, check_same_tokens, of_tree, placed
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
 Known = list[int] | None  # a number for each sequence; None where only a device knows them
@@ -121,18 +121,12 @@ def write(store: Tensor, at: Tensor, new: Tensor, real: WrittenTokens | None) ->
 
 def numbers(name: str, x: Any, batch: int) -> Known:
     """One integer for each sequence, from one or [batch] of them; None where a device has them."""
-    if isinstance(x, Tensor) and not x.is_cpu:
-        if x.shape not in ((), (batch,)) or x.dtype not in (torch.int32, torch.int64):
-            raise _wrong(name, x, batch)
-        return None
-    array = np.asarray(x)
-    if array.shape not in ((), (batch,)) or array.dtype.kind not in "iu":
-        raise _wrong(name, x, batch)
-    return np.broadcast_to(array, (batch,)).tolist()  # type: ignore[no-any-return]
-
-
-def _wrong(what: str, x: Any, batch: int) -> ShapeError:
-    return ShapeError(f"{what} are {x}; they are integers [batch], one for each of {batch} sequences")
+    on_device = isinstance(x, Tensor) and not x.is_cpu
+    array = x if on_device else np.asarray(x)
+    whole = x.dtype in (torch.int32, torch.int64) if on_device else array.dtype.kind in "iu"
+    if array.shape not in ((), (batch,)) or not whole:
+        raise ShapeError(f"{name} are {x}; they are integers [batch], one for each of {batch} sequences")
+    return None if on_device else np.broadcast_to(array, (batch,)).tolist()
 
 
 def on(device: torch.device, x: Any, values: Known) -> Tensor:
@@ -164,17 +158,6 @@ def check_on(device: torch.device, **tensors: Any) -> None:
             raise ShapeError(f"{name} is a {type(x).__name__}; give a torch tensor")
         if x.device != device:
             raise ShapeError(f"{name} is on {x.device}, the cache on {device}; move one of them")
-
-
-def ancestors(parents: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(whether node j is node i or above it, bool [..., n, n]; depths int32 [..., n]) of trees whose node i hangs below
-    parents[..., i], -1 for a root; a root has depth 0."""
-    parents = torch.as_tensor(parents, device=device)
-    n = parents.shape[-1]
-    above = (parents[..., None] == torch.arange(n, device=device)) | torch.eye(n, dtype=torch.bool, device=device)
-    for _ in range(max(n - 1, 1).bit_length()):  # paths of 1, 2, 4, ... edges
-        above = (above.float() @ above.float()) > 0  # torch multiplies no Bools, nor ints on GPUs
-    return above, above.sum(-1, dtype=torch.int32) - 1
 
 
 CALL = struct.Struct("27q")  # int64 each, in the order that torch_native.cpp reads
@@ -332,7 +315,7 @@ class TorchCache(nn.Module):
         """Places int64 [batch, kv_heads, n] of tokens [batch, n] among all vectors."""
         return (self.first if real is None else self.first[real.row[:, 0]]) + token.unsqueeze(1)
 
-    def _beside(self, known: list[int], new: int) -> int | None:
+    def _common_place(self, known: list[int], new: int) -> int | None:
         """The place of new tokens in every row, where that is one place."""
         return known[0] if known.count(known[0]) == self.batch else None  # `narrow` takes one place for all rows
 
@@ -388,7 +371,7 @@ class TorchCache(nn.Module):
         """`append`, then `attend`, of queries that were looked at before: where they do not fit nothing is stored."""
         self._check(att, q, tree, params)
         if counts is not None:
-            check_beside(q, k, "bhsd")
+            check_same_tokens(q, k, "bhsd")
         return self.append(k, v, counts)._attend(att, q, counts, tree, params)
 
     def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
@@ -448,7 +431,7 @@ class TorchCache(nn.Module):
 
     def _append(self, known: Known, new: int, number: Tensor | None, k: Tensor, v: Tensor) -> None:
         """`append` in operations of torch."""
-        first = None if number is not None or known is None else self._beside(known, new)
+        first = None if number is not None or known is None else self._common_place(known, new)
         if first is not None:
             self._write(lambda store, x: store.narrow(2, first, new).copy_(x), k, v)
             return
@@ -498,8 +481,9 @@ class TorchCache(nn.Module):
         tables = {positions.START: lengths - number, positions.END: lengths}
         places = self._places(counts is not None)
         if tree is not None:
-            tables[positions.ANCESTORS], tables[positions.DEPTH] = ancestors(tree, q.device)
-            places = positions.TREE if tables[positions.DEPTH].ndim == 1 else positions.TREES
+            nodes = torch.arange(q.shape[2], device=q.device)
+            places, more = of_tree(torch.as_tensor(tree, device=q.device), nodes, torch.int32)
+            tables |= more
         return self._read(placed(att, places), q, tables, params)
 
     def _read(self, att: Attention, q: Tensor, tables: dict[str, Tensor], params: dict[str, Any]) -> Any:
@@ -508,8 +492,8 @@ class TorchCache(nn.Module):
         qkv, sizes = (q, has["k"], has["v"]), self._sizes(q)
         tables = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
         kv_inputs = kv_inputs_of(has["k_scale"], has["v_scale"], has["pages"])
-        program_params = {n: x for n, x in params.items() if n not in positions.ASKED} if params else params
-        lse, top, sinks = map(params.get, positions.ASKED)
+        program_params = {n: x for n, x in params.items() if n not in positions.CALL_KEYWORDS} if params else params
+        lse, top, sinks = map(params.get, positions.CALL_KEYWORDS)
         logits = att.options.sinks if sinks is None else sinks
         # a prepared step has no gradient, and no operators for a graph
         call = logits is not None and (in_graph(q, logits) or (torch.is_grad_enabled() and learns(logits)))

@@ -165,10 +165,8 @@ def _words(layout: Tiling, style: Style, panels: Sequence[Panel], of: int, pixel
     if (step := panels[0].step[0]) > 1 and nq == 0:
         below.append(f"One dot shows {step} × {step} tokens; in partial tiles, deeper where more are visible.")
     if (nq, nk) not in ((0, 0), (1, 1)):
-        below.append(
-            f"One cell shows {nq} × {nk} tiles: full or empty where all of them are, else partial, "
-            "deeper where more are read."
-        )
+        text = f"One cell shows {nq} × {nk} tiles: full or empty where all of them are, else partial, "
+        below.append(f"{text}deeper where more are read.")
     drawn = sum(len(panel.slices) for panel in panels)
     if drawn < of:
         below.append(f"Drawn: {drawn:,} of {of:,} batch entries and heads; choose others with b and h.")

@@ -269,20 +269,14 @@ def both_ways(
     forward, transposed = layout.runs, layout.transposed.runs
     sides = [TileSide(forward, layout.rows, layout.columns), TileSide(transposed, layout.columns, layout.rows)]
     _check(sides, name)
-    widest = [_longest(table, kind) if compact else columns for table, _, columns in sides for kind in kinds]
-    lines = [rows for _, rows, _ in sides for _ in kinds]
-    cost = 4 * slices.size * sum(n * m for n, m in zip(lines, widest, strict=True))
+    plans = [(x, kind, _longest(x.table, kind) if compact else x.columns) for x in sides for kind in kinds]
+    cost = 4 * slices.size * sum(x.rows * width for x, _, width in plans)
     if cost > MEMORY:
         text = f"{name} stores a column index for every tile: {cost / 2**30:.1f} GiB for {slices.shape[0]} x "
         text += f"{slices.shape[1]} masks of {layout.rows} x {layout.columns} tiles\n  the most is "
         raise ExportError(f"{text}{MEMORY >> 30} GiB: use larger tiles, or to_bsr(), with only the tiles that are read")
-    out = []
-    for side in sides:
-        of = np.asarray(side.table.slice_of)[: slices.shape[0], : slices.shape[1]]
-        for kind in kinds:
-            width = _longest(side.table, kind) if compact else side.columns
-            out.append(_lists(side, kind, width, of, device, tail))
-    return out
+    b, h = slices.shape
+    return [_lists(x, kind, width, np.asarray(x.table.slice_of)[:b, :h], device, tail) for x, kind, width in plans]
 
 
 Kind = tuple[int, ...]  # tiles of these kinds

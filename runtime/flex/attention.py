@@ -34,7 +34,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.grammar.memo import cached_on
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.machine.parameters import learns
-from frisket.runtime.torch.jagged import closed_all, opened
+from frisket.runtime.torch.jagged import Ragged, closed_all, opened
 
 from . import create
 from . import score_mod as score_mods
@@ -164,18 +164,38 @@ class FlexArgs(NamedTuple):
     rows: bool
 
 
-def compiled(args: FlexArgs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # (out, lse, max)
+
+
+def _arranged(args: FlexArgs) -> tuple[Tensor, Tensor, Tensor, Ragged | None]:
+    """query, key and value, checked, of one dtype and one batch, and the sequences that they hold packed."""
+    (query, key, value), ragged = args[:3], None
+    if isinstance(query, Tensor) and query.is_nested:
+        (query, key, value), ragged = opened(query, key, value, score_mods.NAMES, ArrayError)
+        score_mods.check_total(args.block_mask, query, key)
+    check_arrays(query, key, value, args.gqa)
+    query, key, value = alike(query, key, value)
+    if args.block_mask is not None:
+        check_block_mask(args.block_mask, query, key)
+    if key.shape[0] != query.shape[0]:
+        # `expand` is a view: one batch entry serves all without a copy
+        key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
+    return query, key, value, ragged
+
+
+def _returned(results: Results, args: FlexArgs, dtype: torch.dtype, ragged: Ragged | None) -> Results:
+    """Results of a query in `dtype`, to which `alike` may have widened it, as the caller's: in its dtype, nested."""
+    if dtype != args.query.dtype:
+        results = results[0].to(args.query.dtype), results[1], results[2]
+    return results if ragged is None else closed_all(results, args.query)
+
+
+def compiled(args: FlexArgs) -> Results:
     """(out, lse, max) in a graph. Traced by Dynamo, so plain Python."""
     from .graph import call, unchanged  # imports torch._dynamo, which few programs need
 
-    query, key, value, score_mod, block_mask, scale, gqa, kernel_options, top, rows = args
-    nested, ragged = query, None
-    if query.is_nested:
-        (query, key, value), ragged = opened(query, key, value, score_mods.NAMES, ArrayError)
-        score_mods.check_total(block_mask, query, key)
-    check_arrays(query, key, value, gqa)
-    dtype = query.dtype
-    query, key, value = alike(query, key, value)
+    query, key, value, ragged = _arranged(args)
+    _, _, _, score_mod, block_mask, scale, gqa, kernel_options, top, rows = args
     request: dict[str, Any] = {"scale": scale, "gqa": gqa, "top": top, "rows": rows or ragged is not None}
     request |= {"kernel": dict(kernel_options or {}), "text": None, "values": {}, "tiles": None, "block": None}
     request["ragged"] = None if ragged is None else ragged.tensors
@@ -183,7 +203,6 @@ def compiled(args: FlexArgs) -> tuple[Tensor, Tensor | None, Tensor | None]:
     # the operator has always a mask function: this one where a text, or no mask, says everything
     mask_mod = noop_mask
     if block_mask is not None:
-        check_block_mask(block_mask, query, key)
         ours = isinstance(block_mask, BlockMask)
         if ours and block_mask._text is not None:
             request["text"] = block_mask._text
@@ -194,34 +213,19 @@ def compiled(args: FlexArgs) -> tuple[Tensor, Tensor | None, Tensor | None]:
             lists = {n: getattr(block_mask, n) for n in LISTS[:4]}  # kinds_of reads the lists by rows alone
             kinds = kinds_of(lists, columns_of(lists, block_mask.seq_lengths[1], block_mask.BLOCK_SIZE[1]))
             request["tiles"], request["block"] = kinds, block_mask.BLOCK_SIZE
-    if key.shape[0] != query.shape[0]:
-        # `expand` is a view: one batch entry serves all without a copy
-        key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
     # `or` would not do: torch 2.11 cannot ask a nested function for its truth in a graph
     score = unchanged if score_mod is None else score_mod
-    results = call(query, key, value, score, (mask_mod,), None, request)
-    results = results[0] if query.dtype == dtype else results[0].to(dtype), results[1], results[2]
-    return results if ragged is None else closed_all(results, nested)
+    return _returned(call(query, key, value, score, (mask_mod,), None, request), args, query.dtype, ragged)
 
 
-def attend(args: FlexArgs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def attend(args: FlexArgs) -> Results:
     """(out, lse, max) of a call in eager mode."""
-    query, key, value, score_mod, block_mask, scale, gqa, kernel_options, top, _ = args
-    ragged = nested = words = None
-    if isinstance(query, Tensor) and query.is_nested:
-        nested = query
-        (query, key, value), ragged = opened(query, key, value, score_mods.NAMES, ArrayError)
-        score_mods.check_total(block_mask, query, key)
-    check_arrays(query, key, value, gqa)
-    dtype = query.dtype
-    query, key, value = alike(query, key, value)
+    query, key, value, ragged = _arranged(args)
+    _, _, _, score_mod, block_mask, scale, gqa, kernel_options, top, _ = args
+    words = None
     if block_mask is not None:
-        check_block_mask(block_mask, query, key)
-        if not isinstance(block_mask, BlockMask):
-            block_mask = _ours(block_mask)
+        block_mask = block_mask if isinstance(block_mask, BlockMask) else _ours(block_mask)
         check_device(block_mask, query)
-    if key.shape[0] != query.shape[0]:
-        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     requests = read(kernel_options)
     options = options_of(scale, gqa, requests, query.device.type)
     visible = None if block_mask is None else block_mask.tensor_mask
@@ -235,8 +239,7 @@ def attend(args: FlexArgs) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
         score = None if score_mod is None else score_mods.traced(score_mod, valueless=True)[0]
         score = score if score is None or ragged is None else score_mods.local_in_graph(score, ragged)
-        results: tuple[Tensor, Tensor | None, Tensor | None]
-        results = operator((query, key, value), score, visible, options, top)
+        results: Results = operator((query, key, value), score, visible, options, top)
     else:
         if mod is not None and ragged is not None:
             mod, names = score_mods.local(mod, ragged)
@@ -245,9 +248,7 @@ def attend(args: FlexArgs) -> tuple[Tensor, Tensor | None, Tensor | None]:
         pair = score_mods.pair_of(mod, visible, options, tensors)
         pair.check(query, key, tensors, requests, block_mask, words)
         results = pair(query, key, value, tensors, top)
-    # `alike` may have widened query: the result has the caller's dtype
-    results = results[0] if query.dtype == dtype else results[0].to(dtype), results[1], results[2]
-    return results if nested is None else closed_all(results, nested)
+    return _returned(results, args, query.dtype, ragged)
 
 
 def _ours(theirs: TorchBlockMask) -> BlockMask:

@@ -168,23 +168,22 @@ def part(mask: BlockMask, index: Any) -> BlockMask:
         return picked
     if short and not selection[-1].whole_rows:
         raise ListError("the row of tiles that the lengths cut is picked before others\n  pick it last")
-    lists = _picked_rows(user_lists, selection)
-    if user_lists["q_indices"] is not None:
-        columns = tensor_mask.columns_of(lists, kv_len, mask._block[1])
-        lists = tensor_mask.with_columns(lists, columns, kv_len, mask._block[1])
-    picked._hold(tensor_mask.with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists)
+    _hold_picked(picked, user_lists, selection)
     return picked
 
 
-def _picked_rows(lists: Lists, selection: Sequence[Pick]) -> Lists:
-    """The lists by rows of the batch entries, heads and rows of tiles that are picked."""
+def _hold_picked(mask: BlockMask, lists: Lists, selection: Sequence[Pick]) -> None:
+    """Give a mask the lists of the batch entries, heads and rows of tiles that are picked of `lists`."""
     picked: Lists = dict.fromkeys(TENSORS)
     for name in LISTS[:4]:
         if (x := lists[name]) is not None:
             for axis, pick in enumerate(selection):
                 x = pick.select(x, axis)
             picked[name] = x
-    return picked
+    if lists["q_indices"] is not None:
+        kv_len, block = mask._lengths[1], mask._block[1]
+        picked = tensor_mask.with_columns(picked, tensor_mask.columns_of(picked, kv_len, block), kv_len, block)
+    mask._hold(tensor_mask.with_orders(picked, mask.dq_kv_order_spt) if mask._orders else picked)
 
 
 def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
@@ -380,10 +379,7 @@ def _part_in_graph(mask: BlockMask, index: Any) -> BlockMask:
     elif rows.at is None:
         length = min(length, q_len - rows.start * size)
     picked = _with_function(mask, picked_mod, (length, kv_len), tuple(p.count for p in entries))
-    chosen = _picked_rows(lists, selection)
-    if lists["q_indices"] is not None:
-        chosen = tensor_mask.with_columns(chosen, -(-kv_len // mask._block[1]))
-    picked._hold(tensor_mask.with_orders(chosen, mask.dq_kv_order_spt) if mask._orders else chosen)
+    _hold_picked(picked, lists, selection)
     return picked
 
 

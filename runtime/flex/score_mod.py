@@ -157,8 +157,8 @@ def _reached(namespaces: Sequence[Mapping[str, Any]], names: Names) -> tuple[Nam
         # other descriptors compute what they return
         if any(hasattr(type(x), "__get__") and not isinstance(x, FunctionType) for x in methods):
             raise UnknownState
-        own = (x for x in methods if isinstance(x, FunctionType) and not is_foreign(x))
-        more = names.union(*(names_read(x.__code__) for x in own))
+        functions = (x for x in methods if isinstance(x, FunctionType) and not is_foreign(x))
+        more = names.union(*(names_read(x.__code__) for x in functions))
         if more == names:
             return names, methods
         names = more

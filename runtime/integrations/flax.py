@@ -264,10 +264,8 @@ class AttentionFn:
                 if n in (MASK, BIAS, STEP):
                     raise ParameterError(f"`{n}` is the name of what a layer passes as an array; call it otherwise")
                 if n not in values:
-                    message = (
-                        f"`{n}` has no value; give it once, attention_fn(..., {n}=...), or with every call of the "
-                    )
-                    raise ParameterError(f'{message}layer: layer(x, mask={{"{n}": ...}})')
+                    message = f"`{n}` has no value; give it once, attention_fn(..., {n}=...), or with every call "
+                    raise ParameterError(f'{message}of the layer: layer(x, mask={{"{n}": ...}})')
 
 
 def _refuse(x: Any, name: str, why: str) -> None:

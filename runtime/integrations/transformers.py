@@ -532,10 +532,9 @@ def _check_read(module: Any, *_: Any) -> None:
         value = getattr(config, what, None)
         if value is not None and not torch.compiler.is_compiling() and not _is_read(module, what, value):
             parts = ", ".join([f"config.{n}" for n in config.sub_configs])
-            raise ParameterError(
-                f"config.{what} is set, and no attention of {type(module).__name__} reads it\n  "
-                + (f"set it on the part that has attention: {parts}" if parts else "leave it out")
-            )
+            way_out = f"set it on the part that has attention: {parts}" if parts else "leave it out"
+            text = f"config.{what} is set, and no attention of {type(module).__name__} reads it\n  {way_out}"
+            raise ParameterError(text)
 
 
 def _is_read(module: Any, what: str, value: Any) -> bool:

@@ -14,6 +14,7 @@ that become tables.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
@@ -165,25 +166,6 @@ class SymbolicMask:
             raise AttributeError(f"a mask has no {name!r}")
         return getattr(self.array(), name)
 
-    # fmt: off
-    def __getitem__(self, index: Any) -> Any: return self.array()[index]
-    def __add__(self, x: Any) -> Any: return self.array() + x
-    def __sub__(self, x: Any) -> Any: return self.array() - x
-    def __rsub__(self, x: Any) -> Any: return x - self.array()
-    def __mul__(self, x: Any) -> Any: return self.array() * x
-    def __lt__(self, x: Any) -> Any: return self.array() < x
-    def __le__(self, x: Any) -> Any: return self.array() <= x
-    def __gt__(self, x: Any) -> Any: return self.array() > x
-    def __ge__(self, x: Any) -> Any: return self.array() >= x
-    def __eq__(self, x: object) -> Any: return self.array() == x
-    def __ne__(self, x: object) -> Any: return self.array() != x
-    def __and__(self, x: Any) -> Any: return self.array() & x
-    def __or__(self, x: Any) -> Any: return self.array() | x
-    def __invert__(self) -> Any: return ~self.array()
-    __radd__, __rmul__, __rand__, __ror__ = __add__, __mul__, __and__, __or__
-    __hash__ = object.__hash__
-    # fmt: on
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # functions of torch that a model calls on its mask
@@ -207,6 +189,18 @@ class SymbolicMask:
         """The tables that these texts read."""
         names = {n for text in texts for n in names_in(text)}
         return {n: x for n, x in self.tables.items() if n in names}
+
+
+def _of_array(name: str) -> Callable[..., Any]:
+    compute = getattr(operator, name)
+    return lambda self, *x: compute(self.array(), *x)
+
+
+for _name in "getitem add sub mul lt le gt ge eq ne and or invert".split():
+    setattr(SymbolicMask, f"__{_name}__", _of_array(f"__{_name}__"))
+for _name in "add mul and or".split():  # which commute
+    setattr(SymbolicMask, f"__r{_name}__", getattr(SymbolicMask, f"__{_name}__"))
+SymbolicMask.__rsub__ = lambda self, x: x - self.array()  # type: ignore[attr-defined]
 
 
 def _arrays(x: Any) -> Any:
@@ -350,25 +344,6 @@ class TextTerm:
         return TextTerm(f"({term_text(left, self.tables)} {sign} {term_text(right, self.tables)})", self.tables)
 
     # fmt: off
-    def __add__(self, x: Any) -> TextTerm: return self.joined(self, "+", x)
-    def __radd__(self, x: Any) -> TextTerm: return self.joined(x, "+", self)
-    def __sub__(self, x: Any) -> TextTerm: return self.joined(self, "-", x)
-    def __rsub__(self, x: Any) -> TextTerm: return self.joined(x, "-", self)
-    def __mul__(self, x: Any) -> TextTerm: return self.joined(self, "*", x)
-    def __rmul__(self, x: Any) -> TextTerm: return self.joined(x, "*", self)
-    def __floordiv__(self, x: Any) -> TextTerm: return self.joined(self, "//", x)
-    def __mod__(self, x: Any) -> TextTerm: return self.joined(self, "%", x)
-    def __lt__(self, x: Any) -> TextTerm: return self.joined(self, "<", x)
-    def __le__(self, x: Any) -> TextTerm: return self.joined(self, "<=", x)
-    def __gt__(self, x: Any) -> TextTerm: return self.joined(self, ">", x)
-    def __ge__(self, x: Any) -> TextTerm: return self.joined(self, ">=", x)
-    def __eq__(self, x: object) -> TextTerm: return self.joined(self, "==", x)  # type: ignore[override]
-    def __ne__(self, x: object) -> TextTerm: return self.joined(self, "!=", x)  # type: ignore[override]
-    def __and__(self, x: Any) -> TextTerm: return self.joined(self, "&", x)
-    def __rand__(self, x: Any) -> TextTerm: return self.joined(x, "&", self)
-    def __or__(self, x: Any) -> TextTerm: return self.joined(self, "|", x)
-    def __ror__(self, x: Any) -> TextTerm: return self.joined(x, "|", self)
-    def __xor__(self, x: Any) -> TextTerm: return self.joined(self, "^", x)
     def __invert__(self) -> TextTerm: return TextTerm(f"(~{self.text})", self.tables)
     def __neg__(self) -> TextTerm: return TextTerm(f"(-{self.text})", self.tables)
     def __abs__(self) -> TextTerm: return TextTerm(f"abs({self.text})", self.tables)
@@ -381,6 +356,19 @@ class TextTerm:
         raise TypeError("a mask function asks whether a position is true, and positions have no values here")
 
     __hash__ = None  # type: ignore[assignment]  # nothing is equal to another
+
+
+def _binary(sign: str, reflected: bool) -> Callable[[TextTerm, Any], TextTerm]:
+    return lambda self, x: self.joined(x, sign, self) if reflected else self.joined(self, sign, x)
+
+
+SIGNS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|"}  # these also with the term on the right
+for _name, _sign in SIGNS.items():
+    setattr(TextTerm, f"__r{_name}__", _binary(_sign, True))
+SIGNS |= {"floordiv": "//", "mod": "%", "xor": "^", "eq": "==", "ne": "!="}
+SIGNS |= {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+for _name, _sign in SIGNS.items():
+    setattr(TextTerm, f"__{_name}__", _binary(_sign, False))
 
 
 def term_text(x: Any, tables: list[Tensor]) -> str:

@@ -35,7 +35,7 @@ def attend(att: Any, request: CallArgs) -> tuple[Any, ...]:
         att, request = _at_traced_origin(att, request._replace(sinks=stacked("sinks", request.sinks)))
         call = att.call(request)
     except FrisketError as error:
-        error.add_note(_asked(att, request))
+        error.add_note(_description(att, request))
         raise
     outputs = att.run(call)
     att.check_if_asked(call, outputs)
@@ -66,7 +66,7 @@ def _at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
     return att.at(**texts), request._replace(origin=None, params={**request.params, **values})
 
 
-def _asked(att: Any, request: CallArgs) -> str:
+def _description(att: Any, request: CallArgs) -> str:
     """The call in words, beside an error far from where it was written, as under `jax.jit`."""
     arrays = ((n, x) for n, x in zip("qkv", request[:3], strict=True) if hasattr(x, "dtype"))
     shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in arrays)

@@ -248,14 +248,14 @@ def _taken(x: Any, index: Any, name: str) -> Any:
     return take(x, index, LENGTH_AXES[name]) if name in LENGTH_AXES else x
 
 
-def _read_live(plan: LoopPlan, e: Expr) -> list[Expr]:
+def _kv_reads(plan: LoopPlan, e: Expr) -> list[Expr]:
     names = {t.name for t in plan.tables if t.source in KV_INPUTS}
     return [n for n in walk(e) if n.op == "lookup" and n.name in names]
 
 
 def _unscaled(plan: LoopPlan, e: Expr) -> Expr:
     """`e` without the scales and pages in it, which are split as the keys are."""
-    return substitute(e, {n: lit(0.0 if n.type is FLOAT else 0) for n in _read_live(plan, e)})
+    return substitute(e, {n: lit(0.0 if n.type is FLOAT else 0) for n in _kv_reads(plan, e)})
 
 
 @memo(group="plans")
@@ -265,7 +265,7 @@ def _from_zero(plan: LoopPlan, split_axes: tuple[str, ...]) -> LoopPlan:
     shift = {var(s.source[0]): var(s.source[0]) - param(s.name, INT) for s in slots if s.source}
 
     def shifted(e: Expr | None) -> Expr | None:
-        return None if e is None else substitute(e, {n: substitute(n, shift) for n in _read_live(plan, e)})
+        return None if e is None else substitute(e, {n: substitute(n, shift) for n in _kv_reads(plan, e)})
 
     return replace(plan, score=shifted(plan.score), weight=shifted(plan.weight), slots=(*plan.slots, *slots))
 
@@ -396,11 +396,9 @@ def reverse_only(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refused(*_: Any, **__: Any) -> Any:
-    raise BackwardError(
-        "forward mode is asked for (jax.jvp, jax.jacfwd, jax.linearize, or jax.hessian, which takes it of a gradient); "
-        "attention has first derivatives in reverse, by jax.grad, jax.vjp and jax.jacrev\n"
-        "  where none are needed wrap its arguments in jax.lax.stop_gradient"
-    )
+    text = "forward mode is asked for (jax.jvp, jax.jacfwd, jax.linearize, or jax.hessian, which takes it of a "
+    text += "gradient); attention has first derivatives in reverse, by jax.grad, jax.vjp and jax.jacrev\n"
+    raise BackwardError(f"{text}  where none are needed wrap its arguments in jax.lax.stop_gradient")
 
 
 def _tangent_of(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """Runs a call on JAX arrays, with gradients: `attend` of `attend.py` checks it, `execute` runs it.
 
-1. `_divided_plan` takes the call apart: a `JaxCall` without arrays, the arrays that gradients flow to, and the others.
+1. `prepared` takes the call apart: a `JaxCall` without arrays, the arrays that gradients flow to, and the others.
    A plan of the host keeps all three in `plan.calls` for later calls.
 2. `_run`, of arrays with values on one device: `JaxCall.forward` calls the kernel at once.
 3. `_run`, under a transform (jit, grad, vmap) or on several devices: a primitive holds the `JaxCall` in a `Task`
@@ -60,7 +60,7 @@ def execute(call: CheckedCall, att: Any) -> tuple[Any, Any, Any]:
     keeps = not plan.on_device and not call.rate  # a seed and tables of a device are others at the next call
     known = plan.calls.get(kind) if keeps else None
     if new := known is None:
-        known = _divided_plan(call, options, named)
+        known = prepared(call, options)
         if keeps:
             plan.calls[kind] = known
     inner, learned, fixed = known
@@ -79,11 +79,8 @@ def _named(call: CheckedCall, options: Options) -> str:
 def prepared(call: CheckedCall, options: Options) -> tuple[JaxCall, Arrays, Arrays]:
     """A call without its arrays, and its arrays beside q, k, v and sinks, with gradients and without: `bound` of
     `primitives` takes all three."""
-    return _divided_plan(call, options, _named(call, options))
-
-
-def _divided_plan(call: CheckedCall, options: Options, named: str) -> tuple[JaxCall, Arrays, Arrays]:
     plan: Any = call.plan
+    named = _named(call, options)
     numbers: dict[str, Any] = {"drawn": {SEED: call.seed, RATE: call.rate} if call.rate else {}}
     if not plan.on_device:
         tiled = plan.work(ANY)

@@ -142,15 +142,11 @@ def partitioned(task: Task, primitive: Any) -> Callable[..., Any]:
 
     partition = partial(_partition, task, primitive)
     split = _split(run)
-    split.def_partition(
-        partition,
-        sharding_rule=lambda mesh, *shapes: _rule(task, *shapes),
-        infer_sharding_from_operands=lambda *shapes: partition(*shapes)[2],
-    )
+    split.def_partition(partition, lambda *shapes: partition(*shapes)[2], sharding_rule=partial(_rule, task))
     return split  # type: ignore[no-any-return]
 
 
-def _rule(task: Task, operands: Any, results: Any) -> SdyShardingRule:
+def _rule(task: Task, _: Any, operands: Any, results: Any) -> SdyShardingRule:
     """The axes that operands and results share: batch, kv heads, and mapped ones, by names."""
     g = task.call.geometry
     group = g.heads // g.kv_heads
@@ -361,7 +357,7 @@ def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[An
     where = {n: d for n, d in zip(task.names, dims, strict=True) if isinstance(d, int)}
     n = axis.size
     if n and (fold := _fold(task, where)) is not None:
-        return _beside(primitive, fold, n, operands, where, task)
+        return _in_one_call(primitive, fold, n, operands, where, task)
     front = [jnp.moveaxis(x, where[name], 0) if name in where else x for name, x in zip(task.names, operands)]
     level = n, tuple(name in where for name in task.names)
     results = primitive.bind(*front, task=replace(task, levels=(level, *task.levels)))
@@ -382,7 +378,7 @@ def _fold(task: Task, where: dict[str, int]) -> int | None:
     return 0 if whole and call.alike(0) else None
 
 
-def _beside(
+def _in_one_call(
     primitive: Any, axis: int, n: int, operands: Sequence[Any], where: dict[str, int], task: Task
 ) -> tuple[list[Any], list[int]]:
     """One call with the mapped axis in another one; arrays that are not mapped are repeated, but for shared keys."""
@@ -404,8 +400,8 @@ def _beside(
     return [x.reshape(*x.shape[:at], n, -1, *x.shape[at + 1 :]) for x, at in zip(results, back, strict=True)], back
 
 
-for _made in (*WHOLE, *LOCAL):
-    batching.fancy_primitive_batchers[_made] = partial(mapped, _made)
+for _one in (*WHOLE, *LOCAL):
+    batching.fancy_primitive_batchers[_one] = partial(mapped, _one)
 
 
 requires_devices.update(WHOLE)  # JAX tells the rules of these which devices there are

@@ -41,20 +41,24 @@ def rotary_tables(positions: Any, head_dim: int, base: float = 10000.0) -> tuple
     """
     if head_dim % 2:
         raise ShapeError(f"head_dim is {head_dim}; rotary positions turn pairs, so it is even")
-    if framework_of(positions) == "torch":
-        import torch as xp  # a program of JAX needs no torch
-
-        steps: Any = xp.arange(0, head_dim, 2, dtype=xp.float32, device=positions.device)
-        # in float32: 16 bits do not tell far positions apart
-        angles = positions.to(xp.float32)[..., None] * base ** (-steps / head_dim)
-        angles = xp.cat((angles, angles), -1)
-        return xp.sin(angles), xp.cos(angles)
-    steps = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
+    xp = _functions_for(positions)
+    steps = xp.arange(0, head_dim, 2, dtype=xp.float32, device=None if xp is jnp else positions.device)
+    # in float32: 16 bits do not tell far positions apart
+    positions = xp.asarray(positions, dtype=xp.float32)
     # of one rank, as JAX may be set to refuse others
-    turns = (base ** (-steps / head_dim)).reshape((1,) * jnp.ndim(positions) + (-1,))
-    angles = jnp.asarray(positions, jnp.float32)[..., None] * turns
-    angles = jnp.concatenate((angles, angles), -1)
-    return jnp.sin(angles), jnp.cos(angles)
+    turns = (base ** (-steps / head_dim)).reshape((1,) * positions.ndim + (-1,))
+    angles = positions[..., None] * turns
+    angles = xp.concatenate((angles, angles), -1)
+    return xp.sin(angles), xp.cos(angles)
+
+
+def _functions_for(x: Any) -> Any:
+    """The module with the functions on arrays like `x`: torch, or jax.numpy."""
+    if framework_of(x) == "torch":
+        import torch  # a program of JAX needs no torch
+
+        return torch
+    return jnp
 
 
 def rotate_half(x: Any) -> Any:
@@ -67,11 +71,7 @@ def rotate_half(x: Any) -> Any:
     """
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
-    if framework_of(x) == "torch":
-        import torch
-
-        return torch.cat((-b, a), -1)
-    return jnp.concatenate((-b, a), -1)
+    return _functions_for(x).concatenate((-b, a), -1)
 
 
 def apply_rotary_pos_emb(

@@ -46,14 +46,14 @@ class DotGeneral(nnx.Module):
         (a, b), (c, d) = dimension_numbers
         dimensions = (tuple(a), tuple(b)), (tuple(c), tuple(d))
         if self.mode == "train":
-            return as_asked(trained(lhs, rhs, dimensions, self.bits), preferred_element_type)
+            return as_preferred(trained(lhs, rhs, dimensions, self.bits), preferred_element_type)
         if self.mode == "serve" and self.rhs is not None:
             rhs = self.rhs[...]
         elif not isinstance(rhs, qwix.QArray):
             rhs = rounded(rhs, dimensions[0][1], self.bits)
         if self.mode == "convert":
             self.rhs = RoundedWeight(rhs)
-        return as_asked(served(lhs, rhs, dimensions, self.bits), preferred_element_type)
+        return as_preferred(served(lhs, rhs, dimensions, self.bits), preferred_element_type)
 
 
 def _scaling(bits: int) -> str:
@@ -91,5 +91,5 @@ def _no_gradient(dimension_numbers: Any, bits: int, primals: Any, tangents: Any)
     raise BackwardError("products of rounded weights have no gradients\n  take mode='train'")
 
 
-def as_asked(x: Any, preferred_element_type: Any) -> Any:
+def as_preferred(x: Any, preferred_element_type: Any) -> Any:
     return x if preferred_element_type is None else x.astype(jnp.dtype(preferred_element_type))

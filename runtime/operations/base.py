@@ -430,7 +430,7 @@ class BaseOperation(ABC):
         return name if name in {*Backend} else "native"  # JAX may run on others
 
 
-Made = TypeVar("Made", bound=type[BaseOperation])
+OperationClass = TypeVar("OperationClass", bound=type[BaseOperation])
 
 
 class OperationRegistry:
@@ -453,7 +453,7 @@ class OperationRegistry:
     _known: ClassVar[dict[str, type[BaseOperation]]] = {}
 
     @classmethod
-    def register(cls, impl_cls: Made) -> Made:
+    def register(cls, impl_cls: OperationClass) -> OperationClass:
         """A class decorator: the class under all of its names. A name of another class gives a warning, then changes.
 
         >>> OperationRegistry.register(int)
@@ -503,7 +503,7 @@ class AttentionRegistry(OperationRegistry):
     _known: ClassVar[dict[str, type[BaseOperation]]] = {}  # a separate table: the base class holds all operations
 
     @classmethod
-    def register(cls, impl_cls: Made) -> Made:
+    def register(cls, impl_cls: OperationClass) -> OperationClass:
         """A class decorator: the class under all of its names, among all operations too.
 
         >>> @AttentionRegistry.register

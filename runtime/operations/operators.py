@@ -1,4 +1,4 @@
-"""The operators there are: frisket on every backend, the dense interpreter, ring attention.
+"""The operators there are: frisket on every backend, the dense reference, ring attention.
 
 Keywords of a call become one mask, one score mod, and values for what they read.
 """
@@ -353,7 +353,7 @@ def _on(backend: Backend) -> type[FrisketAttention]:
     return AttentionRegistry.register(OneBackend)
 
 
-globals().update((made.__name__, made) for made in (_on(b) for b in backends_of("jax") if b.operators))  # for pickle
+globals().update((op.__name__, op) for op in (_on(b) for b in backends_of("jax") if b.operators))  # for pickle
 
 
 @AttentionRegistry.register

@@ -28,6 +28,7 @@ from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.grammar.memo import own_state
 from frisket.lowering.analysis.tiles import FULL
 from frisket.runtime.calls.arrays import framework_of, take
+from frisket.runtime.export.tile_lists import elements
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.masks.mask import Mask, MaskLike
 from frisket.runtime.masks.mask import mask as as_mask
@@ -202,7 +203,7 @@ def _exchange(a: Array, b: Array, target: float, most: float) -> tuple[int, int,
 
 Variant = Literal["ring", "all-gather"]
 _ELEMENTS = 1 << 21  # positions looked at in one go
-_TILES = 1 << 20  # border tiles that `pairs` looks at
+_TILES = 1 << 20  # partial tiles that `pairs` looks at
 
 
 def deal(
@@ -442,12 +443,12 @@ def _filled(x: Any, where: NDArray[np.bool_], axis: int, fill: float) -> Any:
 
 
 def _pairs(d: Deal) -> NDArray[np.int64]:
-    """FULL tiles are counted by their number, border tiles looked at."""
+    """FULL tiles are counted by their number, partial tiles looked at."""
     grid, slice_of = d.layout._grid
     uses = np.bincount(slice_of.reshape(-1), minlength=len(grid.b))
     runs = d.layout._spread()
-    whole, border = np.flatnonzero(runs.kind == FULL), np.flatnonzero(runs.kind != FULL)
-    width = (runs.stop - runs.start)[border]
+    whole, partial = np.flatnonzero(runs.kind == FULL), np.flatnonzero(runs.kind != FULL)
+    width = (runs.stop - runs.start)[partial]
     if int(width.sum()) > _TILES:
         raise BudgetError(f"pairs would look at {int(width.sum()):,} partial tiles\n  `needs` says who sees whom")
     owner = np.empty(d.tiles.size, np.int64)
@@ -456,7 +457,7 @@ def _pairs(d: Deal) -> NDArray[np.int64]:
     np.add.at(steps, (owner[runs.row[whole]], runs.start[whole]), uses[runs.slice[whole]])
     np.add.at(steps, (owner[runs.row[whole]], runs.stop[whole]), -uses[runs.slice[whole]])
     full = np.asarray(np.cumsum(steps, axis=1)[:, d.tiles].sum(axis=2) * d.tile**2)
-    index = np.repeat(border, width)
+    index = np.repeat(partial, width)
     column = runs.start[index] + np.arange(len(index)) - np.repeat(np.cumsum(width) - width, width)
     row, s = runs.row[index], runs.slice[index]
     np.add.at(full, (owner[row], owner[column]), _looked_at(d.layout, grid, s, row, column) * uses[s])
@@ -465,17 +466,11 @@ def _pairs(d: Deal) -> NDArray[np.int64]:
 
 def _looked_at(layout: Layout, grid: Any, s: Array, row: Array, column: Array) -> Array:
     """Visible pairs of tiles, int64 [tiles]."""
-    size, scope = layout.block[0], layout.scope()
-    out = np.zeros(len(row), np.int64)
-    step = max(1, _ELEMENTS // size**2)
+    scope, out = layout.scope(), np.zeros(len(row), np.int64)
+    step = max(1, _ELEMENTS // layout.block[0] ** 2)
     for at in range(0, len(row), step):
         i = slice(at, at + step)
-        q = row[i][:, None, None] * size + np.arange(size)[:, None]
-        k = column[i][:, None, None] * size + np.arange(size)
-        inside = (q < grid.q_len) & (k < grid.kv_len)
-        env = {"b": grid.b[s[i]][:, None, None], "h": grid.h[s[i]][:, None, None], "q": q, "k": k}
-        # a mask may read neither q nor k
-        out[i] = (np.broadcast_to(scope.value(layout.mask, env), inside.shape) & inside).sum(axis=(1, 2))
+        out[i] = elements(layout.mask, grid, scope, s[i], row[i], column[i]).sum(axis=(1, 2))
     return out
 
 

@@ -235,8 +235,7 @@ class _Ring:
     """A ring in which every rank sends straight to the ranks that read its keys."""
 
     def __init__(self, shard: Shard) -> None:
-        self.shard, self.steps = shard, steps(shard.deal)
-        self.axis = {"k": 1, "v": 1, **shard.local.sent_with_keys}  # array that is sent -> its axis of keys
+        self.shard, self.axis, self.steps = shard, shard.axis_of_keys, steps(shard.deal)
 
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         q, values = learned["q"], _values_of(learned | fixed)
@@ -318,8 +317,7 @@ class _AllGather:
     """The all-gather: all keys on every device, in the order of the sequence."""
 
     def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-        self.axis = {"k": 1, "v": 1, **shard.local.sent_with_keys}  # array that is gathered -> its axis of keys
+        self.shard, self.axis = shard, shard.axis_of_keys
 
     def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         arrays = learned | fixed
@@ -409,6 +407,11 @@ class Shard:
         coordinates += "q" if self.all_keys else "qk"
         where = ShardPlace(self.deal.length, len(self.deal.order), batch, heads, coordinates, self.split)
         return on_shard(self.att, where, {n: x.shape for n, x in self.values.items() if n not in self.split})
+
+    @property
+    def axis_of_keys(self) -> dict[str, int]:
+        """The arrays that are sent or gathered -> their axes of keys."""
+        return {"k": 1, "v": 1, **self.local.sent_with_keys}
 
     @property
     def learnable(self) -> frozenset[str]:

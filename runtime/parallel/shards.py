@@ -20,25 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from frisket.dsl import ir
 from frisket.dsl.errors import FrisketError, ParameterError
-from frisket.dsl.ir import (
-    SIZES,
-    TRUE,
-    Expr,
-    clauses,
-    conj,
-    find,
-    fold,
-    lit,
-    literal_value,
-    lookup,
-    make,
-    names_of,
-    param,
-    substitute,
-    uses,
-    var,
-)
+from frisket.dsl.ir import SIZES, Expr, clauses, conj, find, lit, lookup, names_of, param, substitute, uses, var
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind as written_out
@@ -83,7 +67,7 @@ class ShardAttention:
 
 
 def place(coordinate: str) -> Expr:
-    return make("var", (), f"place of {coordinate}", INT)
+    return ir.make("var", (), f"place of {coordinate}", INT)
 
 
 def on_shard(att: Attention, where: ShardPlace, shapes: Mapping[str, tuple[int, ...]]) -> ShardAttention:
@@ -118,7 +102,7 @@ def on_shard(att: Attention, where: ShardPlace, shapes: Mapping[str, tuple[int, 
 def check_covered(program: CallProgram, deal: Deal, brought: Collection[str], batch: int, heads: int) -> None:
     """Raise `ParameterError` unless a deal brings every key that the mask shows: it is of that mask, or of one that
     shows more. Tables in `brought`, without values yet, are taken to be those of the deal."""
-    mine, theirs = Mask(TRUE) if program.mask is None else program.mask, deal.mask
+    mine, theirs = Mask(ir.TRUE) if program.mask is None else program.mask, deal.mask
     for c, n, have in (("b", batch, deal.batch), ("h", heads, deal.heads)):
         if c in uses(theirs.expr) and have < n:
             text = f"the deal's mask depends on {c} and is known for {have} of {n}\n  {theirs}\n"
@@ -160,7 +144,8 @@ RISING: dict[str, Callable[..., bool]] = {
     "var": lambda e: e.name in "qk",
     "segment": lambda e, x: x,
     **dict.fromkeys(("add", "sub"), lambda e, x, by: x and e.args[1].op == "lit"),
-    "floordiv": lambda e, x, by: x and literal_value(e.args[1], 0) > 0,  # a negative divisor would turn the order round
+    # a negative divisor would turn the order round
+    "floordiv": lambda e, x, by: x and ir.literal_value(e.args[1], 0) > 0,
 }
 
 
@@ -219,7 +204,7 @@ class _Rewriter:
     def _rises(self, root: Expr) -> bool:
         """Whether it never decreases from one position to the next."""
         by_row = RISING | {"lookup": lambda e, *args: args == (True,) and self._sorted(e.name)}
-        return fold(root, lambda e, args: e.op in by_row and by_row[e.op](e, *args))[root]
+        return ir.fold(root, lambda e, args: e.op in by_row and by_row[e.op](e, *args))[root]
 
     def _sorted(self, name: str) -> bool:
         for p in self.program.parts:

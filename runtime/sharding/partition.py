@@ -87,7 +87,9 @@ class _Forms(type):
     axes = property(lambda cls: cls.form[0])
     mode = property(lambda cls: cls.form[1])
 
-    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], form: Any = None) -> Any:
+        if form is not None:
+            body["form"] = form
         if {"axes", "mode"} & {*body}:  # as they are written in eformer
             before: Any = next((b.form for b in bases if hasattr(b, "form")), ([], MODE_TRAIN))
             body["form"] = body.pop("axes", before[0]), body.pop("mode", before[1])
@@ -137,74 +139,57 @@ class DynamicShardingAxes(_Said, metaclass=_Forms):
         return super().__new__(cls, axes, mode)
 
 
-class HiddenStateSharding(DynamicShardingAxes):
-    form = [BATCH, QUERY_LENGTH, EMBED], 1
+class HiddenStateSharding(DynamicShardingAxes, form=([BATCH, QUERY_LENGTH, EMBED], 1)): ...
 
 
-class AttnQSharding(DynamicShardingAxes):
-    form = [BATCH, QUERY_LENGTH, HEAD, HEAD_DIM], 1
+class AttnQSharding(DynamicShardingAxes, form=([BATCH, QUERY_LENGTH, HEAD, HEAD_DIM], 1)): ...
 
 
-class AttnKVSharding(DynamicShardingAxes):
-    form = [BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM], 1
+class AttnKVSharding(DynamicShardingAxes, form=([BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM], 1)): ...
 
 
-class RowWise(DynamicShardingAxes):
-    form = [TP, [FSDP, SP]], MODE_TRAIN
+class RowWise(DynamicShardingAxes, form=([TP, [FSDP, SP]], MODE_TRAIN)): ...
 
 
-class ColumnWise(DynamicShardingAxes):
-    form = [[FSDP, SP], TP], MODE_TRAIN
+class ColumnWise(DynamicShardingAxes, form=([[FSDP, SP], TP], MODE_TRAIN)): ...
 
 
-class SRowWise(DynamicShardingAxes):
-    form = [TP], MODE_TRAIN
+class SRowWise(DynamicShardingAxes, form=([TP], MODE_TRAIN)): ...
 
 
-class SColumnWise(DynamicShardingAxes):
-    form = [[FSDP, SP]], MODE_TRAIN
+class SColumnWise(DynamicShardingAxes, form=([[FSDP, SP]], MODE_TRAIN)): ...
 
 
-class Replicated(DynamicShardingAxes):
-    form = [EMPTY], MODE_TRAIN
+class Replicated(DynamicShardingAxes, form=([EMPTY], MODE_TRAIN)): ...
 
 
 # Weights of experts: [experts, in, out], columns being the first product of a layer and rows the second.
-class ExpertColumnWise(DynamicShardingAxes):
-    form = [EP, FSDP, TP], MODE_TRAIN
+class ExpertColumnWise(DynamicShardingAxes, form=([EP, FSDP, TP], MODE_TRAIN)): ...
 
 
-class ExpertRowWise(DynamicShardingAxes):
-    form = [EP, TP, FSDP], MODE_TRAIN
+class ExpertRowWise(DynamicShardingAxes, form=([EP, TP, FSDP], MODE_TRAIN)): ...
 
 
-class ExpertColumnWiseAlt(DynamicShardingAxes):
-    form = [EP, [FSDP, SP], TP], MODE_TRAIN
+class ExpertColumnWiseAlt(DynamicShardingAxes, form=([EP, [FSDP, SP], TP], MODE_TRAIN)): ...
 
 
-class ExpertRowWiseAlt(DynamicShardingAxes):
-    form = [EP, TP, [FSDP, SP]], MODE_TRAIN
+class ExpertRowWiseAlt(DynamicShardingAxes, form=([EP, TP, [FSDP, SP]], MODE_TRAIN)): ...
 
 
-class UnifiedExpertColumnWise(DynamicShardingAxes):
-    form = [[FSDP, SP, EP], EMPTY, TP], MODE_TRAIN
+class UnifiedExpertColumnWise(DynamicShardingAxes, form=([[FSDP, SP, EP], EMPTY, TP], MODE_TRAIN)): ...
 
 
-class UnifiedExpertRowWise(DynamicShardingAxes):
-    form = [[FSDP, SP, EP], TP, EMPTY], MODE_TRAIN
+class UnifiedExpertRowWise(DynamicShardingAxes, form=([[FSDP, SP, EP], TP, EMPTY], MODE_TRAIN)): ...
 
 
-class ExpertTensorParallel(DynamicShardingAxes):
-    form = [TP, EMPTY, EMPTY], MODE_TRAIN
+class ExpertTensorParallel(DynamicShardingAxes, form=([TP, EMPTY, EMPTY], MODE_TRAIN)): ...
 
 
 # Activations of experts: [batch, length, experts, size], and [batch, length, size] of those that were chosen.
-class ExpertActivations(DynamicShardingAxes):
-    form = [DP, SP, EP, TP], MODE_TRAIN
+class ExpertActivations(DynamicShardingAxes, form=([DP, SP, EP, TP], MODE_TRAIN)): ...
 
 
-class ExpertActivationsAlt(DynamicShardingAxes):
-    form = [DP, SP, [TP, FSDP]], MODE_TRAIN
+class ExpertActivationsAlt(DynamicShardingAxes, form=([DP, SP, [TP, FSDP]], MODE_TRAIN)): ...
 
 
 # Names of types that eformer's `common_types` has, for annotations of model code.
