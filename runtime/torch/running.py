@@ -38,15 +38,16 @@ from .spec import attention_of
 
 Tensors = Sequence[Tensor]
 Ints = Sequence[int]
+Triple = tuple[Any, Any, Any]  # q, k and v
 BARE = "", ":"  # the names of a call of q, k and v alone
 
 
 def call_of(
-    values: Tensors, numbers: Ints, spec: str, names: str, qkv: Sequence[Any] = (None,) * 3, sinks: Any = None
+    values: Tensors, numbers: Ints, spec: str, names: str, qkv: Triple = (None, None, None), sinks: Any = None
 ) -> tuple[Any, CallArgs]:
     """The attention and the keywords of a call of it."""
     if names in BARE:  # most calls: fields in their order take half the time of fields by name
-        args = *qkv, None, None, sinks, False, None, None, "bhsd", {}
+        args: tuple[Any, ...] = (*qkv, None, None, sinks, False, None, None, "bhsd", {})
         return attention_of(spec, ()), tuple.__new__(CallArgs, args)
     top, entries = names_of(names)
     tensors, ints = iter(values), iter(numbers)
