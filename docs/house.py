@@ -152,9 +152,12 @@ class Tree:
                 for x in nodes
                 if isinstance(x, ast.Call) and getattr(x.func, "attr", getattr(x.func, "id", "")) in IMPORTERS
             ):
-                for node in [*call.args, *(k.value for k in call.keywords)]:
-                    target = text_of(node, module(name)).partition(":")[0]
-                    if target in self.modules:
+                values = [*call.args, *(k.value for k in call.keywords)]
+                # the executors of a backend are in the module of the framework's name
+                keys = [key for x in values if isinstance(x, ast.Dict) for key in x.keys if key is not None]
+                for node in [*values, *keys]:
+                    text = text_of(node, module(name)).partition(":")[0]
+                    for target in {text, f"{module(name)}.{text}"} & self.modules.keys():
                         found.append(Import(module(name), target, True, f"{name}:{call.lineno}"))
         return found
 

@@ -1,9 +1,9 @@
 """Backend: all that frisket knows of one backend, in one record, which the backend's own folder registers.
 
 Every list of backends is derived from these records: what runs here, what a call takes by itself, what prints a
-kernel, what `frisket doctor` says. A record names modules, one for its kernels and one for each framework, whose
-functions have the names that are listed here. They are loaded when a function is first asked for, so a record imports
-neither a framework nor a kernel.
+kernel, what `frisket doctor` says. A record names its package, which has a module for its kernels and one for each
+framework, whose functions have the names that are listed here. They are loaded when a function is first asked for, so a
+record imports neither a framework nor a kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from glob import glob
 from typing import Any, Generic, Literal, TypeVar
@@ -36,15 +36,15 @@ Shapes = Mapping[str, tuple[int, ...]]  # of tables, by their names in a plan
 class ModuleFunction(Generic[F]):
     """A function that the module of a record has under the attribute's name; None where it has none and needs none."""
 
-    def __init__(self, module: str = "module", required: bool = False) -> None:
-        self.module, self.required = module, required  # the field of the record that names the module
+    def __init__(self, path: str = "path", required: bool = False) -> None:
+        self.path, self.required = path, required  # the attribute of the record that names the module
 
     def __set_name__(self, record: type, name: str) -> None:
         self.name = name
 
     def __get__(self, record: Any, of: type | None = None) -> F:
-        module = record and (getattr(record, self.module) or record.module)
-        functions = loaded(module) if module else None
+        path = record and (getattr(record, self.path) or record.path)
+        functions = loaded(path) if path else None
         function: Any = getattr(functions, self.name) if self.required else getattr(functions, self.name, None)
         return function  # type: ignore[no-any-return]
 
@@ -65,12 +65,12 @@ class Executors:
 
     Those of an engine that takes no plans have the `arguments` of its proof first."""
 
-    module: str
-    backward_module: str = ""  # of the backward, where it is not in the same
+    path: str = ""  # of their module; "": the module of the framework's name in the package of the backend
+    backward_path: str = ""  # of the backward's module, where it is not in the same
     maps: bool = False  # the executor may stand under jax.vmap
     rows: bool = False  # they read rows by the inputs' `rows`; arrays are permuted for others, see `calls.arrays`
     forward = ModuleFunction[Callable[..., Any]](required=True)
-    backward = Optional("backward_module")
+    backward = Optional("backward_path")
     refuses = Optional()
     refuses_gradients = Optional()
     # (inputs, dtype of q, dtype of k, names of tables that come with each call): runs calls that differ from one in
@@ -99,10 +99,10 @@ class Backend:
     `reason(framework)` says why it does not run here on arrays of torch or JAX, of either where that is None; "" where
     it does. `tiles(geometry, dtype, narrow)` gives the queries and keys of a tile, `narrow` where rows see few keys.
 
-    `module` is of its kernels, and empty where it has library calls. `text(plan, target, geometry, dtype, sinks,
-    learned, spans)` gives the kernel's text and the target it runs with. Kernels that ask more than `tiles` have a
-    `target(plan, geometry, dtype, tile, narrow)` of a LoopPlan, and a `call_target(plan, geometry, dtype, tile, tuning,
-    device, arch)` of a whole call.
+    `module` of its `package` has its kernels, and is empty where it has library calls. `text(plan, target, geometry,
+    dtype, sinks, learned, spans)` gives the kernel's text and the target it runs with. Kernels that ask more than
+    `tiles` have a `target(plan, geometry, dtype, tile, narrow)` of a LoopPlan, and a `call_target(plan, geometry,
+    dtype, tile, tuning, device, arch)` of a whole call.
 
     `features` has the reason for each of `lowering.kernels.features.FEATURES` that the backend lacks; others work."""
 
@@ -110,6 +110,7 @@ class Backend:
     kernels: str  # in the words of `frisket doctor`
     reason: Callable[[str | None], str] = lambda framework: ""
     tiles: Callable[..., tuple[int, int]] = lambda geometry, dtype, narrow: (64 if narrow else 128, 32)
+    package: str = ""  # of its modules: the folder's
     module: str = ""
     target = Optional()
     call_target = Optional()
@@ -148,6 +149,15 @@ class Backend:
     int64: bool = False  # kernels have Ints of 64 bits, in JAX without jax_enable_x64 too
     plans: Literal["", "host", "device"] = ""  # tables of the host are planned by its own planner where it is named
     operators: tuple[str, ...] = ()  # names in `frisket.operations`
+
+    def __post_init__(self) -> None:
+        paths = {f: e if e.path else replace(e, path=f"{self.package}.{f}") for f, e in self.executors.items()}
+        object.__setattr__(self, "executors", paths)
+
+    @property
+    def path(self) -> str:
+        """The module of its kernels; empty where it has library calls."""
+        return self.module and f"{self.package}.{self.module}"
 
     def register(self) -> None:
         """Make the backend known, in the place of one of the same name."""

@@ -479,16 +479,12 @@ CACHES = {"FRISKET_CACHE_DIR": "frisket", "TRITON_CACHE_DIR": "triton", "TORCHIN
 CACHES |= {"JAX_COMPILATION_CACHE_DIR": "jax"}
 
 
-def stage_of(name: str, device: str) -> Stage:
-    if name == "torch":
-        return torch_stage(device, lengths=True)
-    return jax_stage("gpu" if device == "cuda" else device)
-
-
 def main(path: str) -> None:
     who, stage_name, device, contests = pickle.loads(Path(path).read_bytes())
     # a stage does not pickle, so that a job names its contestant
-    contestant = next(c for c in stage_of(stage_name, device).contestants if c.name == who)
+    in_torch = stage_name == "torch"
+    stage = torch_stage(device, lengths=True) if in_torch else jax_stage("gpu" if device == "cuda" else device)
+    contestant = next(c for c in stage.contestants if c.name == who)
     compilations = counter(stage_name)
     warm_up_stage(stage_name, device)
     first, again, _ = timed(contestant.prepare, contests[0], compilations)

@@ -29,8 +29,9 @@ for _schema in (
     LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 
-def _late(name: str, *first: str) -> Callable[..., Any]:
-    """A function of `running`, imported when one runs: `import frisket` costs little beside torch."""
+def _late(name: str, *first: str, below_autograd: bool = False) -> Callable[..., Any]:
+    """A function of `running`, imported when one runs: `import frisket` costs little beside torch. One that stands
+    `below_autograd` runs without gradients, which are those of another operator."""
     function: Callable[..., Any] | None = None
 
     def run(*arguments: Any, **named: Any) -> Any:
@@ -39,6 +40,9 @@ def _late(name: str, *first: str) -> Callable[..., Any]:
             from . import running
 
             function = partial(getattr(running, name), *first)
+        if below_autograd and torch.is_grad_enabled():  # no_grad takes a microsecond: graphs mostly are in one
+            with torch.no_grad():
+                return function(*arguments, **named)
         return function(*arguments, **named)
 
     return run
@@ -46,7 +50,7 @@ def _late(name: str, *first: str) -> Callable[..., Any]:
 
 for _name in ("attend", "attend_alone", "attend_backward", "tiles"):
     for _key in ("CPU", "CUDA"):
-        LIBRARY.impl(_name, _late(_name), _key)
+        LIBRARY.impl(_name, _late(_name, below_autograd=True), _key)
     torch.library.register_fake(f"frisket::{_name}", _late(f"fake_{_name}"), lib=LIBRARY)
 for _name in ("attend", "attend_alone", "attend_backward"):
     # torch.func, vmap and graphs around them; torch's own rules for operators know no function with setup_context.

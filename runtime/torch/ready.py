@@ -21,7 +21,7 @@ from frisket.dsl.ir import var, walk
 from frisket.lowering.dtypes import accumulate
 from frisket.lowering.plan import KV_INPUTS, Cotangents, ForwardResults, KernelInputs, Spans, Target
 from frisket.lowering.planner.planner import READS
-from frisket.runtime.backends.base import RECORDS, Backend
+from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.cpp.torch import FastPath, lse_of
 from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.calls.arrays import NATURAL
@@ -420,7 +420,8 @@ class VendorCall(PreparedCall):
         if record.engine is None:
             run = _by_plan(prepare(replace(bare, backend=record.name), options))
         else:
-            run = _by_arguments(record)
+            executors = record.executors["torch"]
+            run = executors.forward, executors.backward or _refused
         bshd = arrays.layout != NATURAL["torch"]
         return cls(inputs, *run, real, bshd, proof=proof, named=named, prepare=lambda: prepare(bare, options))
 
@@ -462,12 +463,6 @@ class VendorCall(PreparedCall):
         results, cotangents = ForwardResults(out, lse), Cotangents(dout, dlse)
         grads: dict[str, Tensor] = self.backward(self.proof.arguments, q, k, v, results, cotangents)
         return grads
-
-
-def _by_arguments(record: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The forward and the backward of an engine's own arguments."""
-    run = record.executors["torch"]
-    return run.forward, _refused if run.backward is None else run.backward
 
 
 def _by_plan(ready: PreparedCall) -> tuple[Callable[..., Any], Callable[..., Any]]:

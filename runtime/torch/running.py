@@ -38,15 +38,17 @@ from .spec import attention_of
 
 Tensors = Sequence[Tensor]
 Ints = Sequence[int]
+Triple = tuple[Any, Any, Any]  # q, k and v
 BARE = "", ":"  # the names of a call of q, k and v alone
 
 
 def call_of(
-    values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str, *qkv: Tensor, sinks: Any = None
+    values: Tensors, numbers: Ints, spec: str, names: str, qkv: Triple = (None, None, None), sinks: Any = None
 ) -> tuple[Any, CallArgs]:
     """The attention and the keywords of a call of it."""
-    if names in BARE and qkv:
-        return attention_of(spec, ()), CallArgs(qkv[0], qkv[1], qkv[2], sinks=sinks, layout="bhsd")
+    if names in BARE:  # most calls: fields in their order take half the time of fields by name
+        args: tuple[Any, ...] = (*qkv, None, None, sinks, False, None, None, "bhsd", {})
+        return attention_of(spec, ()), tuple.__new__(CallArgs, args)
     top, entries = names_of(names)
     tensors, ints = iter(values), iter(numbers)
     params: dict[str, Any] = {}
@@ -62,8 +64,7 @@ def call_of(
     att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
     origin, sizes = (tuple(x) or None for x in place.values())
     seed = None if seed is None else int(seed)
-    q, k, v = qkv or (None, None, None)
-    return att, CallArgs(q, k, v, None, seed, sinks, top, origin, sizes, "bhsd", params)
+    return att, CallArgs(*qkv, None, seed, sinks, top, origin, sizes, "bhsd", params)
 
 
 def _known(x: Any) -> Any:
@@ -80,16 +81,15 @@ def _kind(x: Any) -> tuple[int, type]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Tensors, numbers: Ints, spec: str, names: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
+    att, request = call_of(values, numbers, spec, names, (q, k, v), sinks)
     grad_names, record = grad_names_of(names), RECORDS.get(att.options.backend or Settings.read().backend or "")
     checks = record is not None and "torch" in record.executors and record.executors["torch"].checks_gradients
-    with torch.no_grad():
-        if checks and grad_names is not None and q.numel() and k.numel():
-            ready = kept_ready(att, request)
-            learned = frozenset(n for n, source in ready.kv_inputs if source in grad_names)
-            arrays = q, k, v, sinks, *(request.params[n] for _, n in ready.kv_inputs)
-            ready.check_gradients(arrays, request.seed, learned)
-        out, lse, top, softmax_stats = attend_op(att, request, saving=True)
+    if checks and grad_names is not None and q.numel() and k.numel():
+        ready = kept_ready(att, request)
+        learned = frozenset(n for n, source in ready.kv_inputs if source in grad_names)
+        arrays = q, k, v, sinks, *(request.params[n] for _, n in ready.kv_inputs)
+        ready.check_gradients(arrays, request.seed, learned)
+    out, lse, top, softmax_stats = attend_op(att, request, saving=True)
     top = lse.new_empty(0) if top is None or not request.top else top.contiguous()
     # known from shapes, before a backend is chosen: fake tensors have none
     width = norm_width(q.dtype, v.shape[3], q.device.type)
@@ -105,9 +105,8 @@ def attend(
 def attend_alone(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Tensors, numbers: Ints, spec: str, names: str
 ) -> Tensor:
-    att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
-    with torch.no_grad():
-        out: Tensor = attend_op(att, request, lse=False)[0]
+    att, request = call_of(values, numbers, spec, names, (q, k, v), sinks)
+    out: Tensor = attend_op(att, request, lse=False)[0]
     return out.contiguous()
 
 
@@ -129,20 +128,19 @@ def attend_backward(
         if sinks is not None and dlse is not None:
             zeros[3] = dlse.sum((0, 2)).to(sinks.dtype)
         return [g for g, need in zip(zeros, needed, strict=True) if need and g is not None]
-    att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
-    with torch.no_grad():
-        ready = kept_ready(att, request, defers=True)
-        if ready.fast and sinks is None and names in BARE:
-            saved: tuple[Any, ...] = (q, k, v, None, out, lse, softmax_stats)
-            results = gradients_again(ready.fast, ready, saved, dout, dlse, tuple(needed[:4]))
-            return [g.contiguous() for g in results if g is not None]
-        ready = ready.taking(sinks, request.top)  # as in the forward
-        inputs = [request.params[n] for _, n in ready.kv_inputs]
-        saved = (q, k, v, sinks, out, lse, softmax_stats, *inputs)
-        needed_by_name = dict(zip(learnable(values, names), needed[4:], strict=True))
-        flags = (*needed[:4], *(needed_by_name[n] for _, n in ready.kv_inputs))
-        results = gradients(ready, request.seed, saved, dout, dlse, flags)
-        by_name = {n: g for (_, n), g in zip(ready.kv_inputs, results[4:], strict=True)}
+    att, request = call_of(values, numbers, spec, names, (q, k, v), sinks)
+    ready = kept_ready(att, request, defers=True)
+    if ready.fast and sinks is None and names in BARE:
+        saved: tuple[Any, ...] = (q, k, v, None, out, lse, softmax_stats)
+        results = gradients_again(ready.fast, ready, saved, dout, dlse, tuple(needed[:4]))
+        return [g.contiguous() for g in results if g is not None]
+    ready = ready.taking(sinks, request.top)  # as in the forward
+    inputs = [request.params[n] for _, n in ready.kv_inputs]
+    saved = (q, k, v, sinks, out, lse, softmax_stats, *inputs)
+    needed_by_name = dict(zip(learnable(values, names), needed[4:], strict=True))
+    flags = (*needed[:4], *(needed_by_name[n] for _, n in ready.kv_inputs))
+    results = gradients(ready, request.seed, saved, dout, dlse, flags)
+    by_name = {n: g for (_, n), g in zip(ready.kv_inputs, results[4:], strict=True)}
     grads = [g for g, need in zip(results[:4], needed[:4], strict=True) if need]
     named = dict(zip(learnable(values, names), floats(values), strict=True))
     for name, need in needed_by_name.items():

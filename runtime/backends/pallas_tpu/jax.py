@@ -53,7 +53,8 @@ def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = 
     block_q, block_k = NARROW if narrow else TILES
     if not narrow and geometry.kv_len >= LONG and _numbers(geometry) * _wide(dtype) <= KEY_BYTES:
         block_k *= 2
-    q_len, kv_len = (-(-n // tpu_kernel.LANES) * tpu_kernel.LANES for n in (geometry.q_len, geometry.kv_len))
+    # a call without tokens has the smallest tile
+    q_len, kv_len = (max(-(-n // tpu_kernel.LANES), 1) * tpu_kernel.LANES for n in (geometry.q_len, geometry.kv_len))
     block_k = min(block_k, kv_len)
     if plan.pages:
         fitting = tpu_kernel.keys_of_a_tile

@@ -24,3 +24,12 @@ def test_a_call_shows_the_stages_that_are_printed_without_it(monkeypatch):
         att(q, q, q)
         att(q, q, q)
     assert shown.getvalue() == "\n\n".join(want.text(n) for n in ("plan", "target", "simplified")) + "\n"
+
+
+@pytest.mark.parametrize("backend", ["cpp", "gluon", "flash", "pallas-tpu", "pallas-mosaic-gpu"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 64), (4, 0), (0, 0)])
+def test_stages_of_calls_without_tokens_have_a_kernel(backend, q_len, kv_len):
+    pytest.importorskip("jax" if backend.startswith("pallas") else "torch")
+    stages = fk.compile("causal").stages(q_len=q_len, kv_len=kv_len, backend=backend, dtype="float16")
+    assert stages.source
+    assert stages.target
