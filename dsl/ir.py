@@ -28,6 +28,7 @@ sin cos tan sqrt rsqrt erf`
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -275,6 +276,19 @@ def build(op: str, *args: Expr) -> Expr:
             flat.extend(operands(op, a))
         return make(op, tuple(flat), None, BOOL)
     return make(op, args, None, type)
+
+
+def nest(op: str, args: Iterable[Expr]) -> Expr:
+    """An operator over any number of operands: `and` and `or` hold all of them, the others are nested to the left.
+
+    >>> from frisket.dsl.sugar import h, k, q
+    >>> nest("max", [q, k, h]), nest("min", [q])
+    (max(max(q, k), h), q)
+    """
+    first, *rest = args
+    if rest and op in ("and", "or"):
+        return build(op, first, *rest)
+    return functools.reduce(lambda x, y: build(op, x, y), rest, first)
 
 
 ON_INT = {"and": "bitand", "or": "bitor", "xor": "bitxor"}

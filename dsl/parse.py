@@ -286,7 +286,7 @@ ACTIONS: dict[str, Action] = {
     "choose": lambda p, *_: _node("choose", None, [p[2], p[0], p[4]], p),
     "or": _junction("or"),
     "and": _junction("and"),
-    "xor": lambda p, *_: _node("xor", p[1].text, [p[0], p[2]], p),
+    "xor": lambda p, *_: _node("xor", [p[1].text], [p[0], p[2]], p),
     "not": lambda p, *_: _node("not", "not", [p[1]], p),
     "invert": lambda p, *_: _node("not", p[0].text, [p[1]], p),
     "compare": _junction("compare"),

@@ -26,6 +26,11 @@ class Type(Enum):
 BOOL, INT, FLOAT = Type.BOOL, Type.INT, Type.FLOAT
 
 
+def axes(rank: int | None) -> str:
+    """The axes of a table in a declaration: `[_, _]`, and nothing for a number."""
+    return f"[{', '.join('_' * rank)}]" if rank else ""
+
+
 def ranked(rank: int | None) -> str:
     """The description in words of a scalar (rank None or 0) or a table."""
     return "a number" if not rank else f"a table with {rank} {'axis' if rank == 1 else 'axes'}"
