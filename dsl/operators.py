@@ -205,19 +205,25 @@ class Operators:
         return Value(good[0] if len(good) == 1 else build("and", *good))
 
     def compare(self, frame: Frame, sign: str, parts: Sequence[Part]) -> Value:
-        (xn, x), (yn, y) = parts
+        (_, x), (_, y) = parts
         if sign in ("==", "!="):  # `<` takes numbers alone: Bools have no order
-            for node, value, other in ((xn, x, y), (yn, y, x)):
-                if value.expr is None or other.expr is None or not value.flex:
-                    continue
-                if not other.flex:
-                    self.narrow(frame, node, value, {BOOL} if other.expr.type is BOOL else NUMBERS)
-                elif other.expr.type is BOOL:
-                    self.prefer(value, BOOL)
+            self._agree(frame, parts)
             if x.expr is not None and y.expr is not None and x.expr.type is y.expr.type is BOOL:
                 return Value(build(SIGNS[sign], x.expr, y.expr))
         operands = self.numbers(frame, f"`{sign}`", parts)
         return ERROR if operands is None else Value(build(SIGNS[sign], *operands[0]))
+
+    def _agree(self, frame: Frame, parts: Sequence[Part], number: bool = False) -> None:
+        """Narrow the undeclared names of two operands that have one type. `number`: a name is computed with."""
+        for (node, value), (_, other) in (parts, parts[::-1]):
+            if value.expr is None or other.expr is None or not value.flex:
+                continue
+            if other.flex and number:  # `y + k`
+                self.narrow(frame, node, value, NUMBERS)
+            elif not other.flex:
+                self.narrow(frame, node, value, {BOOL} if other.expr.type is BOOL else NUMBERS)
+            elif other.expr.type is BOOL:
+                self.prefer(value, BOOL)
 
     def logic(self, frame: Frame, node: Node, signs: Sequence[str], parts: Sequence[Part]) -> Value:
         """`and or xor`: logic on Bools, bitwise on Ints where spelled with a sign."""
@@ -281,16 +287,7 @@ class Operators:
         cond = self.boolean(frame, cn, c, f"the condition of {label}")
         if y.expr is None or n.expr is None:
             return ERROR
-        number = any(BOOL not in self.guesses[name].allowed for name in y.flex | n.flex)
-        for node, value, other in ((yn, y, n), (nn, n, y)):
-            if other.expr is None or not value.flex:
-                continue
-            if other.flex and number:  # an undeclared name that is computed with: `y + k`
-                self.narrow(frame, node, value, NUMBERS)
-            elif other.flex and other.expr.type is BOOL:
-                self.prefer(value, BOOL)
-            elif not other.flex:
-                self.narrow(frame, node, value, {BOOL} if other.expr.type is BOOL else NUMBERS)
+        self._agree(frame, parts[1:], any(BOOL not in self.guesses[name].allowed for name in y.flex | n.flex))
         types = {y.expr.type, n.expr.type}
         if types == {BOOL}:
             joined, flex = [y.expr, n.expr], y.flex | n.flex

@@ -82,7 +82,14 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
         known[n] = _agreed(n, type_of(n, value), reader.declared.get(n))
     reader.clash(params)
     checker = Checker(text, name, known=known, definitions=reader.definitions)
-    shown = _elaborate(checker, roots, list(reader.problems))
+    early = list(reader.problems)
+    try:
+        shown = elaborate(checker, roots)
+    except MaskSyntaxError as error:
+        # errors of declarations and of expressions are one report
+        raise MaskSyntaxError(error.source, [*early, *error.problems], error.name) from None
+    if early:
+        raise MaskSyntaxError(checker.text, early, checker.name)
     exprs = {kind: ir.expanded(e) for kind, e in shown.items()}
     if unused := [n for n in params if n not in checker.used]:
         raise ParameterError(_unused(unused, checker))
@@ -98,18 +105,6 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
         declared=reader.declared, notes=notes, sites=sites, needs=dict(checker.needs),
         changed=frozenset(checker.changed_meanings), shown=shown,
     )  # fmt: skip
-
-
-def _elaborate(checker: Checker, roots: dict[str, Node], early: list[TextProblem]) -> dict[str, Expr]:
-    try:
-        exprs = elaborate(checker, roots)
-    except MaskSyntaxError as error:
-        # errors of declarations and of expressions are one report
-        error = MaskSyntaxError(error.source, [*early, *error.problems], error.name)
-        raise error from None
-    if early:
-        raise MaskSyntaxError(checker.text, early, checker.name)
-    return exprs
 
 
 def _unused(unused: list[str], checker: Checker) -> str:

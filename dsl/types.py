@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Type(Enum):
-    """A type of the language: Int is a mathematical integer, Bool a truth value, Float a float32 (oracle: float64)."""
+    """A type of the language: Int is a mathematical integer, Bool a truth value, Float a float32 (in the reference float64)."""
 
     BOOL = "Bool"
     INT = "Int"

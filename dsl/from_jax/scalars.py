@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl import ir
-from frisket.dsl.from_python.elements import ON_BOOL, number, truth
+from frisket.dsl.from_python.elements import ON_BOOL, named_type, number, truth
 from frisket.dsl.from_torch.scalars import ONE
 from frisket.dsl.ir import COMPARISONS, OPERATORS, Expr, binary, build, lit, literal_value, to_float
 from frisket.dsl.transfer import EXACT, integral
@@ -30,12 +30,10 @@ class Refused(Exception):  # noqa: N818 (not an error yet: the caller adds the u
 def type_of(dtype: Any) -> Type:
     """The type of a JAX dtype."""
     name = str(dtype)
-    for prefix, type in (("bool", BOOL), ("int", INT), ("uint", INT), ("float", FLOAT), ("bfloat", FLOAT)):
-        if name.startswith(prefix):
-            return type
-    if name.startswith("key"):
-        raise Refused(RANDOM)
-    raise Refused(f"an array of {name}; the language has bool, int and float")
+    type = named_type(name)
+    if type is None:
+        raise Refused(RANDOM if name.startswith("key") else f"an array of {name}; the language has bool, int and float")
+    return type
 
 
 def literal(value: Any, dtype: Any) -> Expr:
@@ -160,14 +158,6 @@ def choose(which: Expr, *cases: Expr) -> Expr:
     return out
 
 
-def _clamp(_: Equation, low: Expr, x: Expr, high: Expr) -> Expr:
-    return build("min", build("max", x, low), high)
-
-
-def _same(_: Equation, x: Expr) -> Expr:
-    return x
-
-
 def _of_elements(make: Callable[..., Expr]) -> Meaning:
     return lambda _, *elements: make(*elements)
 
@@ -184,11 +174,12 @@ SCALARS: dict[str, Meaning] = {
     **{n: _of_elements(partial(build, op)) for n, op in NAMES.items()},
     **{n: _of_elements(partial(binary, op)) for n, op in BITWISE.items()},
     **{n: _of_elements(ONE[n]) for n in ("square", "expm1", "erfc", "floor", "ceil")},
-    **{f.__name__[1:]: f for f in (_div, _rem, _pow, _integer_pow, _round, _shift_right_logical, _clamp)},
+    **{f.__name__[1:]: f for f in (_div, _rem, _pow, _integer_pow, _round, _shift_right_logical)},
+    "clamp": lambda _, low, x, high: build("min", build("max", x, low), high),
     "not": lambda _, x: ~x,
     "select_n": lambda _, which, *cases: choose(which, *cases),
     "convert_element_type": _convert,
-    **dict.fromkeys("copy copy_p reduce_precision optimization_barrier stop_gradient".split(), _same),
+    **dict.fromkeys("copy copy_p reduce_precision optimization_barrier stop_gradient".split(), lambda _, x: x),
 }
 
 RANDOM = (

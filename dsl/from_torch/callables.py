@@ -45,12 +45,8 @@ FUNCTIONS: dict[str, Function] = {**SCALARS, **ARRAYS}
 # -- methods and attributes of a symbol -------------------------------------------------------------
 
 
-def _size(x: Symbol, dim: int | None = None) -> Any:
-    return x.shape if dim is None else x.shape[dim]
-
-
 METHODS: dict[str, Function] = {
-    "size": _size,
+    "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
     "dim": lambda x: x.ndim,
     "ndimension": lambda x: x.ndim,
     "numel": lambda x: math.prod(x.shape),

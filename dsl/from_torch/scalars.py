@@ -24,7 +24,7 @@ from functools import partial, reduce, wraps
 from typing import Any
 
 from frisket.dsl import ir
-from frisket.dsl.from_python.elements import alike, number, real, truth
+from frisket.dsl.from_python.elements import alike, named_type, number, real, truth
 from frisket.dsl.from_python.symbol import (
     ARITHMETIC,
     Symbol,
@@ -50,13 +50,7 @@ Function = Callable[..., Any]
 def type_of_dtype(dtype: Any) -> Type:
     """Bool, Int or Float for a dtype of torch or numpy, or one of Python's types."""
     name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.").removeprefix("cuda.").lower()
-    if name.startswith("bool"):
-        return BOOL
-    if name.startswith(("int", "uint", "long", "short")):
-        return INT
-    if name.startswith(("float", "bfloat", "half", "double")):
-        return FLOAT
-    return fail(f"{name} has no counterpart in the language: it has bool, int and float")
+    return named_type(name) or fail(f"{name} has no counterpart in the language: it has bool, int and float")
 
 
 def cast(e: Expr, type: Type) -> Expr:
@@ -93,8 +87,7 @@ def _cast(type: str, input: Any, **_: Any) -> Symbol:
 # -- one element each -------------------------------------------------------------------------------
 
 
-def _softplus(x: Expr) -> Expr:
-    return MADE_OF["softplus"](x)
+_softplus = MADE_OF["softplus"]
 
 
 def _floor(x: Expr) -> Expr:
@@ -407,16 +400,7 @@ def prod(x: Symbol, dim: Any = None, keepdim: bool = False, **_: Any) -> Symbol:
     return reduce(partial(apply_binary, "mul"), moveaxis(x, dim or 0, 0), Symbol(lit(1)))
 
 
-def norm(
-    input: Any,
-    p: Any = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    ord: Any = None,
-    dtype: Any = None,
-    out: Any = None,
-) -> Symbol:
+def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord: Any = None, **_: Any) -> Symbol:
     x = to(input, dtype="float")
     p = ord if ord is not None else 2 if p in (None, "fro") else p
     if p == 2:
