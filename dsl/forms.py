@@ -97,11 +97,12 @@ class Walk(Operators):
                 return None
         return library.definitions().get(name)
 
-    def guess(self, frame: Frame, node: Node, name: str, rank: int) -> Guess | None:
+    def guess(self, frame: Frame, node: Node, name: str, rank: int | None) -> Guess | None:
+        """What is known of an undeclared name. `rank` is None for `extent` and `dot`, which do not tell it."""
         guess = self.guesses.setdefault(name, Guess((frame.site or node).span))
         if guess.rank is None:
             guess.rank = rank
-        if guess.rank != rank:
+        if rank is not None and guess.rank != rank:
             message = f"`{name}` is {ranked(guess.rank)} elsewhere and {ranked(rank)} here"
             self.report(frame, node, message, "use two names, or the same number of indices")
             return None
@@ -141,10 +142,7 @@ class Walk(Operators):
                 )
                 return None
             return name, type_, frozenset()
-        if rank is None:  # `extent` and `dot` do not tell how many axes a table has
-            guess: Guess | None = self.guesses.setdefault(name, Guess((frame.site or node).span))
-        else:
-            guess = self.guess(frame, node, name, rank)
+        guess = self.guess(frame, node, name, rank)
         return None if guess is None else (name, guess.type, frozenset({name}))
 
     def _wider(self, frame: Frame, name: str, rank: int) -> str:

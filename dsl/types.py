@@ -6,7 +6,9 @@ from enum import Enum
 
 
 class Type(Enum):
-    """A type of the language: Int is a mathematical integer, Bool a truth value, Float a float32 (in the reference float64)."""
+    """A type of the language: Int is a mathematical integer, Bool a truth value, Float a float32.
+
+    The reference computes Floats in float64."""
 
     BOOL = "Bool"
     INT = "Int"

@@ -266,10 +266,6 @@ def chosen(condition: Any, input: Any = None, other: Any = None, **names: Any) -
     return choice(condition, input, other, "`torch.where`")
 
 
-def sign(input: Any) -> Symbol:
-    return elementwise(lambda x: x if x.type is BOOL else build("sign", x), input, label="`sign`")
-
-
 def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Symbol:
     # torch goes straight to x above the threshold, where the difference is below its precision
     def apply(x: Expr) -> Expr:
@@ -335,7 +331,7 @@ SCALARS: dict[str, Function] = {
     **{f.__name__: f for f in (lerp, softplus, gelu, nan_to_num, to)},
     "addcmul": _added("mul"),
     "addcdiv": _added("div"),
-    "logical_not": lambda input: elementwise(lambda x: build("not", truth(x)), input, label="`logical_not`"),
+    "logical_not": _one("logical_not", lambda x: build("not", truth(x))),
     **dict.fromkeys(("invert", "bitwise_not"), lambda input: ~operand(input, "`~`")),
     "float_power": lambda input, exponent: apply_binary("pow", to(input, dtype="float"), exponent),
     **dict.fromkeys(("div", "divide"), div),
@@ -344,7 +340,7 @@ SCALARS: dict[str, Function] = {
     "clamp_max": lambda input, max: clamp(input, max=max),
     "where": chosen,
     "masked_fill": lambda input, mask, value: choice(mask, value, input, "`masked_fill`"),
-    **dict.fromkeys(("sign", "sgn"), sign),
+    **dict.fromkeys(("sign", "sgn"), _one("sign", lambda x: x if x.type is BOOL else build("sign", x))),
     **dict.fromkeys(("type", "astype"), typed),
     "type_as": lambda input, other: to(input, other.dtype),
 }
