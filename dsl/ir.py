@@ -120,7 +120,7 @@ class Expr:
     # None before it is asked:
     formula: Expr | None  # without calls; of a plain node None
     leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` gives
-    interval: Any  # of `simplify.affine`
+    interval: Any  # of `transfer`
     rank: Any  # of `simplify.affine`
     settled: object  # the rules of which none changes this node or one below it
 

@@ -115,8 +115,7 @@ def _strange(text: str, name: str, at: int) -> NoReturn:
         "?": "to choose, write `a if c else b`",
     }
     remedy = f"write `{GLYPHS[c]}`" if c in GLYPHS else "the language is written in ASCII" if ord(c) > 126 else ""
-    remedy = remedies.get(c, remedy)
-    fail(text, name, at, at + 1, f"{shown} has no meaning here", remedy)
+    fail(text, name, at, at + 1, f"{shown} has no meaning here", remedies.get(c, remedy))
 
 
 # -- the loop -------------------------------------------------------------------------------------
