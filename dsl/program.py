@@ -298,9 +298,7 @@ class _StatementReader:
     def clash(self, params: Mapping[str, Any]) -> None:
         for n in params:
             if n in self.definitions:
-                at = self.where[n]
-                message = f"`{n}` is defined here and given as a parameter"
-                self.problems[TextProblem(message, at, "rename one of them")] = None
+                self.report(self.where[n], f"`{n}` is defined here and given as a parameter", "rename one of them")
 
 
 def constant(node: Node) -> Scalar | None:

@@ -40,7 +40,7 @@ UNARY: dict[str, Callable[[Expr], Expr]] = {
     "trunc": lambda x: build("int", x) if x.type is FLOAT else number(x),
 }
 
-OF_SYMBOL = {"invert": invert, "bitwise_not": invert, "negative": neg, "positive": pos}
+OF_SYMBOL: dict[str, Callable[[Any], Any]] = {"invert": invert, "bitwise_not": invert, "negative": neg, "positive": pos}
 
 
 @handles("__array_ufunc__")
