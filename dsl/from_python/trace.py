@@ -129,7 +129,7 @@ def _torch(tracer: _Tracer) -> AbstractContextManager[None]:
     return active(tracer.name_table, tracer.tables, tracer.wishes, tracer.read)
 
 
-def _signature(fn: Callable[..., Any], names: str = "q, k") -> Mapping[str, inspect.Parameter]:
+def _signature(fn: Any, names: str = "q, k") -> Mapping[str, inspect.Parameter]:
     """The parameters of a function; an error says to wrap one that does not tell them."""
     is_module = not isinstance(fn, FunctionType | MethodType | functools.partial) and hasattr(fn, "forward")
     try:
