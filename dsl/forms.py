@@ -98,7 +98,7 @@ class Walk(Operators):
         return library.definitions().get(name)
 
     def guess(self, frame: Frame, node: Node, name: str, rank: int | None) -> Guess | None:
-        """What is known of an undeclared name. `rank` is None for `extent` and `dot`, which do not tell it."""
+        """A guess about an undeclared name. `rank` is None for `extent` and `dot`, which do not tell it."""
         guess = self.guesses.setdefault(name, Guess((frame.site or node).span))
         if guess.rank is None:
             guess.rank = rank

@@ -26,7 +26,7 @@ def test_equal_arguments_have_one_answer():
     assert double.memo.info()[4:] == (2, 2)
 
 
-def test_the_entry_used_longest_ago_goes():
+def test_old_entries_go():
     asked = []
     name = memo(2)(lambda x: asked.append(x) or str(x))
     for n in (1, 2, 1, 3, 1, 2):
