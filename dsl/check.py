@@ -53,10 +53,7 @@ class Checker(Walk):
     def _and(self, node: Node, frame: Frame) -> Steps:
         return self.logic(frame, node, node.value, (yield from self.parts(node.args, frame)))
 
-    _or = _and
-
-    def _xor(self, node: Node, frame: Frame) -> Steps:
-        return self.logic(frame, node, [node.value], (yield from self.parts(node.args, frame)))
+    _or = _xor = _and
 
     def _not(self, node: Node, frame: Frame) -> Steps:
         (part,) = yield from self.parts(node.args, frame)
@@ -71,7 +68,7 @@ class Checker(Walk):
         constant = inner.kind == "name" and value.expr is not None and value.expr.op == "lit"
         if constant and value.expr is not None and value.expr.type is not BOOL:  # `-inf`, `-w` where w is 4
             return Value(ir.lit(-value.expr.name))
-        return self.unary(frame, "`-`", part, lambda x: -x)
+        return self.of_numbers(frame, "`-`", [part], lambda x: -x)
 
     def _then(self, node: Node, frame: Frame) -> Steps:
         parts = yield from self.parts(node.args, frame)

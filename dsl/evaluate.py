@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BudgetError, EvaluationError
-from .ir import Expr, build, connect, find, make, named, substitute, var, walk
+from .ir import Expr, build, connect, find, make, named, nest, substitute, var, walk
 from .ir import lit as literal
 from .types import BOOL, FLOAT, INT, Type
 from .work import modular, outside, steps
@@ -217,14 +217,7 @@ def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
         terms = [substitute(node.args[2], {make("bound", (), height): literal(j)}) for j in range(start, stop)]
         while kind in ("min", "max") and len(terms) > 2:  # a balanced tree, whose depth fits the stack
             terms = [build(JOIN[kind], *pair) for pair in zip(terms[::2], terms[1::2])] + terms[len(terms) // 2 * 2 :]
-        if not terms:
-            whole = _of_nothing(kind, start, stop, node.type)
-        elif kind in ("any", "all"):
-            whole = build(JOIN[kind], *terms) if len(terms) > 1 else terms[0]
-        else:
-            whole = terms[0]
-            for t in terms[1:]:
-                whole = build(JOIN[kind], whole, t)
+        whole = nest(JOIN[kind], terms) if terms else _of_nothing(kind, start, stop, node.type)
         root = substitute(root, {node: whole})
 
 

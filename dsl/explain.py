@@ -105,13 +105,11 @@ def explain_tile(
         return TileExplanation("partial", "\n".join(parts), visible_at, hidden_at, ())
     clauses, wording = tuple(_deciding(mask, visible_at is not None, value)), Wording(mask if shown is None else shown)
     because = "; ".join(_reason(c, value, wording, " throughout") for c in clauses)
-    if visible_at is None:
-        return TileExplanation("empty", because, None, hidden_at, clauses)
-    if cut:
+    kind = "empty" if visible_at is None else "partial" if cut else "full"
+    if kind == "partial":
         # what lies outside counts as hidden, so that the tile is not full
         because = f"it reaches past the last query or key; before that, {because}"
-        return TileExplanation("partial", because, visible_at, None, clauses)
-    return TileExplanation("full", because, visible_at, None, clauses)
+    return TileExplanation(kind, because, visible_at, hidden_at, clauses)
 
 
 def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:

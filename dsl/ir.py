@@ -28,6 +28,7 @@ sin cos tan sqrt rsqrt erf`
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -85,7 +86,20 @@ REDUCTIONS = frozenset({"any", "all", "sum", "min", "max"})
 Key = tuple[Any, ...]
 Named = Mapping[str, Any]  # values or arrays, by name
 Operand: TypeAlias = "Expr | bool | int | float"
+Method: TypeAlias = "Callable[[Expr, Operand], Expr]"
 T = TypeVar("T")
+
+
+def _operator(op: str) -> tuple[Method, Method]:
+    """Python's two methods of an operator: a node stands on its left, or on its right beside a number."""
+
+    def left(self: Expr, other: Operand) -> Expr:
+        return binary(op, self, other)
+
+    def right(self: Expr, other: Operand) -> Expr:
+        return binary(op, other, self)
+
+    return left, right
 
 
 class Expr:
@@ -106,7 +120,7 @@ class Expr:
     # None before it is asked:
     formula: Expr | None  # without calls; of a plain node None
     leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` gives
-    interval: Any  # of `simplify.affine`
+    interval: Any  # of `transfer`
     rank: Any  # of `simplify.affine`
     settled: object  # the rules of which none changes this node or one below it
 
@@ -132,31 +146,20 @@ class Expr:
         except BudgetError as error:  # a repr must not raise
             return f"<{error}>"
 
+    __add__, __radd__ = _operator("add")
+    __sub__, __rsub__ = _operator("sub")
+    __mul__, __rmul__ = _operator("mul")
+    __truediv__, __rtruediv__ = _operator("div")
+    __floordiv__, __rfloordiv__ = _operator("floordiv")
+    __mod__, __rmod__ = _operator("mod")
+    __pow__, __rpow__ = _operator("pow")
+    __lshift__, __rlshift__ = _operator("shl")
+    __rshift__, __rrshift__ = _operator("shr")
+    __and__, __rand__ = _operator("and")
+    __or__, __ror__ = _operator("or")
+    __xor__, __rxor__ = _operator("xor")
+
     # fmt: off
-    def __add__(self, other: Operand) -> Expr: return binary("add", self, other)
-    def __radd__(self, other: Operand) -> Expr: return binary("add", other, self)
-    def __sub__(self, other: Operand) -> Expr: return binary("sub", self, other)
-    def __rsub__(self, other: Operand) -> Expr: return binary("sub", other, self)
-    def __mul__(self, other: Operand) -> Expr: return binary("mul", self, other)
-    def __rmul__(self, other: Operand) -> Expr: return binary("mul", other, self)
-    def __truediv__(self, other: Operand) -> Expr: return binary("div", self, other)
-    def __rtruediv__(self, other: Operand) -> Expr: return binary("div", other, self)
-    def __floordiv__(self, other: Operand) -> Expr: return binary("floordiv", self, other)
-    def __rfloordiv__(self, other: Operand) -> Expr: return binary("floordiv", other, self)
-    def __mod__(self, other: Operand) -> Expr: return binary("mod", self, other)
-    def __rmod__(self, other: Operand) -> Expr: return binary("mod", other, self)
-    def __pow__(self, other: Operand) -> Expr: return binary("pow", self, other)
-    def __rpow__(self, other: Operand) -> Expr: return binary("pow", other, self)
-    def __lshift__(self, other: Operand) -> Expr: return binary("shl", self, other)
-    def __rlshift__(self, other: Operand) -> Expr: return binary("shl", other, self)
-    def __rshift__(self, other: Operand) -> Expr: return binary("shr", self, other)
-    def __rrshift__(self, other: Operand) -> Expr: return binary("shr", other, self)
-    def __and__(self, other: Operand) -> Expr: return binary("and", self, other)
-    def __rand__(self, other: Operand) -> Expr: return binary("and", other, self)
-    def __or__(self, other: Operand) -> Expr: return binary("or", self, other)
-    def __ror__(self, other: Operand) -> Expr: return binary("or", other, self)
-    def __xor__(self, other: Operand) -> Expr: return binary("xor", self, other)
-    def __rxor__(self, other: Operand) -> Expr: return binary("xor", other, self)
     def __lt__(self, other: Operand) -> Expr: return binary("lt", self, other)
     def __le__(self, other: Operand) -> Expr: return binary("le", self, other)
     def __gt__(self, other: Operand) -> Expr: return binary("gt", self, other)
@@ -275,6 +278,19 @@ def build(op: str, *args: Expr) -> Expr:
             flat.extend(operands(op, a))
         return make(op, tuple(flat), None, BOOL)
     return make(op, args, None, type)
+
+
+def nest(op: str, args: Iterable[Expr]) -> Expr:
+    """An operator over any number of operands: `and` and `or` hold all of them, the others are nested to the left.
+
+    >>> from frisket.dsl.sugar import h, k, q
+    >>> nest("max", [q, k, h]), nest("min", [q])
+    (max(max(q, k), h), q)
+    """
+    first, *rest = args
+    if rest and op in ("and", "or"):
+        return build(op, first, *rest)
+    return functools.reduce(lambda x, y: build(op, x, y), rest, first)
 
 
 ON_INT = {"and": "bitand", "or": "bitor", "xor": "bitxor"}

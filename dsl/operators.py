@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial
 from typing import NamedTuple
 
 from . import ir
 from .errors import CALL_KEYWORDS, Span, TextProblem
-from .ir import FLOAT_FUNCTIONS, Expr, build, lit, to_float
+from .ir import FLOAT_FUNCTIONS, Expr, build, lit, nest, to_float
 from .library import Definition
 from .parse import Node
-from .types import BOOL, FLOAT, INT, Type
+from .types import BOOL, FLOAT, INT, Type, axes
 
-NUMBERS = frozenset({INT, FLOAT})
+NUMBERS, INTS = frozenset({INT, FLOAT}), frozenset({INT})
 
 
 class Value(NamedTuple):
@@ -123,16 +123,8 @@ class Operators:
 
     def numbers(self, frame: Frame, label: str, parts: Sequence[Part]) -> tuple[list[Expr], frozenset[str]] | None:
         """The operands brought to one number type, and the names that decide that type."""
-        good = True  # no early return: every operand gets its error
-        for node, value in parts:
-            if not self.narrow(frame, node, value, NUMBERS) and value.expr is not None:
-                good = False
-                shown = self.quote(frame, node)
-                self.report(frame, node, f"{label} takes numbers, {shown} is a Bool", f"write `{_cast(shown)}`")
-        exprs = [v.expr for _, v in parts if v.expr is not None]
-        if not good or len(exprs) < len(parts):
-            return None
-        return self.joined([v for _, v in parts], exprs)
+        exprs = self._operands(frame, label, parts, NUMBERS)
+        return None if exprs is None else self.joined([v for _, v in parts], exprs)
 
     def joined(self, values: Sequence[Value], exprs: list[Expr]) -> tuple[list[Expr], frozenset[str]]:
         flex = frozenset[str]().union(*(v.flex for v in values))
@@ -146,14 +138,19 @@ class Operators:
         return exprs, flex
 
     def integers(self, frame: Frame, label: str, parts: Sequence[Part], remedy: str = "") -> list[Expr] | None:
-        good = True
+        return self._operands(frame, label, parts, INTS, remedy)
+
+    def _operands(
+        self, frame: Frame, label: str, parts: Sequence[Part], allowed: frozenset[Type], remedy: str = ""
+    ) -> list[Expr] | None:
+        good = True  # no early return: every operand gets its error
         for node, value in parts:
-            if not self.narrow(frame, node, value, {INT}) and value.expr is not None:
+            if not self.narrow(frame, node, value, allowed) and value.expr is not None:
                 good = False
                 shown = self.quote(frame, node)
-                cast = f"write `{_cast(shown)}`"
-                kind = value.expr.type
-                self.report(frame, node, f"{label} takes Ints, {shown} is {kind.with_article}", remedy or cast)
+                kinds = "Ints" if allowed is INTS else "numbers"
+                message = f"{label} takes {kinds}, {shown} is {value.expr.type.with_article}"
+                self.report(frame, node, message, remedy or f"write `{_cast(shown)}`")
         exprs = [v.expr for _, v in parts if v.expr is not None]
         return exprs if good and len(exprs) == len(parts) else None
 
@@ -208,19 +205,25 @@ class Operators:
         return Value(good[0] if len(good) == 1 else build("and", *good))
 
     def compare(self, frame: Frame, sign: str, parts: Sequence[Part]) -> Value:
-        (xn, x), (yn, y) = parts
+        (_, x), (_, y) = parts
         if sign in ("==", "!="):  # `<` takes numbers alone: Bools have no order
-            for node, value, other in ((xn, x, y), (yn, y, x)):
-                if value.expr is None or other.expr is None or not value.flex:
-                    continue
-                if not other.flex:
-                    self.narrow(frame, node, value, {BOOL} if other.expr.type is BOOL else NUMBERS)
-                elif other.expr.type is BOOL:
-                    self.prefer(value, BOOL)
+            self._agree(frame, parts)
             if x.expr is not None and y.expr is not None and x.expr.type is y.expr.type is BOOL:
                 return Value(build(SIGNS[sign], x.expr, y.expr))
         operands = self.numbers(frame, f"`{sign}`", parts)
         return ERROR if operands is None else Value(build(SIGNS[sign], *operands[0]))
+
+    def _agree(self, frame: Frame, parts: Sequence[Part], number: bool = False) -> None:
+        """Narrow the undeclared names of two operands that have one type. `number`: a name is computed with."""
+        for (node, value), (_, other) in (parts, parts[::-1]):
+            if value.expr is None or other.expr is None or not value.flex:
+                continue
+            if other.flex and number:  # `y + k`
+                self.narrow(frame, node, value, NUMBERS)
+            elif not other.flex:
+                self.narrow(frame, node, value, {BOOL} if other.expr.type is BOOL else NUMBERS)
+            elif other.expr.type is BOOL:
+                self.prefer(value, BOOL)
 
     def logic(self, frame: Frame, node: Node, signs: Sequence[str], parts: Sequence[Part]) -> Value:
         """`and or xor`: logic on Bools, bitwise on Ints where spelled with a sign."""
@@ -242,9 +245,9 @@ class Operators:
         kinds = {e.type for e in exprs}
         flex = frozenset[str]() if want else frozenset[str]().union(*(v.flex for _, v in parts))
         if kinds == {BOOL}:
-            return Value(_fold(op, exprs), flex)
+            return Value(nest(op, exprs), flex)
         if kinds == {INT} and not word:
-            return Value(_fold(ir.ON_INT[op], exprs), flex)
+            return Value(nest(ir.ON_INT[op], exprs), flex)
         return self._mixed(frame, node, word or signs[0], parts, exprs)
 
     def _mixed(self, frame: Frame, node: Node, sign: str, parts: Sequence[Part], exprs: list[Expr]) -> Value:
@@ -284,16 +287,7 @@ class Operators:
         cond = self.boolean(frame, cn, c, f"the condition of {label}")
         if y.expr is None or n.expr is None:
             return ERROR
-        number = any(BOOL not in self.guesses[name].allowed for name in y.flex | n.flex)
-        for node, value, other in ((yn, y, n), (nn, n, y)):
-            if other.expr is None or not value.flex:
-                continue
-            if other.flex and number:  # an undeclared name that is computed with: `y + k`
-                self.narrow(frame, node, value, NUMBERS)
-            elif other.flex and other.expr.type is BOOL:
-                self.prefer(value, BOOL)
-            elif not other.flex:
-                self.narrow(frame, node, value, {BOOL} if other.expr.type is BOOL else NUMBERS)
+        self._agree(frame, parts[1:], any(BOOL not in self.guesses[name].allowed for name in y.flex | n.flex))
         types = {y.expr.type, n.expr.type}
         if types == {BOOL}:
             joined, flex = [y.expr, n.expr], y.flex | n.flex
@@ -306,20 +300,10 @@ class Operators:
             joined, flex = self.joined([y, n], [y.expr, n.expr])
         return ERROR if cond is None else Value(build("where", cond, *joined), flex)
 
-    def unary(self, frame: Frame, label: str, part: Part, make: Callable[[Expr], Expr]) -> Value:
-        """A function that keeps the type of a number."""
-        operands = self.numbers(frame, label, [part])
-        return ERROR if operands is None else Value(make(operands[0][0]), operands[1])
-
-    def floating(self, frame: Frame, label: str, part: Part, make: Callable[[Expr], Expr]) -> Value:
-        """A function of one Float."""
-        operands = self.numbers(frame, label, [part])
-        self.prefer(part[1], FLOAT)
-        return ERROR if operands is None else Value(make(to_float(operands[0][0])))
-
-
-def _fold(op: str, exprs: Sequence[Expr]) -> Expr:
-    return build(op, *exprs) if op in ("and", "or") else reduce(lambda x, y: build(op, x, y), exprs)
+    def of_numbers(self, frame: Frame, label: str, parts: Sequence[Part], make: Callable[..., Expr]) -> Value:
+        """A function that keeps the type of its numbers."""
+        operands = self.numbers(frame, label, parts)
+        return ERROR if operands is None else Value(make(*operands[0]), operands[1])
 
 
 def _types(types: frozenset[Type]) -> str:
@@ -327,8 +311,7 @@ def _types(types: frozenset[Type]) -> str:
 
 
 def _declare(name: str, rank: int | None) -> str:
-    axes = "" if not rank else "[" + ", ".join("_" * rank) + "]"
-    return f"declare it, for example `param {name}: int{axes}`"
+    return f"declare it, for example `param {name}: int{axes(rank)}`"
 
 
 def _cast(quoted: str) -> str:
@@ -384,41 +367,22 @@ def expm1(x: Expr) -> Expr:
     return build("tanh", x * 0.5) * (build("exp", x) + 1.0)
 
 
-def _extreme(op: str) -> Meaning:
-    def apply(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
-        operands = c.numbers(frame, f"`{op}`", parts)
-        return ERROR if operands is None else Value(reduce(lambda x, y: build(op, x, y), operands[0]), operands[1])
-
-    return apply
+def _float_function(name: str, c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
+    operands = c.numbers(frame, f"`{name}`", parts)
+    c.prefer(parts[0][1], FLOAT)
+    return ERROR if operands is None else Value(FLOATING[name](to_float(operands[0][0])))
 
 
-def _clamp(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
-    operands = c.numbers(frame, "`clamp`", parts)
-    if operands is None:
-        return ERROR
-    x, low, high = operands[0]
-    return Value(build("min", build("max", x, low), high), operands[1])
+def _rounded(name: str, c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
+    c.prefer(parts[0][1], FLOAT)  # an Int has nothing to round, so an undeclared operand is a Float
+    return Value(c.of_numbers(frame, f"`{name}`", parts, ROUNDING[name]).expr)
 
 
-def _float_function(name: str) -> Meaning:
-    make = MADE_OF.get(name) or (lambda x: build(name, x))
-    return lambda c, frame, parts: c.floating(frame, f"`{name}`", parts[0], make)
-
-
-def _rounded(name: str, make: Callable[[Expr], Expr]) -> Meaning:
-    def apply(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
-        c.prefer(parts[0][1], FLOAT)  # an Int has nothing to round, so an undeclared operand is a Float
-        operands = c.numbers(frame, f"`{name}`", parts)
-        if operands is None:
-            return ERROR
-        (x,), _ = operands
-        return Value(x if x.type is INT else make(x))
-
-    return apply
-
-
-def _ceil(x: Expr) -> Expr:
-    return -build("floor", -x)
+FLOATING = {n: partial(build, n) for n in sorted(FLOAT_FUNCTIONS | {"isfinite"})} | MADE_OF
+ROUNDING: dict[str, Callable[[Expr], Expr]] = {
+    "floor": lambda x: x if x.type is INT else build("floor", x),
+    "ceil": lambda x: x if x.type is INT else -build("floor", -x),
+}
 
 
 def _int(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
@@ -436,34 +400,32 @@ def _float(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
     return ERROR if operands is None else Value(ir.to_float(operands[0][0]))
 
 
-def _on_ints(name: str, make: Callable[..., Expr]) -> Meaning:
-    def apply(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
-        ints = c.integers(frame, f"`{name}`", parts)
-        return ERROR if ints is None else Value(make(*ints))
+def _on_ints(op: str, c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
+    ints = c.integers(frame, f"`{op}`", parts)
+    return ERROR if ints is None else Value(build(op, *ints))
 
-    return apply
+
+def _clamped(x: Expr, low: Expr, high: Expr) -> Expr:
+    return build("min", build("max", x, low), high)
 
 
 def _on_numbers(op: str, arity: int) -> Function:
-    if arity == 2:
-        return Function(f"{op}(x, y, ...)", 2, 64, _extreme(op))
-    return Function(f"{op}(x)", 1, 1, lambda c, f, p: c.unary(f, f"`{op}`", p[0], lambda x: build(op, x)))
+    signature, most = (f"{op}(x, y, ...)", 64) if arity == 2 else (f"{op}(x)", 1)
+    make = partial(build, op) if arity == 1 else lambda *args: nest(op, args)
+    return Function(signature, arity, most, lambda c, f, p: c.of_numbers(f, f"`{op}`", p, make))
 
 
 FUNCTIONS: dict[str, Function] = {
-    name: Function(f"{name}(x)", 1, 1, _float_function(name))
-    for name in sorted(FLOAT_FUNCTIONS | MADE_OF.keys() | {"isfinite"})
-} | {
+    **{name: Function(f"{name}(x)", 1, 1, partial(_float_function, name)) for name in sorted(FLOATING)},
+    **{name: Function(f"{name}(x)", 1, 1, partial(_rounded, name)) for name in ROUNDING},
     **{op: _on_numbers(op, o.arity) for op, o in ir.OPERATORS.items() if o.takes == "number" and not o.sign},
-    "clamp": Function("clamp(x, low, high)", 3, 3, _clamp),
-    "floor": Function("floor(x)", 1, 1, _rounded("floor", lambda x: build("floor", x))),
-    "ceil": Function("ceil(x)", 1, 1, _rounded("ceil", _ceil)),
+    "clamp": Function("clamp(x, low, high)", 3, 3, lambda c, f, p: c.of_numbers(f, "`clamp`", p, _clamped)),
     "int": Function("int(x)", 1, 1, _int),
     "float": Function("float(x)", 1, 1, _float),
     "where": Function("where(condition, a, b)", 3, 3, lambda c, f, p: c.choose(f, p, "`where`")),
     "pow": Function("pow(x, y)", 2, 2, lambda c, f, p: c.power(f, p)),
-    "random": Function("random(seed, i, ...)", 1, 64, _on_ints("random", ir.random)),
-    "wrap": Function("wrap(x, bits)", 2, 2, _on_ints("wrap", lambda x, bits: build("wrap", x, bits))),
+    "random": Function("random(seed, i, ...)", 1, 64, partial(_on_ints, "random")),
+    "wrap": Function("wrap(x, bits)", 2, 2, partial(_on_ints, "wrap")),
 }
 
 # Forms whose arguments are not all values; the checker handles them.

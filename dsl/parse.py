@@ -115,8 +115,7 @@ def _strange(text: str, name: str, at: int) -> NoReturn:
         "?": "to choose, write `a if c else b`",
     }
     remedy = f"write `{GLYPHS[c]}`" if c in GLYPHS else "the language is written in ASCII" if ord(c) > 126 else ""
-    remedy = remedies.get(c, remedy)
-    fail(text, name, at, at + 1, f"{shown} has no meaning here", remedy)
+    fail(text, name, at, at + 1, f"{shown} has no meaning here", remedies.get(c, remedy))
 
 
 # -- the loop -------------------------------------------------------------------------------------
@@ -286,7 +285,7 @@ ACTIONS: dict[str, Action] = {
     "choose": lambda p, *_: _node("choose", None, [p[2], p[0], p[4]], p),
     "or": _junction("or"),
     "and": _junction("and"),
-    "xor": lambda p, *_: _node("xor", p[1].text, [p[0], p[2]], p),
+    "xor": lambda p, *_: _node("xor", [p[1].text], [p[0], p[2]], p),
     "not": lambda p, *_: _node("not", "not", [p[1]], p),
     "invert": lambda p, *_: _node("not", p[0].text, [p[1]], p),
     "compare": _junction("compare"),

@@ -24,7 +24,7 @@ from .ir import Expr
 from .library import Definition, define
 from .operators import BUILT_IN, RESERVED
 from .parse import Node, parse
-from .types import BOOL, FLOAT, INT, Type
+from .types import BOOL, FLOAT, INT, Type, axes
 
 Kind = Literal["mask", "score"]
 Scalar = bool | int | float
@@ -82,7 +82,14 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
         known[n] = _agreed(n, type_of(n, value), reader.declared.get(n))
     reader.clash(params)
     checker = Checker(text, name, known=known, definitions=reader.definitions)
-    shown = _elaborate(checker, roots, list(reader.problems))
+    early = list(reader.problems)
+    try:
+        shown = elaborate(checker, roots)
+    except MaskSyntaxError as error:
+        # errors of declarations and of expressions are one report
+        raise MaskSyntaxError(error.source, [*early, *error.problems], error.name) from None
+    if early:
+        raise MaskSyntaxError(checker.text, early, checker.name)
     exprs = {kind: ir.expanded(e) for kind, e in shown.items()}
     if unused := [n for n in params if n not in checker.used]:
         raise ParameterError(_unused(unused, checker))
@@ -98,18 +105,6 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
         declared=reader.declared, notes=notes, sites=sites, needs=dict(checker.needs),
         changed=frozenset(checker.changed_meanings), shown=shown,
     )  # fmt: skip
-
-
-def _elaborate(checker: Checker, roots: dict[str, Node], early: list[TextProblem]) -> dict[str, Expr]:
-    try:
-        exprs = elaborate(checker, roots)
-    except MaskSyntaxError as error:
-        # errors of declarations and of expressions are one report
-        error = MaskSyntaxError(error.source, [*early, *error.problems], error.name)
-        raise error from None
-    if early:
-        raise MaskSyntaxError(checker.text, early, checker.name)
-    return exprs
 
 
 def _unused(unused: list[str], checker: Checker) -> str:
@@ -204,10 +199,9 @@ def _agreed(name: str, inferred: tuple[int, Type], declared: Declared | None) ->
         raise ParameterError(f"`{name}` is declared with {declared.rank} axes, the value has {inferred[0]}")
     if inferred[1] is declared.type or (inferred[1], declared.type) == (INT, FLOAT):
         return declared.rank, declared.type
-    axes = f"[{', '.join('_' * inferred[0])}]" if inferred[0] else ""
     raise ParameterError(
         f"`{name}` is declared {declared.type}, the value is {inferred[1]}; nothing is rounded or cast: "
-        f"give {declared.type}, or declare `param {name}: {inferred[1].value.lower()}{axes}`"
+        f"give {declared.type}, or declare `param {name}: {inferred[1].value.lower()}{axes(inferred[0])}`"
     )
 
 
@@ -257,7 +251,8 @@ class _StatementReader:
     def define(self, s: Node) -> None:
         name, params = s.value.text, [p.text for p in s.args[0]]
         if name in RESERVED or name in BUILT_IN:
-            self.report(s.value, f"`{name}` is {_kind_of_name(name)}", "choose another name")
+            what = "a built-in function" if name in BUILT_IN else "reserved"
+            self.report(s.value, f"`{name}` is {what}", "choose another name")
             return
         for p in s.args[0]:
             if p.text in (*ir.COORDINATES, *ir.SIZES, "score"):
@@ -282,8 +277,8 @@ class _StatementReader:
         elif fact is not None and (len(type_.args) != 1 or element.text != "int"):
             self.report(type_, "only a table of Ints with one axis is sorted", f"write `sorted int[{ir.SIZES[2]}]`")
         else:
-            axes = tuple(self.text[a.start : a.stop] for a in type_.args)
-            declared = Declared(len(axes), ELEMENTS[element.text], fact and fact.text, axes)
+            sizes = tuple(self.text[a.start : a.stop] for a in type_.args)
+            declared = Declared(len(sizes), ELEMENTS[element.text], fact and fact.text, sizes)
             self.declared[name] = declared
             if default is not None:
                 self.default(name, declared, default)
@@ -303,13 +298,7 @@ class _StatementReader:
     def clash(self, params: Mapping[str, Any]) -> None:
         for n in params:
             if n in self.definitions:
-                at = self.where[n]
-                message = f"`{n}` is defined here and given as a parameter"
-                self.problems[TextProblem(message, at, "rename one of them")] = None
-
-
-def _kind_of_name(name: str) -> str:
-    return "a built-in function" if name in BUILT_IN else "reserved"
+                self.report(self.where[n], f"`{n}` is defined here and given as a parameter", "rename one of them")
 
 
 def constant(node: Node) -> Scalar | None:

@@ -10,26 +10,13 @@ tell is declared first: `param p: float`, a newline, `p >= x`. A call prints as 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeAlias
 
 from . import library
 from .errors import BudgetError, Span
-from .ir import (
-    COMPARISONS,
-    FLOAT_FUNCTIONS,
-    INFIX,
-    OPERATORS,
-    Expr,
-    expanded,
-    find,
-    fold,
-    literal_value,
-    named,
-    walk,
-)
-from .types import BOOL, FLOAT, INT, Type
+from .ir import COMPARISONS, FLOAT_FUNCTIONS, INFIX, OPERATORS, Expr, expanded, find, fold, literal_value, named, walk
+from .types import BOOL, FLOAT, INT, Type, axes
 
 MAX_NODES = 20_000
 THEN, OR, XOR, AND, NOT, COMPARE, SHIFT, SUM, PRODUCT, UNARY, POWER, ATOM = range(-1, 11)
@@ -48,7 +35,7 @@ def show(e: Expr, known: Collection[str] = ()) -> str:
     _within_budget(e)
     printer = _Printer(e, known)
     lines = [
-        f"param {name}: {str(type).lower()}{_axes(rank)}"
+        f"param {name}: {str(type).lower()}{axes(rank)}"
         for name, (rank, type) in _undetermined(expanded(e), printer.flex).items()
         if name not in known
     ]
@@ -121,7 +108,8 @@ class _Printer:
         return ATOM, [f"{e.op}(", *_separated(e.args if args is None else args), ")"]
 
     def literal(self, e: Expr) -> Pieces:
-        text = _literal(e)
+        # Python writes the Bools in capitals, and inf and nan as the language does
+        text = repr(e.name).lower()
         return (UNARY if text.startswith("-") else ATOM), [text]
 
     def negative(self, e: Expr) -> Pieces:
@@ -219,18 +207,6 @@ def _separated(args: tuple[Expr, ...]) -> list[Piece]:
     for a in args:
         out += [", ", (a, OR)]
     return out[1:]
-
-
-def _literal(e: Expr) -> str:
-    if e.type is BOOL:
-        return "true" if e.name else "false"
-    if e.type is FLOAT and not math.isfinite(e.name):
-        return "nan" if math.isnan(e.name) else "inf" if e.name > 0 else "-inf"
-    return repr(e.name)
-
-
-def _axes(rank: int) -> str:
-    return "" if rank == 0 else "[" + ", ".join("_" * rank) + "]"
 
 
 # -- which names the parser cannot type -------------------------------------------------------------

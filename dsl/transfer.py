@@ -75,10 +75,6 @@ def _larger(a: Interval, b: Interval) -> Interval:
     return max(lows, default=None), _known(max, a[1], b[1])
 
 
-def _hull(a: Interval, b: Interval) -> Interval:
-    return _known(min, a[0], b[0]), _known(max, a[1], b[1])
-
-
 def _quotient(e: Expr, a: Interval, b: Interval) -> Interval:
     lo, hi, d = *a, literal_value(e.args[1], 0)
     return UNKNOWN if d <= 0 else (None if lo is None else lo // d, None if hi is None else hi // d)
@@ -129,7 +125,7 @@ INTERVAL: dict[str, Row] = {
     "abs": lambda e, a: _absolute(a),
     "max": lambda e, a, b: _larger(a, b),
     "min": lambda e, a, b: _minus(_larger(_minus(a), _minus(b))),
-    "where": lambda e, p, a, b: _hull(a, b),
+    "where": lambda e, p, a, b: (_known(min, a[0], b[0]), _known(max, a[1], b[1])),
     "int": lambda e, a: (0, 1) if e.args[0].type is BOOL else UNKNOWN,
     "floordiv": _quotient,
     "mod": _remainder,

@@ -6,7 +6,9 @@ from enum import Enum
 
 
 class Type(Enum):
-    """A type of the language: Int is a mathematical integer, Bool a truth value, Float a float32 (oracle: float64)."""
+    """A type of the language: Int is a mathematical integer, Bool a truth value, Float a float32.
+
+    The reference computes Floats in float64."""
 
     BOOL = "Bool"
     INT = "Int"
@@ -24,6 +26,11 @@ class Type(Enum):
 
 
 BOOL, INT, FLOAT = Type.BOOL, Type.INT, Type.FLOAT
+
+
+def axes(rank: int | None) -> str:
+    """The axes of a table in a declaration: `[_, _]`, and nothing for a number."""
+    return f"[{', '.join('_' * rank)}]" if rank else ""
 
 
 def ranked(rank: int | None) -> str:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import cached_property, lru_cache, partial, update_wrapper
 from types import FunctionType, ModuleType
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -181,17 +181,11 @@ class Remembered(Protocol[P, R_co]):
 
 
 def memo(
-    entries: int = 0,
-    by: Literal["value", "identity", "weak"] = "value",
-    group: str = "",
-    bytes: int = BYTES,
-    weigh: Weigh | None = None,
+    entries: int = 0, group: str = "", bytes: int = BYTES, weigh: Weigh | None = None
 ) -> Callable[[Callable[P, R]], Remembered[P, R]]:
     """A function that remembers `entries` answers in at most `bytes`, or in the table of a group.
 
-    `by="value"`: equal arguments have one answer. `by="identity"`: the same objects have one answer, and the table
-    holds the objects. `by="weak"`: the first argument counts by identity, the others by value, and an entry goes with
-    its first argument. Past the bound the least recently used answers go, with the other two `by` the oldest.
+    Equal arguments have one answer. Past the bound the least recently used answers go.
 
     >>> @memo(64)
     ... def square(n: int) -> int:
@@ -203,35 +197,13 @@ def memo(
     """
 
     def remembered(function: Callable[P, R]) -> Remembered[P, R]:
-        table: Any
-        if group:
-            table = _shared(group)
-            wrapper: Any = partial(table.front, function)
-        elif by == "value":
-            table = _Answers(name_of(function), function, entries, bytes, weigh)
-            wrapper = table.front
-        else:
-            table = Memo(name_of(function), entries, bytes, weigh)
-            wrapper = _by_object(function, table, by == "weak")
+        table = _shared(group) if group else _Answers(name_of(function), function, entries, bytes, weigh)
+        wrapper: Any = partial(table.front, function) if group else table.front
         update_wrapper(wrapper, function)
         wrapper.memo = table
         return wrapper  # type: ignore[no-any-return]
 
     return remembered
-
-
-def _by_object(function: Callable[..., Any], table: Memo, weak: bool) -> Any:
-    def call(*args: Any) -> Any:
-        key = (id(args[0]), *args[1:]) if weak else tuple(map(id, args))
-        entry = table._entries.get(key)
-        if entry is None:
-            table.misses += 1
-            owner = weakref.ref(args[0], lambda _: table.drop(key)) if weak else args
-            return table.put(key, function(*args), owner)
-        table.hits += 1  # the first one made goes first: no time is lost on which one was used last
-        return entry[0]
-
-    return call
 
 
 _on_objects = Memo("beside objects", 4096, weigh=1000)  # their owners answer for their size
@@ -250,7 +222,7 @@ def cached_on(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
     if entry is None:
         table.misses += 1
         return table.put(place, make(), weakref.ref(owner, lambda _: table.drop(place)))
-    table.hits += 1
+    table.hits += 1  # the first one made goes first: no time is lost on which one was used last
     answer: R = entry[0]
     return answer
 

@@ -7,7 +7,7 @@ array that is sliced, indexed by `b`, then by `q, k` becomes one lookup with all
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce as fold
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -273,7 +273,7 @@ class Reductions:
         if n == 1 or written_out or kind not in REDUCTIONS:
             if n > MAX_WRITTEN:
                 raise Refused(f"{n} unlike elements joined for every position, more than {MAX_WRITTEN}; use a table")
-            return fold(lambda a, b: build(JOIN.get(kind, kind), a, b), (body(lit(j)) for j in range(n)))
+            return ir.nest(JOIN.get(kind, kind), (body(lit(j)) for j in range(n)))
         if n > MAX_RANGE:
             raise Refused(f"a reduction over {n:,} elements for every position, more than {MAX_RANGE:,}; use a table")
         return ir.reduce(kind, ZERO, self._end(body, n), body)
@@ -292,86 +292,67 @@ class Reductions:
 
         def element(i: Indices) -> Expr:
             rest = iter(i)
-            index: list[Expr] = [ZERO if a in axes else next(rest) for a in range(rank)]
 
-            def nested(left: Sequence[int]) -> Expr:
+            def nested(index: Indices, left: Sequence[int]) -> Expr:
                 if not left:
-                    return x.at(tuple(index))
+                    return x.at(index)
                 a, *inner = left
+                n = x.shape[a]
+                return self.bounded(kind, n, lambda j: nested((*index[:a], j, *index[a + 1 :]), inner), x.pieces)
 
-                def body(j: Expr) -> Expr:
-                    index[a] = j
-                    return nested(inner)
-
-                return self.bounded(kind, x.shape[a], body, x.pieces)
-
-            return nested(list(axes))
+            return nested(tuple(ZERO if a in axes else next(rest) for a in range(rank)), axes)
 
         return element
 
-    def reduce(self, kind: str) -> Callable[..., Element]:
-        def meaning(p: Mapping[str, Any], x: Array) -> Element:
-            if (kind in ("any", "all")) != (x.at((ZERO,) * len(x.shape)).type is BOOL):
-                raise Refused("a bitwise reduction of integers, or a largest Bool; use jnp.any or jnp.all")
-            return self.over(kind, p["axes"], x)
-
-        return meaning
+    def reduce(self, kind: str, p: Mapping[str, Any], x: Array) -> Element:
+        if (kind in ("any", "all")) != (x.at((ZERO,) * len(x.shape)).type is BOOL):
+            raise Refused("a bitwise reduction of integers, or a largest Bool; use jnp.any or jnp.all")
+        return self.over(kind, p["axes"], x)
 
     def dot_general(self, p: Mapping[str, Any], x: Array, y: Array) -> Element:
         (xc, yc), (xb, yb) = p["dimension_numbers"]
         xf = [a for a in range(len(x.shape)) if a not in (*xc, *xb)]
         yf = [a for a in range(len(y.shape)) if a not in (*yc, *yb)]
 
-        def element(i: Indices) -> Expr:
-            batch, left, right = i[: len(xb)], i[len(xb) : len(xb) + len(xf)], i[len(xb) + len(xf) :]
-            rows = dict(zip((*xb, *xf), (*batch, *left))), dict(zip((*yb, *yf), (*batch, *right)))
+        def product(i: Indices) -> Expr:
+            """The product of two elements, by the axes of the result and then those that are summed over."""
+            batch, left, rest = i[: len(xb)], i[len(xb) : len(xb) + len(xf)], i[len(xb) + len(xf) :]
+            row = dict(zip((*xb, *xf, *xc), (*batch, *left, *rest[len(yf) :])))
+            column = dict(zip((*yb, *yf, *yc), (*batch, *rest)))
+            return x.at(tuple(row[d] for d in sorted(row))) * y.at(tuple(column[d] for d in sorted(column)))
 
-            def nested(done: int) -> Expr:
-                if done == len(xc):
-                    factors = (a.at(tuple(r[d] for d in range(len(a.shape)))) for a, r in zip((x, y), rows))
-                    return fold(lambda a, b: a * b, factors)
-
-                def body(j: Expr) -> Expr:
-                    rows[0][xc[done]] = rows[1][yc[done]] = j
-                    return nested(done + 1)
-
-                return self.bounded("sum", x.shape[xc[done]], body, x.pieces or y.pieces)
-
-            return nested(0)
-
-        return element
+        outer = (*(x.shape[a] for a in (*xb, *xf)), *(y.shape[a] for a in yf))
+        whole = Array((*outer, *(x.shape[a] for a in xc)), product, pieces=x.pieces or y.pieces)
+        return self.over("sum", range(len(outer), len(whole.shape)), whole)
 
     def table(self) -> dict[str, Callable[..., Element]]:
         kinds = {"sum": "sum", "max": "max", "min": "min", "or": "any", "and": "all", "prod": "mul"}
-        return {f"reduce_{n}": self.reduce(kind) for n, kind in kinds.items()} | {"dot_general": self.dot_general}
+        reductions = {f"reduce_{n}": partial(self.reduce, kind) for n, kind in kinds.items()}
+        return {**reductions, "dot_general": self.dot_general}
 
 
-def _first(op: str) -> Callable[..., Element]:
+def _first(op: str, p: Mapping[str, Any], x: Array) -> Element:
     """argmax and argmin over few elements: the first of the extreme ones; of Bools (jnp.select), the first True."""
+    (axis,) = p["axes"]
+    if x.shape[axis] > MAX_WRITTEN:
+        raise Refused(f"the place of an extreme of {x.shape[axis]} elements, more than {MAX_WRITTEN}; use a table")
 
-    def meaning(p: Mapping[str, Any], x: Array) -> Element:
-        (axis,) = p["axes"]
-        if x.shape[axis] > MAX_WRITTEN:
-            raise Refused(f"the place of an extreme of {x.shape[axis]} elements, more than {MAX_WRITTEN}; use a table")
+    def element(i: Indices) -> Expr:
+        elements = [x.at((*i[:axis], lit(j), *i[axis:])) for j in range(x.shape[axis])]
+        if elements[0].type is BOOL:
+            conditions = elements if op == "gt" else [~e for e in elements]
+            out = ZERO
+            for j, e in reversed(list(enumerate(conditions))):
+                # the default of jnp.select is a condition that always holds
+                out = lit(j) if e is TRUE else build("where", e, lit(j), out)
+            return out
+        place, best = ZERO, elements[0]
+        for j, e in enumerate(elements[1:], 1):
+            better = build(op, e, best)
+            place, best = build("where", better, lit(j), place), build("where", better, e, best)
+        return place
 
-        def element(i: Indices) -> Expr:
-            elements = [x.at((*i[:axis], lit(j), *i[axis:])) for j in range(x.shape[axis])]
-            if elements[0].type is BOOL:
-                conditions = elements if op == "gt" else [~e for e in elements]
-                out = ZERO
-                for j, e in reversed(list(enumerate(conditions))):
-                    # the default of jnp.select is a condition that always holds
-                    out = lit(j) if e is TRUE else build("where", e, lit(j), out)
-                return out
-            place, best = ZERO, elements[0]
-            for j, e in enumerate(elements[1:], 1):
-                better = build(op, e, best)
-                place, best = build("where", better, lit(j), place), build("where", better, e, best)
-            return place
-
-        return element
-
-    return meaning
+    return element
 
 
 _fresh = count()
@@ -379,6 +360,6 @@ _fresh = count()
 SHAPED: dict[str, Callable[..., Element]] = {
     **{f.__name__[1:]: f for f in (_broadcast_in_dim, _squeeze, _reshape, _transpose, _slice, _rev, _iota)},
     **{f.__name__[1:]: f for f in (_concatenate, _stack, _dynamic_slice, _gather)},
-    "argmax": _first("gt"),
-    "argmin": _first("lt"),
+    "argmax": partial(_first, "gt"),
+    "argmin": partial(_first, "lt"),
 }

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,7 @@ from frisket.dsl.errors import TraceError
 from frisket.dsl.from_python.closure import reached
 from frisket.dsl.from_python.numpy_functions import Naming
 from frisket.dsl.from_python.symbol import Symbol
-from frisket.dsl.from_python.user_line import NO_TRUTH, fail, instead, line, raised_at
+from frisket.dsl.from_python.user_line import NO_TRUTH, fail, instead, line, package, raised_at
 from frisket.dsl.ir import Expr, build, lit, to_float
 from frisket.dsl.operators import MADE_OF
 from frisket.dsl.types import FLOAT, INT, Type
@@ -98,7 +99,8 @@ class Reader:
         env: dict[Any, Array] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
         def read(v: Any) -> Array:
-            return _literal(v) if hasattr(v, "val") else env[v]  # a literal of a jaxpr is no variable
+            # a literal of a jaxpr is no variable
+            return _number(v.val, v.aval.dtype) if hasattr(v, "val") else env[v]
 
         for eqn in jaxpr.eqns:
             try:
@@ -128,7 +130,7 @@ class Reader:
             if known:  # JAX computes what the language cannot say
                 return self.computed(eqn, inputs)
             raise
-        values = partial(_compute, eqn, inputs) if known else None
+        values = (lambda: _compute(eqn, inputs)[0]) if known else None
         return [_array_of(name, eqn.outvars[0].aval.shape, element, inputs, values)]
 
     def element(self, eqn: Any, inputs: list[Array]) -> Any:
@@ -161,10 +163,11 @@ class Reader:
         which, *operands = inputs
         branches = [self.inlined(b, operands) for b in eqn.params["branches"]]
 
-        def element(results: Sequence[Array]) -> Any:
-            return lambda i: choose(which.at(), *(r.at(i) for r in results))
+        def element(results: Sequence[Array], i: tuple[Expr, ...]) -> Expr:
+            return choose(which.at(), *(r.at(i) for r in results))
 
-        return [_array_of("cond", r[0].shape, element(r), [which, *r], None) for r in zip(*branches, strict=True)]
+        results = zip(*branches, strict=True)
+        return [_array_of("cond", r[0].shape, partial(element, r), [which, *r], None) for r in results]
 
     def scan(self, eqn: Any, inputs: list[Array]) -> list[Array]:
         """A loop of few turns, written out. Values collected or read turn by turn have one axis more outside."""
@@ -217,7 +220,7 @@ class Reader:
     def computed(self, eqn: Any, inputs: list[Array]) -> list[Array]:
         """The result of an equation on captured arrays alone, computed now: a table, or a parameter."""
         source = next((x.source for x in inputs if x.source), "")
-        values = _compute(eqn, inputs, every=True)
+        values = _compute(eqn, inputs)
         return [self.table(source, v) if source or v.shape else _number(v, v.dtype) for v in values]
 
 
@@ -228,10 +231,6 @@ def _array_of(name: str, shape: tuple[int, ...], element: Any, inputs: Sequence[
     source = next((x.source for x in inputs if x.source), "")
     pieces = bool(shape) and (any(x.pieces for x in inputs) or name in ("concatenate", "stack"))
     return Array(tuple(shape), element, known, source, pieces)
-
-
-def _literal(v: Any) -> Array:
-    return _number(v.val, v.aval.dtype)
 
 
 def _number(value: Any, dtype: Any) -> Array:
@@ -262,15 +261,15 @@ def _computed_once(eqn: Any) -> bool:
     return name in ONCE or (name.startswith(("reduce_", "arg", "cum")) and name != "reduce_precision")
 
 
-def _compute(eqn: Any, inputs: Sequence[Array], every: bool = False) -> Any:
+def _compute(eqn: Any, inputs: Sequence[Array]) -> list[Any]:
+    """The results of an equation on captured arrays alone."""
     import jax
 
     values = [x.values() for x in inputs]
     arrays = [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(values, eqn.invars, strict=True)]
     with jax.ensure_compile_time_eval():  # else an outer jax.jit would trace it
         out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
-    results = list(out) if eqn.primitive.multiple_results else [out]
-    return results if every else results[0]
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _searches(eqn: Any, side: str) -> bool:
@@ -378,12 +377,7 @@ def _is_jax(value: Any) -> bool:
 
 def raised_in_jax(error: BaseException) -> bool:
     """Whether JAX was called: with a symbol, it raises."""
-    at = error.__traceback__
-    while at is not None:
-        if str(at.tb_frame.f_globals.get("__name__")).split(".")[0] in ("jax", "jaxlib"):
-            return True
-        at = at.tb_next
-    return False
+    return any(package(frame) in ("jax", "jaxlib") for frame, _ in walk_tb(error.__traceback__))
 
 
 # -- tracing ----------------------------------------------------------------------------------------

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from frisket.dsl import ir
-from frisket.dsl.from_python.elements import ON_BOOL, number, truth
-from frisket.dsl.ir import COMPARISONS, OPERATORS, Expr, build, lit, literal_value, to_float
-from frisket.dsl.operators import expm1
+from frisket.dsl.from_python.elements import ON_BOOL, named_type, number, truth
+from frisket.dsl.from_torch.scalars import ONE
+from frisket.dsl.ir import COMPARISONS, OPERATORS, Expr, binary, build, lit, literal_value, to_float
 from frisket.dsl.transfer import EXACT, integral
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
@@ -29,12 +30,10 @@ class Refused(Exception):  # noqa: N818 (not an error yet: the caller adds the u
 def type_of(dtype: Any) -> Type:
     """The type of a JAX dtype."""
     name = str(dtype)
-    for prefix, type in (("bool", BOOL), ("int", INT), ("uint", INT), ("float", FLOAT), ("bfloat", FLOAT)):
-        if name.startswith(prefix):
-            return type
-    if name.startswith("key"):
-        raise Refused(RANDOM)
-    raise Refused(f"an array of {name}; the language has bool, int and float")
+    type = named_type(name)
+    if type is None:
+        raise Refused(RANDOM if name.startswith("key") else f"an array of {name}; the language has bool, int and float")
+    return type
 
 
 def literal(value: Any, dtype: Any) -> Expr:
@@ -58,23 +57,17 @@ ON_TRUTH: dict[str, Callable[[Expr, Expr], Expr]] = {
 }
 
 
-def _arithmetic(op: str) -> Meaning:
-    def meaning(_: Equation, x: Expr, y: Expr) -> Expr:
-        return build(ON_BOOL[op] if x.type is BOOL and op in ON_BOOL else op, x, y)
-
-    return meaning
+def _arithmetic(op: str, _: Equation, x: Expr, y: Expr) -> Expr:
+    return build(ON_BOOL[op] if x.type is BOOL and op in ON_BOOL else op, x, y)
 
 
-def _comparison(op: str) -> Meaning:
-    def meaning(_: Equation, x: Expr, y: Expr) -> Expr:
-        if x.type is BOOL and op in ON_TRUTH:
-            return ON_TRUTH[op](x, y)
-        whole = integral(x), integral(y)
-        if x.type is FLOAT and (_rounded(x) or _rounded(y)) and whole[0] is not None and whole[1] is not None:
-            x, y = whole[0], whole[1]
-        return build(op, x, y)
-
-    return meaning
+def _comparison(op: str, _: Equation, x: Expr, y: Expr) -> Expr:
+    if x.type is BOOL and op in ON_TRUTH:
+        return ON_TRUTH[op](x, y)
+    whole = integral(x), integral(y)
+    if x.type is FLOAT and (_rounded(x) or _rounded(y)) and whole[0] is not None and whole[1] is not None:
+        x, y = whole[0], whole[1]
+    return build(op, x, y)
 
 
 def _rounded(e: Expr) -> bool:
@@ -125,14 +118,6 @@ def _shift_right_logical(eqn: Equation, x: Expr, y: Expr) -> Expr:
 # -- rounding and casts -----------------------------------------------------------------------------
 
 
-def _floor(e: Expr) -> Expr:
-    return to_float(build("floor", e))
-
-
-def _ceil(e: Expr) -> Expr:
-    return to_float(-build("floor", -e))
-
-
 def _round(eqn: Equation, x: Expr) -> Expr:
     if int(eqn.params["rounding_method"]) == 0:  # away from zero
         return build("sign", x) * to_float(build("floor", abs(x) + 0.5))
@@ -173,39 +158,28 @@ def choose(which: Expr, *cases: Expr) -> Expr:
     return out
 
 
-def _clamp(_: Equation, low: Expr, x: Expr, high: Expr) -> Expr:
-    return build("min", build("max", x, low), high)
+def _of_elements(make: Callable[..., Expr]) -> Meaning:
+    return lambda _, *elements: make(*elements)
 
 
-def _same(_: Equation, x: Expr) -> Expr:
-    return x
-
-
-def _function(op: str) -> Meaning:
-    return lambda _, x: build(op, x)
+# JAX's names of the language's operators, where they have others
+NAMES = {"logistic": "sigmoid", "is_finite": "isfinite"}
+NAMES |= {op: op for op, o in OPERATORS.items() if o.takes in ("number", "float") and o.arity == 1}
+BITWISE = {"and": "and", "or": "or", "xor": "xor", "shift_left": "shl", "shift_right_arithmetic": "shr"}
 
 
 SCALARS: dict[str, Meaning] = {
-    **{op: _arithmetic(op) for op, o in OPERATORS.items() if (o.takes, o.arity) == ("number", 2)},
-    **{op: _comparison(op) for op in sorted(COMPARISONS)},
-    **{op: _function(op) for op, o in OPERATORS.items() if o.takes in ("number", "float") and o.arity == 1},
-    "logistic": _function("sigmoid"),
-    "is_finite": _function("isfinite"),
-    **{f.__name__[1:]: f for f in (_div, _rem, _pow, _integer_pow, _round, _shift_right_logical, _clamp)},
-    "square": lambda _, x: x * x,
-    "expm1": lambda _, x: expm1(x),
-    "erfc": lambda _, x: 1.0 - build("erf", x),
-    "floor": lambda _, x: _floor(x),
-    "ceil": lambda _, x: _ceil(x),
-    "and": lambda _, x, y: x & y,
-    "or": lambda _, x, y: x | y,
-    "xor": lambda _, x, y: x ^ y,
+    **{op: partial(_arithmetic, op) for op, o in OPERATORS.items() if (o.takes, o.arity) == ("number", 2)},
+    **{op: partial(_comparison, op) for op in sorted(COMPARISONS)},
+    **{n: _of_elements(partial(build, op)) for n, op in NAMES.items()},
+    **{n: _of_elements(partial(binary, op)) for n, op in BITWISE.items()},
+    **{n: _of_elements(ONE[n]) for n in ("square", "expm1", "erfc", "floor", "ceil")},
+    **{f.__name__[1:]: f for f in (_div, _rem, _pow, _integer_pow, _round, _shift_right_logical)},
+    "clamp": lambda _, low, x, high: build("min", build("max", x, low), high),
     "not": lambda _, x: ~x,
-    "shift_left": lambda _, x, y: x << y,
-    "shift_right_arithmetic": lambda _, x, y: x >> y,
     "select_n": lambda _, which, *cases: choose(which, *cases),
     "convert_element_type": _convert,
-    **dict.fromkeys("copy copy_p reduce_precision optimization_barrier stop_gradient".split(), _same),
+    **dict.fromkeys("copy copy_p reduce_precision optimization_barrier stop_gradient".split(), lambda _, x: x),
 }
 
 RANDOM = (

@@ -11,9 +11,17 @@ from __future__ import annotations
 
 from frisket.dsl import ir
 from frisket.dsl.ir import Expr, binary, build, lit, to_float
-from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 from .user_line import fail
+
+DTYPES = {"bool": BOOL, **dict.fromkeys(("int", "uint", "long", "short"), INT)}
+DTYPES |= dict.fromkeys(("float", "bfloat", "half", "double"), FLOAT)
+
+
+def named_type(dtype: str) -> Type | None:
+    """The type of the elements of a dtype, by its name; None where the language has none."""
+    return next((type for prefix, type in DTYPES.items() if dtype.startswith(prefix)), None)
 
 
 def number(e: Expr) -> Expr:

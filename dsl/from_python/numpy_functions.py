@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import invert, neg, pos
 from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
 
-from frisket.dsl.from_torch.scalars import BINARY, REDUCTIONS
-from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, build, lit
-from frisket.dsl.operators import expm1
+from frisket.dsl.from_torch.scalars import BINARY, ONE, REDUCTIONS
+from frisket.dsl.ir import Expr, build
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 from .elements import floor, joined, number, real, truth
@@ -31,19 +31,16 @@ Naming = Callable[[str, Any], str]  # the name a table gets, from the one it wis
 _UFUNCS = "divide:div power:pow float_power:pow left_shift:shl right_shift:shr equal:eq"
 UFUNCS = BINARY | dict(pair.split(":") for pair in _UFUNCS.split())
 UNARY: dict[str, Callable[[Expr], Expr]] = {
+    **ONE,
     "logical_not": lambda x: build("not", truth(x)),
-    "absolute": lambda x: build("abs", number(x)),
     "fabs": lambda x: build("abs", real(x)),
     "sign": lambda x: build("sign", number(x)),
     "floor": floor,
     "ceil": lambda x: -build("floor", -x) if x.type is FLOAT else number(x),
     "trunc": lambda x: build("int", x) if x.type is FLOAT else number(x),
-    "square": lambda x: joined("mul", number(x), number(x)),
-    "reciprocal": lambda x: joined("div", lit(1.0), x),
-    "expm1": lambda x: expm1(real(x)),
-    "isnan": lambda x: build("ne", real(x), real(x)),  # NaN alone differs from itself
-    "isfinite": lambda x: build("isfinite", real(x)),
 }
+
+OF_SYMBOL: dict[str, Callable[[Any], Any]] = {"invert": invert, "bitwise_not": invert, "negative": neg, "positive": pos}
 
 
 @handles("__array_ufunc__")
@@ -54,17 +51,11 @@ def apply(name: str, inputs: tuple[Any, ...]) -> Any:
         return elementwise(lambda x, y: joined(UFUNCS[name], x, y), *inputs, label=what)
     if name.startswith("logical_") and len(inputs) == 2:
         return elementwise(lambda x, y: build(name[8:], truth(x), truth(y)), *inputs, label=what)
-    if name in FLOAT_FUNCTIONS:
-        return elementwise(lambda x: build(name, real(x)), *inputs, label=what)
-    if name in UNARY:
-        return elementwise(UNARY[name], *inputs, label=what)
     x = operand(inputs[0], what)
-    if name in ("invert", "bitwise_not"):
-        return ~x
-    if name == "negative":
-        return -x
-    if name == "positive":
-        return x
+    if name in OF_SYMBOL:
+        return OF_SYMBOL[name](x)
+    if name in UNARY:
+        return elementwise(UNARY[name], x, label=what)
     return fail(f"np.{name} has no counterpart in the language")
 
 

@@ -85,9 +85,7 @@ def symbol_of(value: Any) -> Symbol | None:
         value = float(value) if value.dtype.type is np.longdouble else value.item()
     if isinstance(value, bool | int | float):
         return Symbol(lit(value))
-    if context.front is not None and (symbol := context.front.lift(value)) is not None:
-        return symbol  # type: ignore[no-any-return]
-    return None
+    return None if context.front is None else context.front.lift(value)
 
 
 def operand(value: Any, label: str) -> Symbol:
@@ -202,10 +200,7 @@ def reduced(kind: str, x: Symbol, dim: Any = None, keepdim: bool = False) -> Sym
     e = x.expr
     if e.type is BOOL:
         kind = {"max": "any", "min": "all"}.get(kind, kind)
-    if kind in ("any", "all"):
-        e = truth(e)
-    elif e.type is BOOL:
-        e = number(e)
+    e = truth(e) if kind in ("any", "all") else number(e)
     for i in sorted(chosen, reverse=True):  # the last axis becomes the innermost range, as arrays lie in memory
         e = _over(kind, x.axes[i], e)
     axes = (axis(1) if i in chosen else a for i, a in enumerate(x.axes) if keepdim or i not in chosen)

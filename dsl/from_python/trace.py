@@ -129,18 +129,18 @@ def _torch(tracer: _Tracer) -> AbstractContextManager[None]:
     return active(tracer.name_table, tracer.tables, tracer.wishes, tracer.read)
 
 
-def _signature(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    if not isinstance(fn, FunctionType | MethodType | functools.partial) and hasattr(fn, "forward"):
-        return inspect.signature(fn.forward).parameters  # a torch.nn.Module calls it
-    return inspect.signature(fn).parameters
+def _signature(fn: Any, names: str = "q, k") -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function; an error says to wrap one that does not tell them."""
+    is_module = not isinstance(fn, FunctionType | MethodType | functools.partial) and hasattr(fn, "forward")
+    try:
+        return inspect.signature(fn.forward if is_module else fn).parameters  # a torch.nn.Module calls its forward
+    except (TypeError, ValueError):  # a builtin
+        raise TraceError(f"{fn!r} has no signature; wrap it: `lambda {names}: ...`") from None
 
 
 def _arguments(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
     """The coordinate of every parameter of the function."""
-    try:
-        parameters = _signature(fn)
-    except (TypeError, ValueError):
-        raise TraceError(f"{fn!r} has no signature; wrap it: `lambda q, k: ...`") from None
+    parameters = _signature(fn)
     fixed = fn.keywords if isinstance(fn, functools.partial) else {}
     single = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     free = [n for n, p in single.items() if n not in fixed and (p.default is p.empty or n in ORDER)]
@@ -176,10 +176,7 @@ def _swapped(names: list[str]) -> list[tuple[str, str]]:
 
 def _places(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
     """The coordinate of every parameter, for functions that take four or five by place."""
-    try:
-        parameters = _signature(fn).values()
-    except (TypeError, ValueError):  # a builtin
-        raise TraceError(f"{fn!r} has no signature; wrap it: `lambda b, h, q, k: ...`") from None
+    parameters = _signature(fn, "b, h, q, k").values()
     placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     any_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     needed = [p.name for p in placed if p.default is p.empty]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+from traceback import walk_tb
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
@@ -32,8 +33,13 @@ CALLS = {
 }
 
 
+def package(frame: FrameType) -> str:
+    """The name of the package that a frame belongs to."""
+    return str(frame.f_globals.get("__name__", "")).split(".")[0]
+
+
 def is_users(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).split(".")[0] not in LIBRARY_FRAMES
+    return package(frame) not in LIBRARY_FRAMES
 
 
 def user_frame() -> FrameType | None:
@@ -64,12 +70,8 @@ def fail(message: str, cause: BaseException | None = None) -> NoReturn:
 
 def raised_at(cause: BaseException) -> str:
     """The user's line that an error passed through last."""
-    last, step = "", cause.__traceback__
-    while step is not None:
-        if is_users(step.tb_frame):
-            last = line(step.tb_frame.f_code.co_filename, step.tb_lineno)
-        step = step.tb_next
-    return last
+    lines = [line(frame.f_code.co_filename, n) for frame, n in walk_tb(cause.__traceback__) if is_users(frame)]
+    return lines[-1] if lines else ""
 
 
 def no_truth() -> NoReturn:

@@ -19,6 +19,7 @@ place in it. Functions without a counterpart are computed at once too, as long a
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,12 +45,8 @@ FUNCTIONS: dict[str, Function] = {**SCALARS, **ARRAYS}
 # -- methods and attributes of a symbol -------------------------------------------------------------
 
 
-def _size(x: Symbol, dim: int | None = None) -> Any:
-    return x.shape if dim is None else x.shape[dim]
-
-
 METHODS: dict[str, Function] = {
-    "size": _size,
+    "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
     "dim": lambda x: x.ndim,
     "ndimension": lambda x: x.ndim,
     "numel": lambda x: math.prod(x.shape),
@@ -68,7 +65,7 @@ def called(name: str, function: Function, args: Sequence[Any], kwargs: dict[str,
         # torch's own code passes None for arguments that are left out
         return function(*args, **{n: v for n, v in kwargs.items() if v is not None})
     except TypeError as error:
-        fail(f"`{name}`: {str(error).replace('<lambda>', name)}")
+        fail(f"`{name}`: {re.sub(r'^[^ ]+[(][)]', f'{name}()', str(error))}")  # by the user's name for it
 
 
 @handles("__getattr__")

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from typing import Any
 
 from frisket.dsl import ir
-from frisket.dsl.from_python.elements import alike, number, real, truth
+from frisket.dsl.from_python.elements import alike, named_type, number, real, truth
 from frisket.dsl.from_python.symbol import (
     ARITHMETIC,
     Symbol,
@@ -50,13 +50,7 @@ Function = Callable[..., Any]
 def type_of_dtype(dtype: Any) -> Type:
     """Bool, Int or Float for a dtype of torch or numpy, or one of Python's types."""
     name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.").removeprefix("cuda.").lower()
-    if name.startswith("bool"):
-        return BOOL
-    if name.startswith(("int", "uint", "long", "short")):
-        return INT
-    if name.startswith(("float", "bfloat", "half", "double")):
-        return FLOAT
-    return fail(f"{name} has no counterpart in the language: it has bool, int and float")
+    return named_type(name) or fail(f"{name} has no counterpart in the language: it has bool, int and float")
 
 
 def cast(e: Expr, type: Type) -> Expr:
@@ -93,8 +87,7 @@ def _cast(type: str, input: Any, **_: Any) -> Symbol:
 # -- one element each -------------------------------------------------------------------------------
 
 
-def _softplus(x: Expr) -> Expr:
-    return MADE_OF["softplus"](x)
+_softplus = MADE_OF["softplus"]
 
 
 def _floor(x: Expr) -> Expr:
@@ -120,6 +113,10 @@ def _sinc(x: Expr) -> Expr:
 def _signbit(x: Expr) -> Expr:
     """Whether a number is below 0, or -0.0."""
     return build("or", x < 0.0, 1.0 / x < 0.0) if x.type is FLOAT else x < 0  # -0.0 < 0 is false, and 1 / -0.0 is -inf
+
+
+def _converted(make: Callable[..., Expr], kind: Callable[[Expr], Expr]) -> Callable[..., Expr]:
+    return lambda *elements: make(*map(kind, elements))
 
 
 ON_FLOAT: dict[str, Callable[[Expr], Expr]] = {
@@ -164,11 +161,17 @@ ON_NUMBER: dict[str, Callable[[Expr], Expr]] = {
 }
 
 
-def _one(name: str, make: Callable[[Expr], Expr], kind: Callable[[Expr], Expr]) -> Function:
-    def call(input: Any, inplace: bool = False) -> Symbol:
-        return elementwise(lambda x: make(kind(x)), input, label=f"`{name}`")
+# the functions of one element of any type
+ONE = {n: _converted(f, real) for n, f in ON_FLOAT.items()} | {n: _converted(f, number) for n, f in ON_NUMBER.items()}
 
-    return call
+
+def _one(name: str, make: Callable[[Expr], Expr]) -> Function:
+    return lambda input, inplace=False: elementwise(make, input, label=f"`{name}`")
+
+
+def _of_two(name: str, make: Callable[[Expr, Expr], Expr], kind: Callable[[Expr], Expr] = real) -> Function:
+    """The function of two elements, each of them converted to a kind."""
+    return lambda input, other: elementwise(_converted(make, kind), input, other, label=f"`{name}`")
 
 
 # torch's names of the operators that take two, and the language's
@@ -194,12 +197,6 @@ def _two(op: str, swapped: bool = False) -> Function:
     return call
 
 
-def _logical(op: str) -> Function:
-    return lambda input, other: elementwise(
-        lambda x, y: build(op, truth(x), truth(y)), input, other, label=f"`logical_{op}`"
-    )
-
-
 def _truncated(x: Expr, y: Expr) -> Expr:
     """The quotient x / y rounded towards zero, in their common type."""
     x, y = alike(number(x), number(y))
@@ -216,12 +213,9 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Symbol:
     return apply_binary("div" if rounding_mode is None else "floordiv", input, other)
 
 
-def fmod(input: Any, other: Any) -> Symbol:
-    def make(x: Expr, y: Expr) -> Expr:
-        x, y = alike(number(x), number(y))
-        return x - y * _truncated(x, y)
-
-    return elementwise(make, input, other, label="`fmod`")
+def _fmod(x: Expr, y: Expr) -> Expr:
+    x, y = alike(x, y)
+    return x - y * _truncated(x, y)
 
 
 def _logaddexp(x: Expr, y: Expr) -> Expr:
@@ -230,10 +224,6 @@ def _logaddexp(x: Expr, y: Expr) -> Expr:
     gap = where(same, 1.0, x - y)  # inf - inf is NaN, and the branch that is not chosen reaches the derivatives
     unequal = where(x > y, x, y) + build("log1p", build("exp", -abs(gap)))
     return where(same, 0.5 * x + 0.5 * y + math.log(2.0), unequal)
-
-
-def _on_floats(name: str, make: Callable[[Expr, Expr], Expr]) -> Function:
-    return lambda input, other: elementwise(lambda x, y: make(real(x), real(y)), input, other, label=f"`{name}`")
 
 
 def _heaviside(x: Expr, y: Expr) -> Expr:
@@ -274,10 +264,6 @@ def chosen(condition: Any, input: Any = None, other: Any = None, **names: Any) -
     if input is None or other is None:
         fail("`torch.where` with one argument gives positions in an array: give it three")
     return choice(condition, input, other, "`torch.where`")
-
-
-def sign(input: Any) -> Symbol:
-    return elementwise(lambda x: x if x.type is BOOL else build("sign", x), input, label="`sign`")
 
 
 def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Symbol:
@@ -331,21 +317,21 @@ def nan_to_num(input: Any, nan: float = 0.0, posinf: float | None = None, neginf
 
 
 SCALARS: dict[str, Function] = {
-    **{n: _one(n, f, real) for n, f in ON_FLOAT.items()},
-    **{n: _one(n, f, number) for n, f in ON_NUMBER.items()},
+    **{n: _one(n, f) for n, f in ONE.items()},
     **{n: _two(op) for n, op in BINARY.items()},
     **{n: _two(op, swapped=True) for n, op in SWAPPED.items()},
-    **{f"logical_{op}": _logical(op) for op in ("and", "or", "xor")},
+    **{n: _of_two(n, partial(build, n[8:]), truth) for n in ("logical_and", "logical_or", "logical_xor")},
     **PIECES,
     **{n: partial(_cast, n) for n in ("float", "double", "half", "bfloat16", "bool", "int", "long", "short")},
-    "logaddexp": _on_floats("logaddexp", _logaddexp),
-    "hypot": _on_floats("hypot", lambda x, y: build("sqrt", x * x + y * y)),
-    "copysign": _on_floats("copysign", lambda x, y: where(_signbit(y), -abs(x), abs(x))),
+    "logaddexp": _of_two("logaddexp", _logaddexp),
+    "hypot": _of_two("hypot", lambda x, y: build("sqrt", x * x + y * y)),
+    "copysign": _of_two("copysign", lambda x, y: where(_signbit(y), -abs(x), abs(x))),
+    "fmod": _of_two("fmod", _fmod, number),
     "heaviside": lambda input, values: elementwise(_heaviside, input, values, label="`heaviside`"),
-    **{f.__name__: f for f in (lerp, fmod, softplus, gelu, nan_to_num, to)},
+    **{f.__name__: f for f in (lerp, softplus, gelu, nan_to_num, to)},
     "addcmul": _added("mul"),
     "addcdiv": _added("div"),
-    "logical_not": lambda input: elementwise(lambda x: build("not", truth(x)), input, label="`logical_not`"),
+    "logical_not": _one("logical_not", lambda x: build("not", truth(x))),
     **dict.fromkeys(("invert", "bitwise_not"), lambda input: ~operand(input, "`~`")),
     "float_power": lambda input, exponent: apply_binary("pow", to(input, dtype="float"), exponent),
     **dict.fromkeys(("div", "divide"), div),
@@ -354,15 +340,25 @@ SCALARS: dict[str, Function] = {
     "clamp_max": lambda input, max: clamp(input, max=max),
     "where": chosen,
     "masked_fill": lambda input, mask, value: choice(mask, value, input, "`masked_fill`"),
-    **dict.fromkeys(("sign", "sgn"), sign),
+    **dict.fromkeys(("sign", "sgn"), _one("sign", lambda x: x if x.type is BOOL else build("sign", x))),
     **dict.fromkeys(("type", "astype"), typed),
     "type_as": lambda input, other: to(input, other.dtype),
 }
 
 
+def _on_array(function: Function) -> Function:
+    """A function of a symbol that takes whatever stands for an array."""
+
+    @wraps(function)
+    def call(input: Any, *args: Any, **names: Any) -> Any:
+        return function(operand(input, f"`{function.__name__}`"), *args, **names)
+
+    return call
+
+
 def _reduce(kind: str) -> Function:
     def call(input: Any, dim: Any = None, keepdim: bool = False, **names: Any) -> Symbol:
-        x = _vector(input, kind)
+        x = stack(input) if isinstance(input, list | tuple) else operand(input, f"`{kind}`")
         dtype = names.pop("dtype", None)
         dim, keepdim = names.pop("axis", dim), names.pop("keepdims", keepdim)
         if names:
@@ -370,10 +366,6 @@ def _reduce(kind: str) -> Function:
         return reduced(kind, x if dtype is None else to(x, dtype), dim, keepdim)
 
     return call
-
-
-def _vector(x: Any, what: str) -> Symbol:
-    return stack(x) if isinstance(x, list | tuple) else operand(x, f"`{what}`")
 
 
 def _extreme(kind: str) -> Function:
@@ -395,8 +387,7 @@ def mean(input: Any, dim: Any = None, keepdim: bool = False, **names: Any) -> Sy
     return apply_binary("div", total, float(math.prod(chosen)))
 
 
-def prod(input: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Symbol:
-    x = operand(input, "`prod`")
+def prod(x: Symbol, dim: Any = None, keepdim: bool = False, **_: Any) -> Symbol:
     if x.ndim == 0:
         return x
     # every entry is a factor that kernels write out
@@ -405,16 +396,7 @@ def prod(input: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Symbol
     return reduce(partial(apply_binary, "mul"), moveaxis(x, dim or 0, 0), Symbol(lit(1)))
 
 
-def norm(
-    input: Any,
-    p: Any = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    ord: Any = None,
-    dtype: Any = None,
-    out: Any = None,
-) -> Symbol:
+def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord: Any = None, **_: Any) -> Symbol:
     x = to(input, dtype="float")
     p = ord if ord is not None else 2 if p in (None, "fro") else p
     if p == 2:
@@ -445,9 +427,8 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
     return ~member if invert else member
 
 
-def linear(input: Any, weight: Any, bias: Any = None) -> Symbol:
+def linear(x: Symbol, weight: Any, bias: Any = None) -> Symbol:
     """The product `weight @ input + bias` for one vector."""
-    x = operand(input, "`linear`")
     if x.ndim != 1:
         fail(f"`linear` of an array with {x.ndim} axes: it takes one vector")
     output = product(operand(weight, "`linear`"), x)
@@ -470,21 +451,18 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Symbol:
     return moveaxis(Symbol(element, (new, *axes)), 0, dim)
 
 
-def permute(input: Any, *dims: Any) -> Symbol:
-    x = operand(input, "`permute`")
+def permute(x: Symbol, *dims: Any) -> Symbol:
     order = dims[0] if dims and not isinstance(dims[0], int) else dims
     return Symbol(x.expr, tuple(x.axes[d] for d in order))
 
 
-def moveaxis(input: Any, source: int, destination: int) -> Symbol:
-    x = operand(input, "`moveaxis`")
+def moveaxis(x: Symbol, source: int, destination: int) -> Symbol:
     axes = list(x.axes)
     axes.insert(destination % x.ndim, axes.pop(source))
     return Symbol(x.expr, tuple(axes))
 
 
-def transpose(input: Any, dim0: int, dim1: int) -> Symbol:
-    x = operand(input, "`transpose`")
+def transpose(x: Symbol, dim0: int, dim1: int) -> Symbol:
     axes = list(x.axes)
     axes[dim0], axes[dim1] = axes[dim1], axes[dim0]
     return Symbol(x.expr, tuple(axes))
@@ -492,26 +470,24 @@ def transpose(input: Any, dim0: int, dim1: int) -> Symbol:
 
 def turned(input: Any) -> Symbol:
     """The transpose `x.t()`, `x.T`, `x.mT`."""
-    return transpose(input, -2, -1) if operand(input, "`t`").ndim > 1 else operand(input, "`t`")
+    x = operand(input, "`t`")
+    return transpose(x, -2, -1) if x.ndim > 1 else x
 
 
-def unsqueeze(input: Any, dim: int) -> Symbol:
-    x = operand(input, "`unsqueeze`")
+def unsqueeze(x: Symbol, dim: int) -> Symbol:
     at = dim % (x.ndim + 1)
     return Symbol(x.expr, (*x.axes[:at], axis(1), *x.axes[at:]))
 
 
-def squeeze(input: Any, dim: Any = None) -> Symbol:
-    x = operand(input, "`squeeze`")
+def squeeze(x: Symbol, dim: Any = None) -> Symbol:
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = {d % x.ndim for d in dims if x.axes and x.shape[d] == 1}
     moves = {x.axes[d].bound: ir.ZERO for d in gone}
     return Symbol(ir.substitute(x.expr, moves), tuple(a for i, a in enumerate(x.axes) if i not in gone))
 
 
-def reshape(input: Any, *shape: Any) -> Symbol:
+def reshape(x: Symbol, *shape: Any) -> Symbol:
     """A row-major view in another shape: the old indices are quotients and remainders of the flat index."""
-    x = operand(input, "`reshape`")
     dims = [int(n) for n in (shape[0] if shape and not isinstance(shape[0], int) else shape)]
     total, known = math.prod(x.shape), math.prod(n for n in dims if n >= 0)
     sizes = [total // max(known, 1) if n < 0 else n for n in dims]
@@ -531,16 +507,14 @@ def reshape(input: Any, *shape: Any) -> Symbol:
     return Symbol(ir.substitute(x.expr, moves), axes)
 
 
-def flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Symbol:
-    x = operand(input, "`flatten`")
+def flatten(x: Symbol, start_dim: int = 0, end_dim: int = -1) -> Symbol:
     if not x.ndim:
         return reshape(x, 1)
     first, last = start_dim % x.ndim, end_dim % x.ndim
     return reshape(x, (*x.shape[:first], math.prod(x.shape[first : last + 1]), *x.shape[last + 1 :]))
 
 
-def expand(input: Any, *sizes: Any) -> Symbol:
-    x = operand(input, "`expand`")
+def expand(x: Symbol, *sizes: Any) -> Symbol:
     want = list(sizes[0] if sizes and not isinstance(sizes[0], int) else sizes)
     full = [1] * (len(want) - x.ndim) + list(x.shape)
     wide = tuple(axis(n if w < 0 else w) for n, w in zip(full, want, strict=True))
@@ -548,8 +522,7 @@ def expand(input: Any, *sizes: Any) -> Symbol:
     return Symbol(parts[0], axes)
 
 
-def select(input: Any, dim: int, index: Any) -> Symbol:
-    x = operand(input, "`select`")
+def select(x: Symbol, dim: int, index: Any) -> Symbol:
     return x[(*(slice(None),) * (dim % x.ndim), index)]
 
 
@@ -565,21 +538,21 @@ ARRAYS: dict[str, Function] = {
     **REDUCTIONS,
     "max": _extreme("max"),
     "min": _extreme("min"),
-    **{f.__name__: f for f in (prod, inner, isin, embedding, linear, stack)},
-    **{f.__name__: f for f in (permute, unsqueeze, squeeze, flatten, select)},
+    **{f.__name__: f for f in (inner, isin, embedding, stack)},
+    **{f.__name__: _on_array(f) for f in (prod, linear, permute, unsqueeze, squeeze, flatten, select)},
     **dict.fromkeys(("norm", "vector_norm"), norm),
     **dict.fromkeys(("dot", "vdot", "vecdot"), dot),
     "matmul": lambda input, other: product(operand(input, "`@`"), operand(other, "`@`")),
     "mv": lambda input, vec: product(operand(input, "`@`"), operand(vec, "`@`")),
     "rmatmul": lambda input, other: product(operand(other, "`@`"), operand(input, "`@`")),
-    "take": lambda input, index: indexed(reshape(input, -1), operand(index, "`take`")),
-    "index_select": lambda input, dim, index: select(input, dim, index),
+    "take": lambda input, index: indexed(reshape(operand(input, "`reshape`"), -1), operand(index, "`take`")),
+    "index_select": lambda input, dim, index: select(operand(input, "`select`"), dim, index),
     "getitem": lambda input, key: indexed(operand(input, "an index"), key),
-    **dict.fromkeys(("moveaxis", "movedim"), moveaxis),
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transpose),
+    **dict.fromkeys(("moveaxis", "movedim"), _on_array(moveaxis)),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _on_array(transpose)),
     **dict.fromkeys(("t", "T", "mT"), turned),
-    **dict.fromkeys(("reshape", "view"), reshape),
-    **dict.fromkeys(("expand", "broadcast_to"), expand),
-    "expand_as": lambda input, other: expand(input, operand(other, "`expand_as`").shape),
+    **dict.fromkeys(("reshape", "view"), _on_array(reshape)),
+    **dict.fromkeys(("expand", "broadcast_to"), _on_array(expand)),
+    "expand_as": lambda input, other: expand(operand(input, "`expand`"), operand(other, "`expand_as`").shape),
     **dict.fromkeys(("clone", "contiguous", "cpu", "cuda"), same),
 }

@@ -14,10 +14,10 @@ writing nor (but for such ties, see `canonical`) the user's names change a mask.
 >>> sorted([q - k < 256, (k < 4) | (q >= k), q >= k], key=sort_key)
 [q >= k, q - k < 256, k < 4 | q >= k]
 
-Intervals of Ints hold without shapes or bindings, from the signs of coordinates and sizes.
+Ints are compared without shapes or bindings, by the intervals of `dsl/transfer.py`.
 
->>> interval(q % 8)
-(0, 7)
+>>> natural(q % 8), ordered(q + 1, q)
+(True, True)
 """
 
 from __future__ import annotations

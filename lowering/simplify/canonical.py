@@ -40,26 +40,26 @@ def canonical(e: Expr) -> Canonical:
     """The simplified `e` with operands and parameters in an order that depends on neither names nor writing."""
     names: dict[str, str] = {n: n for n in _kinds([e])}  # ours to the user's
     for _ in range(2):  # the rules see operands in canonical order, and what they leave is numbered again
-        (e,), names = _numbered([e], names, ranked([e]))
+        e, names = _numbered(e, names, ranked([e]))
         e = simplify(e)
     for _ in range(4):  # numbers follow the order of appearance, and ties between operands follow numbers
         order = list(_kinds([e]))
-        (renumbered,), names = _numbered([e], names, order)
+        renumbered, names = _numbered(e, names, order)
         if renumbered is e:
             break
         e = simplify(renumbered)
     return Canonical(e, names)
 
 
-def _numbered(roots: list[Expr], names: dict[str, str], order: list[str]) -> tuple[list[Expr], dict[str, str]]:
-    kinds = _kinds(roots)
+def _numbered(e: Expr, names: dict[str, str], order: list[str]) -> tuple[Expr, dict[str, str]]:
+    kinds = _kinds([e])
     count = {"s": 0, "t": 0}
     new: dict[str, str] = {}
     for name in order:
         letter = "s" if "param" in kinds[name] else "t"
         new[name] = f"{letter}{count[letter]}"
         count[letter] += 1
-    return [renamed(e, new) for e in roots], {new[n]: names[n] for n in order}
+    return renamed(e, new), {new[n]: names[n] for n in order}
 
 
 def _kinds(roots: Iterable[Expr]) -> dict[str, tuple[str, ...]]:

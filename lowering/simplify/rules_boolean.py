@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
-
+from frisket.dsl import ir
 from frisket.dsl.ir import FALSE, TRUE, ZERO_OF, Expr, build, connect, literal_value, operands, substitute, uses, walk
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, INT
@@ -178,9 +177,7 @@ def _intersect(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
         if lo == hi:
             return [("eq", lo)]
     holes = [b for b in holes if (lo is None or b > lo) and (hi is None or b < hi)]
-    return (
-        ([("ge", lo)] if lo is not None else []) + ([("le", hi)] if hi is not None else []) + [("ne", b) for b in holes]
-    )
+    return [*((op, b) for op, b in (("ge", lo), ("le", hi)) if b is not None), *(("ne", b) for b in holes)]
 
 
 def substitute_equal(node: Expr) -> Expr | None:
@@ -241,7 +238,7 @@ def exclusive(node: Expr) -> Expr | None:
         terms[at] = _negated(terms[at])
     if not terms:
         return TRUE if odd else FALSE
-    new = reduce(lambda x, y: build("xor", x, y), terms)
+    new = ir.nest("xor", terms)
     new = build("not", new) if odd and at is None else new
     return None if new is node else new
 

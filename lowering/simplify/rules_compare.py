@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from frisket.dsl.ir import FALSE, ONE, TRUE, ZERO, Expr, build, conj, connect, disj, lit, literal_value, walk
-from frisket.dsl.sugar import eq, maximum, minimum, ne, where
+from frisket.dsl.sugar import eq, ne, where
 from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, INT
 
@@ -59,7 +59,7 @@ def through(node: Expr) -> Expr | None:
         return None
     choices = [a for a, _ in form.terms if a.op == "where" or _of_bool(a)]
     for atom, factor in form.terms:
-        if len(choices) > _CHOICES and atom in choices:
+        if atom.op not in _SEEN or (len(choices) > _CHOICES and atom in choices):
             continue
         if abs(factor) != 1:
             if _of_bool(atom):
@@ -69,7 +69,7 @@ def through(node: Expr) -> Expr | None:
         rest = form.without(atom)
         other = write(-rest if factor == 1 else rest)
         rel = op if factor == 1 else {"ge": "le", "le": "ge"}.get(op, op)
-        comparison = _see_through(rel, atom, other, alone=len(form.terms) == 1)
+        comparison = _SEEN[atom.op](rel, atom, other, literal_value(other) if len(form.terms) == 1 else None)
         if comparison is not None:
             return comparison
     return None
@@ -98,9 +98,9 @@ def _cases(op: str, form: Linear, atom: Expr, factor: int) -> Expr:
     return where(atom.args[0], yes, no)
 
 
-def _see_through(rel: str, atom: Expr, other: Expr, alone: bool) -> Expr | None:
-    """The comparison `atom rel other` as one of the atom's arguments; None where it is none."""
-    return _SEEN[atom.op](rel, atom, other, literal_value(other) if alone else None) if atom.op in _SEEN else None
+def _equation(rel: str, hit: Expr) -> Expr:
+    """The equation that holds where `hit` does, or for `ne` where it does not."""
+    return hit if rel == "eq" else TRUE if hit is FALSE else build("not", hit)
 
 
 def _through_abs(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
@@ -109,7 +109,9 @@ def _through_abs(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | No
         return conj(inner <= other, inner >= -other)
     if rel == "ge":
         return disj(inner >= other, inner <= -other)
-    return None if value is None else _absolute_equal(rel, inner, other)
+    if value is None:
+        return None
+    return _equation(rel, disj(eq(inner, other), eq(inner, -other)) if value >= 0 else FALSE)
 
 
 def _through_extreme(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
@@ -117,7 +119,12 @@ def _through_extreme(rel: str, e: Expr, other: Expr, value: int | None) -> Expr 
     if rel in ("le", "ge"):
         both = (e.op, rel) in (("max", "le"), ("min", "ge"))
         return connect("and" if both else "or", (build(rel, x, other), build(rel, limit, other)))
-    return None if value is None or literal_value(limit) is None else _extreme_is(rel, e.op, x, limit.name, value)
+    if value is None or limit.op != "lit":
+        return None
+    if value == limit.name:
+        return _equation(rel, x >= limit if e.op == "min" else x <= limit)
+    beyond = value > limit.name if e.op == "min" else value < limit.name
+    return _equation(rel, FALSE) if beyond else build(rel, x, other)
 
 
 def _through_quotient(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
@@ -144,7 +151,12 @@ def _through_square(rel: str, e: Expr, other: Expr, value: int | None) -> Expr |
 
 
 def _through_sign(rel: str, e: Expr, other: Expr, value: int | None) -> Expr | None:
-    return None if value is None else _sign_is(rel, e.args[0], value)
+    x = e.args[0]
+    if rel == "ge":
+        return {0: x >= 0, 1: x >= 1}.get(value)  # type: ignore[arg-type]
+    if rel == "le":
+        return {0: x <= 0, -1: x <= -1}.get(value)  # type: ignore[arg-type]
+    return None if value is None else _equation(rel, {-1: x <= -1, 0: eq(x, 0), 1: x >= 1}.get(value, FALSE))
 
 
 # The operators that a bound sees through, from the relation, the node, what it is compared with, and the number that
@@ -167,32 +179,6 @@ def _square_is(rel: str, x: Expr, value: int) -> Expr:
     return abs(x) > math.isqrt(value - 1) if value > 0 else TRUE
 
 
-def _sign_is(rel: str, x: Expr, value: int) -> Expr | None:
-    if rel == "ge":
-        return {0: x >= 0, 1: x >= 1}.get(value)
-    if rel == "le":
-        return {0: x <= 0, -1: x <= -1}.get(value)
-    hit = {-1: x <= -1, 0: eq(x, 0), 1: x >= 1}.get(value, FALSE)
-    return hit if rel == "eq" else build("not", hit)
-
-
-def _extreme_is(rel: str, op: str, x: Expr, limit: int, value: int) -> Expr:
-    """The bounds equivalent to min(x, limit) == value."""
-    if value > limit if op == "min" else value < limit:
-        return FALSE if rel == "eq" else TRUE
-    if value != limit:
-        return build(rel, x, lit(value))
-    hit = x >= limit if op == "min" else x <= limit
-    return hit if rel == "eq" else build("not", hit)
-
-
-def _absolute_equal(rel: str, inner: Expr, value: Expr) -> Expr:
-    if value.name < 0:
-        return FALSE if rel == "eq" else TRUE
-    hit = disj(eq(inner, value), eq(inner, -value))
-    return hit if rel == "eq" else build("not", hit)
-
-
 def _quotient(rel: str, a: Expr, d: int, bound: int) -> Expr:
     first, stop = lit(bound * d), lit((bound + 1) * d)
     return {"ge": a >= first, "le": a < stop, "eq": conj(a >= first, a < stop), "ne": disj(a < first, a >= stop)}[rel]
@@ -201,14 +187,12 @@ def _quotient(rel: str, a: Expr, d: int, bound: int) -> Expr:
 RULES = [
     *(rule("see-through", op, through, of=INT) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
     *(rule("affine-comparison", op, normal, of=INT) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
-    rule("min-is-argument", eq(minimum(x, y), x), x <= y),
-    rule("min-is-argument", ne(minimum(x, y), x), x > y),
-    rule("min-is-argument", eq(minimum(y, x), x), x <= y),
-    rule("min-is-argument", ne(minimum(y, x), x), x > y),
-    rule("max-is-argument", eq(maximum(x, y), x), x >= y),
-    rule("max-is-argument", ne(maximum(x, y), x), x < y),
-    rule("max-is-argument", eq(maximum(y, x), x), x >= y),
-    rule("max-is-argument", ne(maximum(y, x), x), x < y),
+    *(
+        rule(f"{op}-is-argument", build(is_, build(op, *either), x), build(holds, x, y))
+        for op, signs in (("min", ("le", "gt")), ("max", ("ge", "lt")))
+        for either in ((x, y), (y, x))
+        for is_, holds in zip(("eq", "ne"), signs)
+    ),
     rule("mod-bound", eq(x % m, n), FALSE, lambda x, m, n: m.name > 0 and not 0 <= n.name < m.name),
     rule("mod-bound", ne(x % m, n), TRUE, lambda x, m, n: m.name > 0 and not 0 <= n.name < m.name),
     rule("bool-eq-self", eq(p, p), TRUE),

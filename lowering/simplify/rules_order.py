@@ -10,7 +10,7 @@ from functools import reduce
 from operator import and_, or_, xor
 from typing import Any
 
-from frisket.dsl.ir import Expr, build, lit
+from frisket.dsl.ir import Expr, build, lit, nest
 from frisket.dsl.types import FLOAT
 
 from .affine import linear, ordered, sort_key
@@ -62,7 +62,7 @@ def chain_in_order(node: Expr) -> Expr | None:
     if node.op == "bitxor":  # what stands there twice cancels; one pair stays for the rule that says so
         odd = [e for e, n in Counter(parts).items() if n % 2]
         parts = sorted(odd, key=sort_key) if odd and len(parts) > 2 else parts
-    new = reduce(lambda x, y: build(node.op, x, y), parts)
+    new = nest(node.op, parts)
     return None if new is node else new
 
 
@@ -97,7 +97,7 @@ def _factors_first(parts: list[Expr]) -> Expr | None:
     # the product of the factors has to be a literal of 64 bits
     if abs(factor) >= 2**63 or not rest:
         return None
-    return build("mul", lit(factor), reduce(lambda x, y: build("mul", x, y), sorted(rest, key=sort_key)))
+    return build("mul", lit(factor), nest("mul", sorted(rest, key=sort_key)))
 
 
 def pair_in_order(node: Expr) -> Expr | None:

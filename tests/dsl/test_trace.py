@@ -91,6 +91,10 @@ NUMPY = [
     (lambda q, k: (q / 2).astype("int32") == k, "int(q / 2) == k"),
     (lambda q, k: (q / 2).astype(np.int32) == k, "int(q / 2) == k"),
     (lambda q, k: (q > k) * 2 > 1, "int(q > k) * 2 > 1"),
+    (lambda q, k: np.log10(q + 1) > k, "log(q + 1) / 2.302585092994046 > k"),
+    (lambda q, k: np.cosh(q) > k, "0.5 * (exp(q) + exp(-float(q))) > k"),
+    (lambda q, k: np.signbit(q - k), "q - k < 0"),
+    (lambda q, k: np.isinf(q / 2), "abs(q / 2) == inf"),
 ]
 
 

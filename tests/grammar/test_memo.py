@@ -26,20 +26,17 @@ def test_equal_arguments_have_one_answer():
     assert double.memo.info()[4:] == (2, 2)
 
 
-@pytest.mark.parametrize(("by", "again"), [("value", [2]), ("identity", [1, 2])])
-def test_old_entries_go(by, again):
-    """By value the one used longest ago, by identity the one made first."""
+def test_old_entries_go():
     asked = []
-    name = memo(2, by=by)(lambda x: asked.append(x) or str(x))
+    name = memo(2)(lambda x: asked.append(x) or str(x))
     for n in (1, 2, 1, 3, 1, 2):
         name(n)
-    assert asked == [1, 2, 3, *again]
+    assert asked == [1, 2, 3, 2]
     assert name.memo.info().entries == 2
 
 
-@pytest.mark.parametrize("by", ["value", "identity", "weak"])
-def test_bytes_are_bounded(by):
-    zeros = memo(100, by=by, bytes=10_000)(lambda key: np.zeros(300))
+def test_bytes_are_bounded():
+    zeros = memo(100, bytes=10_000)(lambda key: np.zeros(300))
     keys = [Thing() for _ in range(40)]
     most = 0
     for key in keys:
@@ -70,33 +67,23 @@ def test_memo_tables_share_a_budget_of_bytes(monkeypatch):
     assert light.get(1)
 
 
-def test_identity_holds_its_objects():
-    asked = []
-    count = memo(8, by="identity")(lambda x: asked.append(len(x)) or len(x))
-    equal = [1, 2], [1, 2]
-    assert [count(x) for x in (*equal, *equal)] == [2, 2, 2, 2]
-    assert len(asked) == 2
-    for n in range(50):  # an address that was free again would be taken for another list
-        assert count([0] * n) == n
-
-
 def test_weak_entries_go_with_their_object():
     asked = []
-    name = memo(8, by="weak")(lambda x, more: asked.append(more) or more)
     x = Thing()
-    assert [name(x, "a"), name(x, "a"), name(x, "b")] == ["a", "a", "b"]
+    tables._on_objects.clear()
+    answers = [tables.cached_on(x, key, lambda key=key: asked.append(key) or key) for key in ("a", "a", "b")]
+    assert answers == ["a", "a", "b"]
     assert asked == ["a", "b"]
-    assert name.memo.info().entries == 2
+    assert tables._on_objects.info().entries == 2
     del x
     gc.collect()
-    assert name.memo.info()[1:4] == (0, 8, 0)
+    assert tables._on_objects.info().entries == 0
 
 
-@pytest.mark.parametrize("by", ["value", "identity", "weak"])
-def test_errors_are_not_remembered(by):
+def test_errors_are_not_remembered():
     asked = []
 
-    @memo(8, by=by)
+    @memo(8)
     def broken(x):
         asked.append(x)
         raise ValueError("broken")
@@ -111,7 +98,7 @@ def test_errors_are_not_remembered(by):
 
 def test_memo_remembers_none_as_an_answer():
     asked = []
-    nothing = memo(8, by="identity")(lambda x: asked.append(x))
+    nothing = memo(8)(lambda x: asked.append(x))
     x = Thing()
     assert nothing(x) is nothing(x) is None
     assert len(asked) == 1
@@ -122,7 +109,7 @@ def test_functions_may_call_themselves_and_each_other():
     def even(n):
         return n == 0 or odd(n - 1)
 
-    @memo(300, by="identity")
+    @memo(300)
     def odd(n):
         return n != 0 and even(n - 1)
 
@@ -130,10 +117,9 @@ def test_functions_may_call_themselves_and_each_other():
     assert not odd(200)
 
 
-@pytest.mark.parametrize("by", ["value", "identity", "weak"])
-def test_memo_answers_are_right_under_threads(by):
+def test_memo_answers_are_right_under_threads():
     """Every answer is right and the counts are whole while threads ask, evict and clear."""
-    sizes = memo(16, by=by, bytes=40_000)(lambda x: (x, bytes(x.size)))
+    sizes = memo(16, bytes=40_000)(lambda x: (x, bytes(x.size)))
     things = [Thing() for _ in range(64)]
     for n, thing in enumerate(things):
         thing.size = 100 * n
