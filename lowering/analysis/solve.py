@@ -1,7 +1,8 @@
-"""Solves the clauses of a mask for k. The mask is taken apart into disjuncts, conjunctions of clauses. A clause that
-compares Ints is solved for the one term that moves with k (`isolated`); for q, k or q - k where it bounds that one
-alone (`position_bound`, all of a conjunction in a `System`); and for k with bounds that vary with q, `k >= A(q)` and
-`k <= B(q)`, the curves of a mask (`solve`).
+"""Solves the clauses of a mask for k. The mask is taken apart into disjuncts, conjunctions of clauses.
+
+A clause that compares Ints is solved in three ways. `isolated` solves it for the one term that moves with k.
+`position_bound` gives a bound on q, k or q - k where the clause bounds that one alone; a `System` holds those of a
+conjunction. `solve` gives bounds on k that vary with q, `k >= A(q)` and `k <= B(q)`: the curves of a mask.
 
 >>> from frisket.dsl.sugar import eq, k, q
 >>> disjuncts((q >= k) & ((k < 4) | (q - k < 256)))

@@ -67,14 +67,14 @@ class Language:
     bits: int = 32  # of an Int
     functions: Mapping[str, str] = field(default_factory=dict)  # the definitions that rows call, by name
     constants: Mapping[str, str] = field(default_factory=dict)  # the lines of names that the functions use
-    own: frozenset[str] = frozenset()  # further words that a user's name may not shadow
+    further: frozenset[str] = frozenset()  # words that a user's name may not shadow
     nameless: frozenset[str] = frozenset()  # operators whose values have no type that a variable could hold
 
     @property
     def reserved(self) -> set[str]:
         """The names that a user's name may not shadow."""
         defined = re.findall(r"(?m)^def (\w+)", "\n".join(self.functions.values()))
-        return {*self.functions, *defined, *self.constants, *self.own}
+        return {*self.functions, *defined, *self.constants, *self.further}
 
     def literal(self, value: bool | int | float) -> Text:
         """The text of a literal: `5`, `-0.5`, or an infinity."""

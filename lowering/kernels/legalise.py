@@ -9,9 +9,9 @@ it. So a new operator needs one definition here, and a row only where a target h
 >>> legalise(function("tan", score), toy)
 sin(score) / cos(score)
 
-Some of what it writes is in no text of ours: `quotient` and `remainder` round to 0, `floor_quotient` and
-`floor_remainder` down, all by another number than 0; `lshift` and `rshift` are by an amount within the word. A language
-with a row for these takes them where the guards of `floordiv`, `mod`, `shl` and `shr` are known to hold.
+Six operators are written here alone. `quotient` and `remainder` round to 0, `floor_quotient` and `floor_remainder`
+round down; the divisor is not 0. `lshift` and `rshift` are by an amount within the word. A language with a row for
+these takes them where the guards of `floordiv`, `mod`, `shl` and `shr` are known to hold.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _wrap(e: Expr, language: Language) -> Expr:
 
 def _sign(e: Expr, language: Language) -> Expr:
     x, one = e.args[0], 1 if e.type is INT else 1.0
-    return where(x > 0 * one, one, where(x < 0 * one, -one, x))  # NaN and zeros are their own
+    return where(x > 0 * one, one, where(x < 0 * one, -one, x))  # NaN stays NaN, and a zero keeps its sign
 
 
 def _random(e: Expr, language: Language) -> Expr:
@@ -266,8 +266,8 @@ def _of_one(define: Callable[[Expr], Expr]) -> Definition:
     return lambda e, language: define(e.args[0])
 
 
-# Operators by others. Every language has these: add sub mul div neg abs, comparisons, and or, where, int and float,
-# exp log sin cos, one of sqrt and rsqrt, one of quotient and floor_quotient.
+# Operators by others. Every language has add sub mul div neg abs, comparisons, and or, where, int and float. It also
+# has exp log sin cos, one of sqrt and rsqrt, and one of quotient and floor_quotient.
 DECOMPOSITIONS: dict[str, Definition] = {
     **{f.__name__[1:]: f for f in (_floordiv, _mod, _shl, _shr, _wrap, _sign, _random, _floor, _pow)},
     **{f.__name__[1:]: f for f in (_log1p, _erf, _tanh, _sqrt, _rsqrt)},

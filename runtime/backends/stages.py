@@ -60,7 +60,7 @@ class Stages:
         if name == "target":
             t = self.target
             if not t.block_q:
-                return self.engines.partition("\n")[0]  # an engine, with tiles of its own
+                return self.engines.partition("\n")[0]  # an engine has other tiles
             lines = [f"{t.backend}: {_launch(t)}"]
             if self.awaits:
                 lines[0] += f", until the kernel of {self.awaits} is compiled"

@@ -164,9 +164,9 @@ class CppKernel:
 
     def head(self) -> str:
         """The head of the source: a comment, the constants, and the record of a call."""
-        own, other = DTYPES[self.arrays.dtype], DTYPES[self.kv_dtype]
+        of_q, of_kv = DTYPES[self.arrays.dtype], DTYPES[self.kv_dtype]
         dim, v_dim, dtype = self.arrays.head_dim, self.arrays.v_dim, self.arrays.dtype
-        entry, eight = (other.cpp, other.cpp_form) if other.bytes == 1 else ("Entry", 0)
+        entry, eight = (of_kv.cpp, of_kv.cpp_form) if of_kv.bytes == 1 else ("Entry", 0)
         text = filled(
             TEXT["head"],
             mask=[f"//     {line}" for line in self._shown().split("\n")],
@@ -174,10 +174,10 @@ class CppKernel:
             dtype=dtype,
             note="" if self.kv_dtype == dtype else f" beside keys and values of {self.kv_dtype}",
             block_k=self.target.block_k, real_bytes=8 if self.double else 4, int_bytes=8 if self.plan.int64 else 4,
-            half=own.cpp_form, six=self.target.precision == "bf16x6", real="double" if self.double else "float",
+            half=of_q.cpp_form, six=self.target.precision == "bf16x6", real="double" if self.double else "float",
             int="int64_t" if self.plan.int64 else "int32_t", eight=eight,
             kinds=", ".join(["0: as those of q", *(f"{DTYPES[n].cpp_form}: {n}" for n in BYTES)]),
-            entry=own.cpp, stored=entry,
+            entry=of_q.cpp, stored=entry,
             constants=[f"const int {name} = {value};" for name, value in self.constants().items()],
             scored=_boolean("modified" in self.ready), dropped=_boolean("kept" in self.ready),
             scaled=_boolean("scale_of_value" in self.ready), by_head=_boolean("h" in self.used),

@@ -1,6 +1,6 @@
 """The program of every Pallas kernel for Hopper (Mosaic GPU), forward and backward, and the text of its module.
 
-A program has two warpgroups that compute, each for half of its own tile, and one that reads tiles of the other axis
+A program has two warpgroups that compute, each for half of the tile, and one that reads tiles of the other axis
 ahead into a ring in shared memory.
 """
 

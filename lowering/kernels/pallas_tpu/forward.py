@@ -12,7 +12,7 @@ from .kernel import TpuKernel
 from .walk import TpuOptions
 
 TEXT = parts(__package__, "forward")
-LEAST = "LEAST = -3.4028234663852886e38  # the running maximum starts finite: -inf - LEAST is -inf, never NaN"
+LEAST = TEXT["least"].strip()  # what the running maximum starts from
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Writes the Triton kernels of captured gradients that no row or column of tiles can sum, by `lowering.derive`.
 
 `attention_diagonal`: a table read by distance. A program owns tiles along a diagonal, adds them up, and sums the
-diagonals of what it has then. `attention_plane`: a table in which every query and key has a place of its own. A program
-owns a tile of it, and sums over the batches and heads that share it. Neither adds to what another program adds to:
+diagonals of what it has then. `attention_plane`: a table with an entry for every query and key. A program owns a tile
+of it, and sums over the batches and heads that share it. Neither adds to what another program adds to:
 results repeat bit for bit. `attention_scatter`: any other table, with atomics; in fixed point, for which
 `attention_total` finds the unit, results repeat too (`lowering/aten/captured.py`).
 """
@@ -40,8 +40,8 @@ def emit_all(
     """The text of all kernels of an attention, to read: `emit_all(plan, target, Dims(128, 128, "bfloat16"))` has the
     forward kernel, and the kernels of the gradients of the arrays, tables and slots in `grad_names`. A table lists the
     programs of the kernels that are `listed`, and behind each stands the one that combines parts of rows. Executors
-    print the forward and the backward as modules of their own, when each is first called; the kernels are these. Of
-    stored keys and values there is the forward alone."""
+    print the forward and the backward as separate modules, when each is first called; the kernels are these. Of stored
+    keys and values there is the forward alone."""
     optional = forward.OptionalArrays(sinks=sinks)
     emitted = forward.kernels(plan, target, dims, optional, listed="attention_forward" in listed)
     if not dims.kv_dtype and plan.weight is None and plan.pages is None:
@@ -52,8 +52,8 @@ def emit_all(
 
 @memo(group="programs")
 def square(target: Target) -> Target:
-    """The target of the kernels of captured gradients, from the `target` of the whole backward: 64 x 64 or what 8 warps
-    carry without a spill, or about as much as a tile of dq where that has fewer queries."""
+    """The target of the kernels of captured gradients, from the `target` of the whole backward. A tile is 64 x 64, or
+    what 8 warps carry without a spill; where a tile of dq has fewer queries, it is about as large as that one."""
     tile = target.dq or target
     side = target.square if tile.block_q >= 64 else 1 << ((tile.block_q * tile.block_k).bit_length() - 1) // 2
     return replace(tile, block_q=side, block_k=side, num_warps=8, num_stages=1, descriptors=False, dq=None, dkv=None)

@@ -66,7 +66,7 @@ def language(half: bool = False, int64: bool = False) -> Language:
         bits=64 if int64 else 32,
         functions=PRELUDE | {"tanh": TANH_16} if half else PRELUDE,
         constants={name: f"{name} = tl.constexpr({value})\n" for name, value in constants.items()},
-        own=frozenset(words("".join(PRELUDE.values()) + " tl triton INFINITY LOG2E LN2")),
+        further=frozenset(words("".join(PRELUDE.values()) + " tl triton INFINITY LOG2E LN2")),
         nameless=frozenset({"seeded", "stirred"}),
     )
 

@@ -115,8 +115,8 @@ def emit_decode(
 
 
 def packed(plan: LoopPlan, dims: Dims) -> int:
-    """The number of query heads packed into a tile, 1 where the mask depends on the head: all heads that share a key
-    head, or the largest divisor of their number whose tile fits into registers."""
+    """The number of query heads packed into a tile: all that share a key head, or the largest divisor of their number
+    whose tile fits into registers. It is 1 where the mask depends on the head."""
     if plan.uses_head:
         return 1
     dim, most = padded(max(dims.head_dim, dims.v_dim)), rows_of_a_tile(dims)
@@ -126,7 +126,7 @@ def packed(plan: LoopPlan, dims: Dims) -> int:
 
 
 def rows_of_a_tile(dims: Dims) -> int:
-    """The most rows of a packed tile, a row being one query of one head: 128 rows hold 16 queries of each of 8 heads,
+    """The most rows of a packed tile. A row is one query of one head: 128 rows hold 16 queries of each of 8 heads,
     which read keys and values once. Where keys have 8 bits, two programs of 64 rows would take a tenth less time by the
     model of an H100, and read them twice. A key head with more heads than this may have a larger tile."""
     dim = padded(max(dims.head_dim, dims.v_dim))
@@ -203,11 +203,11 @@ class ForwardKernel(Writer):
         self.values = self.head if same else parts_of(dims.v_dim, "e", "DIM_V", "V_DIM")
         # TMA reads boxes of an array as it lies: no pages, no conversion
         self.described = target.descriptors and describable(plan, dims)
-        self.unwritten = plan.mask is not None and plan.unwritten  # keys in a border tile may be so
+        self.unwritten = plan.mask is not None and plan.unwritten  # keys in a partial tile may be so
 
     def rewritten(self, e: Expr) -> Expr:
-        """A score mod or weight whose scales are found by the page and the places in it that the tile has, and in which
-        `h // n` is that of a packed tile's first head, where all heads of the tile have the same: values that depend on
+        """A score mod or weight as a tile reads it. Scales are found by the page of the tile and the places in it.
+        Where all heads of a packed tile have the same `h // n`, it is that of the first head: values that depend on
         the key head alone are then read once, not for every row."""
         e = transform(e, self._of_group) if self.traits.packs else e
         return e if self.page_of is None else transform(e, self._in_page)
@@ -350,7 +350,7 @@ class ForwardKernel(Writer):
         }
 
     def inside_of_tile(self) -> list[str]:
-        # One subtraction a tile, not an addition a key, where registers are left for it: a tile of 128 x 128 at head
+        # One subtraction a tile, not an addition a key, where registers are left for it. A tile of 128 x 128 at head
         # size 128 would spill 16 bytes with Triton 3.9.
         few = self.traits.bounded and self.target.block_k <= 64
         return [f"inside = {'columns < kv_len - tile * BLOCK_K' if few else 'tile * BLOCK_K + columns < kv_len'}"]

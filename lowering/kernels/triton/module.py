@@ -1,9 +1,8 @@
 """The module of a Triton kernel: the names of its parameters, its head, and the entry through which JAX calls it.
 
 A kernel says what it reads by the names of its parameters: pointers, strides, lengths, and values such as origins and
-slots. Its entry for JAX takes arrays, lengths, and results, in this order; it works the strides out, where their
-factors tell the compiler what divides them, and loads values from two vectors, so that they are operands and never a
-part of what is compiled.
+slots. The entry for JAX takes arrays, lengths, and results, in this order. It works the strides out: their factors tell
+the compiler what divides them. It loads values from two vectors, so that they are operands and never compiled in.
 """
 
 from __future__ import annotations
@@ -126,8 +125,8 @@ def padded(dim: int) -> int:
 @dataclass(frozen=True)
 class Dims:
     """The properties of the arrays on which a kernel's text depends: head sizes, the dtype of q, the query heads of a
-    key head, and the dtype of k and v where it is another one, the Float slots that come as pointers, their values
-    being on the device, and whether gradients of arrays are written as [batch, length, heads, dim], not by heads."""
+    key head, and the dtype of k and v where it is another one. Further the Float slots that come as pointers, whose
+    values are on the device, and whether gradients are written as [batch, length, heads, dim], not by heads."""
 
     head_dim: int
     v_dim: int
@@ -236,9 +235,8 @@ PAIRS = "tl.cast({}, tl.pointer_type(tl.int64), bitcast=True)"  # 64 bits in two
 
 @dataclass(frozen=True)
 class Form:
-    """The properties of a call on which the text of its entries depends, beside the plan: head sizes, whether
-    `q_origin` and `k_origin` are vectors, the arrays that are pairs of int32, and the strides of tables that 16
-    divides."""
+    """The properties of a call, and not of its plan, on which the text of its entries depends: head sizes, whether
+    `q_origin` and `k_origin` are vectors, the arrays that are pairs of int32, the strides that 16 divides."""
 
     dims: Dims
     per_batch: bool = False

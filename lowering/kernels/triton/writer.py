@@ -57,10 +57,10 @@ class KernelTraits:
     balanced: bool = False  # each row has parts in proportion to the tiles that it sees
     pack: int = 1  # heads that a tile holds, as rows of it
     bounded: bool = True  # the ends of what a row sees are computed once, before its tiles
-    words: bool = False  # border tiles test bits of 32 keys, where a row sees an interval
+    words: bool = False  # partial tiles test bits of 32 keys, where a row sees an interval
     gathers: bool = True  # tables by distance are one vector a tile, out of which positions take their entries
     selects: bool = False  # values by distance are 0 where the mask hides the position
-    shown: str = "inside[None, :]"  # the positions of a border tile that exist
+    shown: str = "inside[None, :]"  # the positions of a partial tile that exist
     longest: int = LINE  # of a load that stays on one line
 
     @property
@@ -329,7 +329,7 @@ class Writer:
     def holes(self) -> dict[str, Any]:
         """The holes of every skeleton with rows of tiles: flags, and the lines that read scalars."""
         traits, common = self.traits, self.parameters()
-        own, walked = ("key", "query") if traits.swapped else ("query", "key")
+        of_rows, walked = ("key", "query") if traits.swapped else ("query", "key")
         lengths = {"query": ("q_len", "BLOCK_Q"), "key": ("kv_len", "BLOCK_K")}
         walked_len, walked_block = lengths[walked]
         return {
@@ -349,7 +349,7 @@ class Writer:
             "place": "place",
             **fields(self, "near precision wide"),
             "several": traits.swapped and self.dims.group > 1,  # heads that a program walks, one after another
-            "rows_of_slice": f"tl.cdiv({', '.join(lengths[own])})",
+            "rows_of_slice": f"tl.cdiv({', '.join(lengths[of_rows])})",
             **self.units(),
             "open": "(" if self.wide else "",
             "close": f"){self.wide}" if self.wide else "",

@@ -1,5 +1,8 @@
 $# The work of the Pallas TPU forward kernel, with holes that `pallas_tpu.forward` fills.
 
+$part least
+LEAST = -3.4028234663852886e38  # the running maximum starts finite: -inf - LEAST is -inf, never NaN
+
 $part visit
 $here
 v = $values
