@@ -417,9 +417,9 @@ def _on_numbers(op: str, arity: int) -> Function:
 
 FUNCTIONS: dict[str, Function] = {
     **{name: Function(f"{name}(x)", 1, 1, partial(_float_function, name)) for name in sorted(FLOATING)},
-    **{name: Function(f"{name}(x)", 1, 1, partial(_rounded, name)) for name in ROUNDING},
     **{op: _on_numbers(op, o.arity) for op, o in ir.OPERATORS.items() if o.takes == "number" and not o.sign},
     "clamp": Function("clamp(x, low, high)", 3, 3, lambda c, f, p: c.of_numbers(f, "`clamp`", p, _clamped)),
+    **{name: Function(f"{name}(x)", 1, 1, partial(_rounded, name)) for name in ROUNDING},
     "int": Function("int(x)", 1, 1, _int),
     "float": Function("float(x)", 1, 1, _float),
     "where": Function("where(condition, a, b)", 3, 3, lambda c, f, p: c.choose(f, p, "`where`")),

@@ -201,7 +201,8 @@ def by_distance(root: Expr, when: Mapping[str, int]) -> Expr:
     """
     lookups = [n for n in walk(root) if n.op == "lookup" and _along(n, when)]
     below = {x for n in lookups for a in n.args for x in walk(a)}
-    return substitute(root, {n: _gathered(n) for n in lookups if n not in below})
+    gathered = {n: _gathered(n) for n in lookups if n not in below}
+    return substitute(root, gathered) if gathered else root
 
 
 def _along(e: Expr, when: Mapping[str, int]) -> bool:
