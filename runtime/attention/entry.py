@@ -11,18 +11,8 @@ import numpy as np
 from frisket.grammar.memo import Memo
 from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime.backends.registry import check_name
+from frisket.runtime.calls import options as call_options
 from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, kv_format, kv_inputs_of, scale_of, turn
-from frisket.runtime.calls.options import (
-    CallArgs,
-    Options,
-    check_tile,
-    engines_named,
-    flag,
-    rate_of,
-    register,
-    seed_of,
-    sinks_of,
-)
 from frisket.runtime.calls.program import check_order, program_of
 from frisket.runtime.machine.parameters import as_value, call_value, is_tensor, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
@@ -80,15 +70,15 @@ def compile(
     if not isinstance(scale, float | None):
         # options are numbers: a factor that changes is a parameter of the score mod
         program, scale = program.scaled(scale)[0], 1.0
-    options = Options(
+    options = call_options.Options(
         scale,
-        flag(enable_gqa, "enable_gqa"),
+        call_options.flag(enable_gqa, "enable_gqa"),
         backend,
-        check_tile(tile),
-        rate_of(dropout),
+        call_options.check_tile(tile),
+        call_options.rate_of(dropout),
         as_value("sinks", sinks) if isinstance(sinks, np.ndarray | list | tuple) else sinks,  # a copy to compare by
-        deterministic=flag(deterministic, "deterministic"),
-        engines=engines_named(engines),
+        deterministic=call_options.flag(deterministic, "deterministic"),
+        engines=call_options.engines_named(engines),
     )
     return Attention(program, options) if reorder is None else OrderedAttention(program, options, reorder)
 
@@ -135,8 +125,8 @@ def attention(
     See `Attention.__call__` for shapes, results, sinks, seeds, stored keys and values, gradients; `compile` for more.
     """
     check_name(backend)
-    rate, deterministic = rate_of(dropout), flag(deterministic, "deterministic")
-    enable_gqa = flag(enable_gqa, "enable_gqa")
+    rate, deterministic = call_options.rate_of(dropout), call_options.flag(deterministic, "deterministic")
+    enable_gqa = call_options.flag(enable_gqa, "enable_gqa")
     texts = isinstance(mask, str | None) and isinstance(score, str | None)
     # Dynamo cannot trace the compiler; else functions are traced for the call, and nested tensors packed
     if in_graph(q) and (by_dynamo() or (texts and not is_jagged(q))):
@@ -144,11 +134,11 @@ def attention(
 
         settings = scale, enable_gqa, backend, None, rate, None, deterministic, True
         params |= kv_inputs_of(k_scale, v_scale, pages)
-        request = CallArgs(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
+        request = call_options.CallArgs(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
         # the graph holds texts, not an attention
         outputs = written_call(mask, score, settings, request, return_lse or return_max)
         return results(outputs, return_lse, return_max)
-    options = Options(None, enable_gqa, backend, None, rate, deterministic=deterministic)
+    options = call_options.Options(None, enable_gqa, backend, None, rate, deterministic=deterministic)
     # before the key is made: a list of a call has no type
     params = {n: call_value(n, x) for n, x in params.items()}
     att, params = scaled_attention(mask, score, options, scale, params)
@@ -159,7 +149,7 @@ def attention(
 
 
 def scaled_attention(
-    mask: Any, score: Any, options: Options, scale: Any, params: dict[str, Any]
+    mask: Any, score: Any, options: call_options.Options, scale: Any, params: dict[str, Any]
 ) -> tuple[Attention, dict[str, Any]]:
     """`attention_for` with a scale, and the values of a call: a traced or learned scale is one of them."""
     if isinstance(scale := scale_of(scale), float | None):
@@ -169,7 +159,7 @@ def scaled_attention(
     return att, {**params, name: scale}
 
 
-def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any]) -> Attention:
+def attention_for(mask: Any, score: Any, options: call_options.Options, params: dict[str, Any]) -> Attention:
     """The attention of a mask and a score mod, without the values of `params`: only their types matter."""
     text: Any = None
     if isinstance(mask, str | None) and isinstance(score, str | None):
@@ -221,11 +211,11 @@ def reference(
     """
     inputs = arrays(q, k, v, layout, numpy=True, pages=pages)
     program = program_of(mask, score, params)
-    rate, g = rate_of(dropout), inputs.geometry(scale, True, origin, sizes)
+    rate, g = call_options.rate_of(dropout), inputs.geometry(scale, True, origin, sizes)
     if layout is None:
         check_order(inputs, g, program, {})
-    seed = seed_of(seed, rate, "numpy")
-    sinks = sinks_of(sinks, g.heads, "numpy", "float64", None)
+    seed = call_options.seed_of(seed, rate, "numpy")
+    sinks = call_options.sinks_of(sinks, g.heads, "numpy", "float64", None)
     if g.is_empty:
         program.require_bound()
         outputs = results_of(replace(inputs, framework="numpy"), g, sinks)  # arrays of any framework give numpy's
@@ -237,4 +227,4 @@ def reference(
     return results(inputs.as_called(*outputs), return_lse, return_max)
 
 
-register("texts", attention_for)
+call_options.register("texts", attention_for)

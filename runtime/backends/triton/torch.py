@@ -20,19 +20,8 @@ from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, Name
 from frisket.runtime.plans.device import Values
 
 from . import grids
+from . import launch as launches
 from .grids import EMPTY, CapturedLaunch
-from .launch import (
-    KEPT,
-    KernelArgs,
-    Launch,
-    LaunchContext,
-    LaunchSequence,
-    TooLargeError,
-    bound,
-    emitted_kernels,
-    far,
-    near,
-)
 
 Tensor = Any
 sums_of = memo(group="kernels")(triton_backward.sums)  # asked at every call
@@ -60,9 +49,9 @@ def forward(
     Triton's interpreter; BackendError where neither is possible.
     """
     spans, target, sinks = inputs.spans, inputs.target, inputs.sinks
-    if far(q, k, v):
-        q, k, v = (near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
-    context = bound(inputs.plan, spans, inputs.geometry, target, q, k)
+    if launches.far(q, k, v):
+        q, k, v = (launches.near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
+    context = launches.bound(inputs.plan, spans, inputs.geometry, target, q, k)
     values = context.values(inputs.slots, inputs.tables)
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
     described = target.descriptors and aligned and context.describes(q, k, v)
@@ -71,7 +60,12 @@ def forward(
 
 
 def launched(
-    context: LaunchContext, kind: grids.ForwardKind, make: Make, values: KernelArgs, qkv: tuple[Tensor, ...], sinks: Any
+    context: launches.LaunchContext,
+    kind: grids.ForwardKind,
+    make: Make,
+    values: launches.KernelArgs,
+    qkv: tuple[Tensor, ...],
+    sinks: Any,
 ) -> Results:
     """The results of a forward whose launches `make` lays out for calls of one kind."""
     import torch
@@ -91,14 +85,16 @@ def launched(
     return (*results, tensors["Low"]) if kind.lse_residual else results
 
 
-def _forward_program(context: LaunchContext, spans: SpanSource | None, kind: grids.ForwardKind) -> LaunchSequence:
+def _forward_program(
+    context: launches.LaunchContext, spans: SpanSource | None, kind: grids.ForwardKind
+) -> launches.LaunchSequence:
     g, plan = context.geometry, grids.forward_plan(context.plan, context.geometry)
     dims, processors = context.dims(kind.device_slots), grids.processors(context.device)
     check_keys(dims, context.device)
     target = replace(context.target, descriptors=kind.described and triton_forward.describable(plan, dims))
     program = kind.program(plan, spans, g, target, dims, processors)
-    module = emitted_kernels(program.emit, plan, *program.parts, **program.flags)
-    return LaunchSequence([Launch(context, module, step, spans) for step in program.steps])
+    module = launches.emitted_kernels(program.emit, plan, *program.parts, **program.flags)
+    return launches.LaunchSequence([launches.Launch(context, module, step, spans) for step in program.steps])
 
 
 def check_keys(dims: Dims, device: Any) -> None:
@@ -139,11 +135,11 @@ def backward(
         return {n: x.zero_() for n, x in grads.items()} | _zeros(values, tables, lse)
     # strides of 0: zeros of the shape without its memory
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
-    if far(q, k, v, out, dout):
+    if launches.far(q, k, v, out, dout):
         backward_tiles = target.dq, target.dkv, target.dv, triton_backward.DELTA, triton_captured.square(target)
         rows = max(side for t in backward_tiles for side in ((t or target).block_q, (t or target).block_k))
-        q, k, v, out, dout = (near(x, rows) for x in (q, k, v, out, dout))
-    context = bound(inputs.plan, inputs.spans, g, target, q, k)
+        q, k, v, out, dout = (launches.near(x, rows) for x in (q, k, v, out, dout))
+    context = launches.bound(inputs.plan, inputs.spans, g, target, q, k)
     read = context.values(slots, tables)
     kind = BackwardKind(read.device_slots, grad_names, dlse is not None, _described(context, q, k, v, dout))
     stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
@@ -167,7 +163,7 @@ def backward(
     return grads | folds | _zeros(values - folds.keys(), tables, lse)
 
 
-def _described(context: LaunchContext, *arrays: Tensor) -> bool:
+def _described(context: launches.LaunchContext, *arrays: Tensor) -> bool:
     """Whether some kernel wants q, k, v and dout as tensor descriptors, and they can be read so."""
     target = context.target
     descriptors = any((t or target).descriptors for t in (target.dq, target.dkv, target.dv or target.dkv))
@@ -187,17 +183,19 @@ def _zeros(names: frozenset[str], tables: Values, like: Tensor) -> dict[str, Ten
     return {n: torch.zeros(shape, dtype=torch.float32, device=like.device) for n, shape in shapes.items()}
 
 
-def _backward_program(context: LaunchContext, spans: SpanSource | None, kind: BackwardKind) -> LaunchSequence:
+def _backward_program(
+    context: launches.LaunchContext, spans: SpanSource | None, kind: BackwardKind
+) -> launches.LaunchSequence:
     g, target, dims = context.geometry, context.target, context.dims(kind.device_slots)
     plan = grids.backward_plan(context.plan, g)
     if not (kind.described and triton_forward.describable(plan, dims)):
         target = target.everywhere(descriptors=False)
     parts = grids.of_kernels(grids.OF_GRADIENTS, plan, spans, g, target, grids.processors(context.device))
     flags: dict[str, Any] = {"dlse": kind.dlse, "listed": frozenset(parts)}
-    module = emitted_kernels(triton_backward.emit, plan, target, dims, kind.grad_names, **flags)
+    module = launches.emitted_kernels(triton_backward.emit, plan, target, dims, kind.grad_names, **flags)
     parameters = {n: x.arg_names for n, x in module.kernels.items()}
     steps = grids.of_backward(g, target, parameters, sums_of(plan, kind.grad_names), parts)
-    return LaunchSequence([Launch(context, module, step, spans) for step in steps])
+    return launches.LaunchSequence([launches.Launch(context, module, step, spans) for step in steps])
 
 
 # -- captured gradients that no row or column of tiles can sum: "diagonal" and "scatter" ---------------
@@ -218,11 +216,11 @@ def captured(
     import torch
 
     deterministic = inputs.deterministic or torch.are_deterministic_algorithms_enabled()
-    context = bound(inputs.plan, inputs.spans, inputs.geometry, triton_captured.square(inputs.target), q, k)
+    context = launches.bound(inputs.plan, inputs.spans, inputs.geometry, triton_captured.square(inputs.target), q, k)
     run = _CapturedRun(context, inputs, {"Q": q, "K": k, "V": v, "DOut": dout, "Stats": stats})
     try:
         buffers = run.buffers(gradients, deterministic)
-    except TooLargeError as error:
+    except launches.TooLargeError as error:
         context.shrink(error)
         return captured(inputs, q, k, v, dout, stats, gradients)
     return [buffers[g] for g in gradients]
@@ -231,7 +229,7 @@ def captured(
 class _CapturedRun(grids.CapturedKernels):
     """The launches of one call; `tensors` go by the kernels' names."""
 
-    def __init__(self, context: LaunchContext, inputs: KernelInputs, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, context: launches.LaunchContext, inputs: KernelInputs, tensors: dict[str, Tensor]) -> None:
         self.context, self.spans, self.tensors = context, inputs.spans, tensors
         self.plan, self.geometry, self.tile = context.plan, context.geometry, context.target
         self.slots, self.tables = inputs.slots, inputs.tables
@@ -244,8 +242,12 @@ class _CapturedRun(grids.CapturedKernels):
         key = launch.step.name, launch.parts, device_slots
         program = context.launches.get(key)
         if program is None:
-            module = emitted_kernels(launch.emit, self.plan, self.tile, context.dims(device_slots), *launch.parts)
-            program = context.launches[key] = LaunchSequence([Launch(context, module, launch.step, self.spans)])
+            module = launches.emitted_kernels(
+                launch.emit, self.plan, self.tile, context.dims(device_slots), *launch.parts
+            )
+            program = context.launches[key] = launches.LaunchSequence(
+                [launches.Launch(context, module, launch.step, self.spans)]
+            )
         dtype = torch.int64 if launch.result == "Counted" else torch.float32
         result = (torch.zeros if launch.zeroed else torch.empty)(launch.shape, dtype=dtype, device=context.device)
         program(self.values, {**self.tensors, launch.result: result, **operands})
@@ -268,5 +270,5 @@ class _CapturedRun(grids.CapturedKernels):
         key = gradient, shape, *[(n, x) for n, x in self.slots.items() if n in read and not hasattr(x, "data_ptr")]
         known = self.context.planes
         if key not in known:
-            remember(known, key, super().plane(gradient), KEPT)
+            remember(known, key, super().plane(gradient), launches.KEPT)
         return known[key]
