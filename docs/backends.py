@@ -50,7 +50,8 @@ A test runs a tiny call for each backend and feature. The call is right, or it r
 
 ## The online softmax
 
-Each kernel has its own online softmax. A test, or a reason of the backend, stands for each feature in each of them.
+Each kernel implements the online softmax. For each kernel and feature the table names a test, or the feature that the
+backend lacks.
 
 | kernel | features | checked by |
 | --- | --- | --- |
@@ -64,7 +65,7 @@ def row(*cells: str) -> str:
 
 def shown(reason: str) -> str:
     """A reason in one line, with … for what a call puts in."""
-    return re.sub(r"\{.*?\}", "…", " ".join(reason.split())).replace("`", "'")
+    return re.sub(r"\{.*?\}", "…", "; ".join(line.strip() for line in reason.splitlines())).replace("`", "'")
 
 
 def reasons(backend: Backend) -> list[str]:
