@@ -1,4 +1,4 @@
-"""The architectures of NVIDIA, AMD and TPUs, a row each: all that kernels, tiles and refusals know of a machine.
+"""The architectures of NVIDIA, AMD and TPUs, a row each: all that kernels, tile sizes and errors know of a machine.
 
 >>> architecture_of("sm_90").compiler, architecture_of("gfx942").compiler
 (('cuda', 90, 32), ('hip', 'gfx942', 64))

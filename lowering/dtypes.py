@@ -1,4 +1,4 @@
-"""The dtypes of q, k and v, a row each, from which every list of dtypes derives; the form of an array in memory.
+"""The dtypes of q, k and v, a row each, from which every list of dtypes derives, and the form of an array in memory.
 
 >>> DTYPES["bfloat16"].bytes, DTYPES["bfloat16"].triton, accumulate("bfloat16")
 (2, 'bf16', 'float32')

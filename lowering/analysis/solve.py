@@ -1,8 +1,8 @@
 """Solves the clauses of a mask for k. The mask is taken apart into disjuncts, conjunctions of clauses.
 
 A clause that compares Ints is solved in three ways. `isolated` solves it for the one term that moves with k.
-`position_bound` gives a bound on q, k or q - k where the clause bounds that one alone; a `System` holds those of a
-conjunction. `solve` gives bounds on k that vary with q, `k >= A(q)` and `k <= B(q)`: the curves of a mask.
+`position_bound` gives a bound on q, k or q - k where the clause bounds only one of them; a `System` holds such bounds
+of a conjunction. `solve` gives bounds on k that vary with q, `k >= A(q)` and `k <= B(q)`: the curves of a mask.
 
 >>> from frisket.dsl.sugar import eq, k, q
 >>> disjuncts((q >= k) & ((k < 4) | (q - k < 256)))

@@ -1,4 +1,4 @@
-"""Languages that kernels are printed in, a record each: what they name, how they write a number, what they call.
+"""Languages that kernels are printed in, a record each: the text of operators and numbers, and functions that it calls.
 
 An emitter reads the record of its target; `legalise` brings an Expr to the operators that the record has a row for.
 A row is a template: `"add": "{} + {}"`, `"neg": "-{}"`, `"tanh": "tanh({})"`, `"random": "random(*)"` for any number

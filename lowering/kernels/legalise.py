@@ -9,9 +9,9 @@ it. So a new operator needs one definition here, and a row only where a target h
 >>> legalise(function("tan", score), toy)
 sin(score) / cos(score)
 
-Six operators are written here alone. `quotient` and `remainder` round to 0, `floor_quotient` and `floor_remainder`
-round down; the divisor is not 0. `lshift` and `rshift` are by an amount within the word. A language with a row for
-these takes them where the guards of `floordiv`, `mod`, `shl` and `shr` are known to hold.
+Six operators exist only in what `legalise` returns. `quotient` and `remainder` round to 0, `floor_quotient` and
+`floor_remainder` round down; the divisor is not 0. `lshift` and `rshift` are by an amount within the word. A language
+with a row for these takes them where the guards of `floordiv`, `mod`, `shl` and `shr` are known to hold.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Definition = Callable[[Expr, Language], Expr]
 
 
 def legalise(root: Expr, language: Language, known: Iterable[Expr] = ()) -> Expr:
-    """An equal Expr in operators that the language has a row for, and in those that nothing is known of. Nodes that are
-    `known` by names stay."""
+    """An equal Expr in operators that the language has a row for. An operator without a row or a definition stays, and
+    so do the nodes of `known`, which have names."""
     if "wrapping_add" in language.operators:  # plain integers may not wrap there
         root = wrapping(root)
     done = {e: e for e in known}

@@ -1,14 +1,14 @@
 """The program of every Pallas TPU kernel (Mosaic), forward and backward, and the text of its module.
 
-A kernel walks tiles (`walk.py`) and computes expressions of the plan. What it keeps through a row of tiles, what it
-gives and what it does on a pair of tiles is the subclass's.
+A kernel walks tiles (`walk.py`) and computes expressions of the plan. A subclass says what the kernel keeps through a
+row of tiles, what it returns, and what it does on a pair of tiles.
 
 Values per query or key come in as blocks, tables by distance as windows of BLOCK_Q + BLOCK_K distances, which the
 kernel skews into tiles. A lookup that no block holds picks from a table of at most `SMALL` entries in scalar memory,
 entry by entry: TPUs have no gather inside a kernel. Larger ones are a LoweringError.
 
-What belongs to the positions down a tile is turned upright where a row of tiles starts and kept; what belongs to those
-along is read as it lies.
+Values of the positions down a tile are made a column when a row of tiles starts, and kept. Values of the positions
+along a tile are read as the row that they are.
 """
 
 from __future__ import annotations

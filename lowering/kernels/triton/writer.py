@@ -1,8 +1,8 @@
 """The writer of all Triton kernels of a LoopPlan: expressions, lookups, and the loop over the tiles of a row.
 
 A program owns one row of tiles: a tile of queries and records of key tiles, or, swapped, a tile of keys and records of
-query tiles. Parts of an expression that depend on b, h and the coordinate of the program's own tile are computed before
-the loop over the other's tiles, parts that depend on the other coordinate alone once per tile, the rest per position.
+query tiles. Parts of an expression that depend on b, h and the coordinate of this tile are computed before the loop.
+Parts that depend on the other coordinate alone are computed once per tile of the loop, the rest per position.
 """
 
 from __future__ import annotations
