@@ -2,10 +2,10 @@
 
 One program works on one tile of queries of one head. One warp, `produce`, walks the records of the row and loads tiles
 of keys and of values by TMA into two rings in shared memory. Two warp groups, `consume`, compute half of the queries
-each: the softmax of one group runs beside the products of the other.
+each: the softmax of one group runs during the products of the other.
 
 On Hopper a tile has 128 queries. Each group issues its own products, in turns with the other group. The product with
-values runs beside the softmax of the next tile. On Blackwell a tile has 256 queries, and another warp, `multiply`,
+values runs during the softmax of the next tile. On Blackwell a tile has 256 queries, and another warp, `multiply`,
 issues the products of both groups, whose results are in tensor memory. Heads past 128 fill tensor memory with 128
 queries, so their tile has 128 and one group.
 

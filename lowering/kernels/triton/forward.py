@@ -1,15 +1,15 @@
 """Writes the Triton forward and decode kernels of a LoopPlan, and the kernels that combine parts of a row in their
 order.
 
-One program works on one tile of queries of one head. It walks the records of its row: first the border tiles of
-keys, with the mask as a predicate, then the full ones without. Scores are in the units of the softmax, whose base
-is 2: what turns them into these is one factor, and with the largest so far subtracted one fused multiply-add.
+One program works on one tile of queries of one head. It walks the records of its row: first the partial tiles of
+keys, with the mask as a predicate, then the full tiles without it. The softmax is to base 2. One factor converts a
+score to its unit; with the running maximum subtracted this is one fused multiply-add.
 
-Keys and values of 8 bits are converted tile by tile. Where they are in pages, a tile within one page has its number as
-a scalar; where a tile has several pages each of its keys has one.
+Keys and values of 8 bits are converted tile by tile. In a paged cache, the number of a page is a scalar where a tile
+lies in one page. Where a tile lies in several, each key has the number of its page.
 
-Tensor descriptors stand for queries, keys and values where the target asks for them: the copy of a tile is one
-instruction, and what lies past the lengths is 0 whatever memory holds there.
+Tensor descriptors stand for queries, keys and values where the target asks for them. The copy of a tile is then one
+instruction, and entries past the lengths are 0, whatever memory holds there.
 
 A program of the decode kernel works on one tile of few queries and one part of the key tiles that these queries see.
 The query heads that share a key head are packed into one tile, so that keys and values are read once for all of them.
