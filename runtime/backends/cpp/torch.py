@@ -320,7 +320,8 @@ class NativeLaunch:
         """Run a kernel; `rest` are the words from `sinks` on."""
         kernel = self.kernel
         run, values = kernel.slots_of(name, inputs.slots)
-        words = kernel.words(inputs.tables)[0] if kernel.tables else NO_WORDS
+        # the record has addresses: conversions that nothing else keeps live here until the kernel has run
+        words, _read = kernel.words(inputs.tables) if kernel.tables else (NO_WORDS, [])
         if run(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest)):
             raise out_of_memory(name)
 

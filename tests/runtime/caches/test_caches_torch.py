@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -286,6 +287,35 @@ def test_tables_and_numbers_may_be_written_to(backend, inference):
                 q[:, :, i : i + 1], keys, values, bias[None, : i + 1].where(seen, -torch.inf)
             )
             torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+@NATIVE
+def test_converted_tables_live_until_the_kernel_has_run(monkeypatch):
+    """Tables of inference mode are converted at every call, and nothing but the call keeps the conversion."""
+    (q, k, v), conversions, runs = streams(), [], []
+    att, cache = fk.compile("causal & doc[q] == doc[k]", "score + bias[k]", backend="cpp"), made("plain", torch.float32)
+    convert, slots_of = native_torch.NativeKernel.table, native_torch.NativeKernel.slots_of
+
+    def watched(self, *arguments):
+        conversion = convert(self, *arguments)
+        if conversion is not arguments[1]:
+            conversions.append(ref(conversion))
+        return conversion
+
+    def checked(self, *arguments):
+        run, slots = slots_of(self, *arguments)
+        return lambda record: runs.append(all(x() is not None for x in conversions)) or run(record), slots
+
+    monkeypatch.setattr(native_torch.NativeKernel, "table", watched)
+    monkeypatch.setattr(native_torch.NativeKernel, "slots_of", checked)
+    with torch.inference_mode():
+        doc, bias = torch.arange(LENGTH) // 4, torch.linspace(0, 1, LENGTH)  # int64, which kernels read as int32
+        for i in range(3):
+            conversions.clear()
+            cache.attention(att, *(x[:, :, i : i + 1] for x in (q, k, v)), doc=doc, bias=bias)
+    assert conversions
+    assert runs
+    assert all(runs)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("cpp", marks=NATIVE), "aten"])
