@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 PICTURES = (".gif", ".png", ".svg")
-RELATIVE = re.compile(r'(\]\(|\bsrc=")(?!https?:|#)([^)"]+)')
+RELATIVE = re.compile(r'(\]\(|\bsrc="|\bsrcset=")(?!https?:|#)([^)"]+)')
 
 
 def described(readme: str, url: str, version: str) -> str:

@@ -32,6 +32,7 @@ class Case:
     heads: int = 1
     data: str = ""  # why parameters or work grow with the square of the length
     limit: int | None = None  # the longest sequence to ask for
+    divide: str | None = None  # of a weight
 
     @cached_property
     def params(self) -> Params:
@@ -44,6 +45,11 @@ class Case:
     @cached_property
     def score(self) -> fk.ScoreMod:
         return fk.score(self.text, **self.params)
+
+    @cached_property
+    def program(self) -> fk.Program:
+        """The weight of `text`, and its divisor."""
+        return fk.weight(self.text, self.divide, **self.params)
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -414,6 +420,25 @@ def mods(s: int) -> dict[str, Case]:
             "graphormer_edges(edge, size, table)", paths, data=PAIRS, limit=2048,
         ),
     }  # fmt: skip
+
+
+def weights(s: int) -> dict[str, Case]:
+    """Signature -> case of `s` tokens and 4 heads, for every weight of the library, with the divisor of its paper."""
+
+    def case(text: str, divide: str | None = None, make: Callable[[], Params] = dict) -> Case:
+        return Case(text, s, s, make, heads=4, divide=divide)
+
+    def rates() -> Params:
+        return {"gamma": (1 - np.exp2(-5.0 - np.arange(4))).astype(np.float32)}
+
+    return {
+        "sigmoid_attention(bias)": case("sigmoid_attention(-log(KV_LEN))"),
+        "relu2": case("relu2", "count"),
+        "retention(gamma)": case("retention(gamma)", "max(abs(total), 1)", rates),
+        "polynomial(p)": case("polynomial(4)", "total + 1"),
+        "linear": case("linear"),
+        "softmax1": case("softmax1", "total + 1"),
+    }
 
 
 # -- tables -----------------------------------------------------------------------------------------

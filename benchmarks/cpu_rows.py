@@ -2,9 +2,10 @@
 
 "halves": bfloat16 and float16. "prefill": 512 queries behind 8,192 keys; SDPA has a dense mask, flex_attention one of
 blocks, and no backward. "short": one to 256 tokens. "onnx": float32 beside ONNX Runtime's operator Attention; this part
-needs `pip install onnx onnxruntime`. Two heads of 64, four in "short"; no mask or a causal one. The calls of a row run
-turn about on one thread, whose own time is taken; a figure is the median over rounds of peer / native, with the 95 %
-interval of that median.
+needs `pip install onnx onnxruntime`. "invariant": calls with one order of sums, and how many times as long as the usual
+ones they take; 8 heads of 64, 8 or 2 key heads. Two heads of 64, four in "short"; no mask or a causal one. The calls
+of a row run turn about on one thread, whose own time is taken; a figure is the median over rounds of peer / native,
+with the 95 % interval of that median.
 """
 
 from __future__ import annotations
@@ -98,6 +99,20 @@ def short(rounds: int) -> Rows:
             yield name, compared(calls, drawn(length, length, torch.float32, learns, 4), rounds, goal, each=20)
 
 
+def invariant(rounds: int) -> Rows:
+    att, usual = (fk.compile("causal", backend="native", engines=False, invariant=x) for x in (True, False))
+    for dtype in (torch.float32, torch.bfloat16):
+        for kv_heads in (8, 2):
+            for q_len, kv_len in ((2048, 2048), (1, 512), (1, 4096), (1, 16384)):
+                torch.manual_seed(0)
+                shapes = (8, q_len), (kv_heads, kv_len), (kv_heads, kv_len)
+                arrays = tuple(torch.randn(1, h, n, DIM).to(dtype) for h, n in shapes)
+                origin = 0, 0, kv_len - q_len, 0
+                calls = {"native": partial(usual, origin=origin), "invariant": partial(att, origin=origin)}
+                name = f"{str(dtype).removeprefix('torch.')}, {kv_heads} key heads, {q_len} queries, {kv_len} keys"
+                yield name, compared(calls, arrays, rounds, None, each=1 if q_len > 1 else 20)
+
+
 def onnx(rounds: int) -> Rows:
     import onnxruntime
     from onnx import TensorProto, helper
@@ -123,5 +138,6 @@ def onnx(rounds: int) -> Rows:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    parts = {"halves": halves, "prefill": prefill, "short": short, "onnx": onnx}
-    run_parts(__doc__, parts, "cpu-rows", lambda part: {"threads": 1, "heads": 4 if part == "short" else HEADS})
+    parts = {"halves": halves, "prefill": prefill, "short": short, "onnx": onnx, "invariant": invariant}
+    heads = {"short": 4, "invariant": 8}
+    run_parts(__doc__, parts, "cpu-rows", lambda part: {"threads": 1, "heads": heads.get(part, HEADS)})

@@ -4,9 +4,10 @@ One query over a cache, 8 query heads, 2 key heads, in memory as caches allocate
 them. "pages": a pool whose pages lie in any order, against one array of the same entries, at most 1.15 times its time.
 "entries": 8 bits with a scale for every token and head, bfloat16 and float32, each against float32. "rate": by
 sequences, and by query queries a key head, on all threads, beside torch adding up as many bytes of float32; at least
-0.85 of its rate. The calls of a row run turn about; in "pages" and "entries" on one thread, whose own time is taken. A
-figure is the median over rounds of the ratio, with the 95 % interval of that median, and "gb_s" is what is read of keys
-and values in a second.
+0.85 of its rate. "cascade": sequences that share a prefix, in one call and with the prefix read once. The calls of a
+row run turn about; in "pages", "entries" and "cascade" on one thread, whose own time is taken. A figure is the median
+over rounds of the ratio, with the 95 % interval of that median, and "gb_s" is what is read of keys and values in a
+second.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from store import run_parts
 
 import frisket as fk
+from frisket.caches import PagePool
+from frisket.caches.torch import PagedKVCache
 from frisket.runtime.bench.race import median_ratio, processor_seconds, rounds_of
 from frisket.runtime.caches.torch_plain import zeros
 
@@ -85,6 +88,40 @@ def entries(rounds: int) -> Rows:
             yield f"{batch} x {length}, {dim}", compared(steps, "float32", rounds, of_8_bits, 1.0)
 
 
+def cascade(rounds: int) -> Rows:
+    for group in (1, 4):
+        for dtype in ("float32", "bfloat16", "int8"):
+            goals = ["cascade"] if dtype != "int8" else []  # dequantising costs more than reading
+            row = compared(prefixes(dtype, group), "one call", rounds, goals, 1.0)
+            yield f"8 x (8192 shared + 1024), GQA {group}, {dtype}", row
+
+
+def prefixes(dtype: str, group: int, batch: int = 8, shared: int = 8192, own: int = 1024, page: int = 64) -> Any:
+    """A step of sequences that share a prefix, in one call and with the prefix read once."""
+    of_query, stored = DTYPES[dtype]
+    pages = shared // page + batch * (own // page)
+    pool = PagePool(pages, page)
+    cache = PagedKVCache.create(pages, page, batch, (shared + own) // page, KV_HEADS, 128, dtype=stored)
+    pool.allocate("prefix", shared)
+    for b in range(batch):
+        pool.fork("prefix", b)
+    pool.free("prefix")
+    copies = pool.append(dict.fromkeys(range(batch), own))
+    cache.seat(pool, range(batch), 0, copies)  # every token counts as stored
+    for x in (cache.k, cache.v):
+        x.copy_(torch.randint(-127, 128, x.shape) if stored == torch.int8 else torch.randn(x.shape))
+    for x in (cache.k_scale, cache.v_scale):
+        if x is not None:
+            x.uniform_(0, 0.01)
+    q = torch.randn(batch, KV_HEADS * group, 1, 128).to(of_query)
+    of_token = 2 * KV_HEADS * 128 * stored.itemsize
+    one = partial(cache.attend, ATTENTION, q)
+    return {
+        "one call": (one, batch * (shared + own) * of_token),
+        "cascade": (partial(one, cascade=True), (shared + batch * own) * of_token),
+    }
+
+
 def alone(part: Callable[[int], Rows]) -> Callable[[int], Rows]:
     """A part on one thread."""
 
@@ -124,5 +161,5 @@ def settings(part: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parts = {"pages": alone(pages), "entries": alone(entries), "rate": rate}
+    parts = {"pages": alone(pages), "entries": alone(entries), "rate": rate, "cascade": alone(cascade)}
     run_parts(__doc__, parts, "decode-stored", settings)

@@ -1,8 +1,9 @@
 """The kernels on a GPU, compared with float64 and with other libraries: `python benchmarks/gpu.py --minutes 8`.
 
 Without a part it runs one list of rows, the most valuable first (gpu_order.py): smoke; grouped heads forward and
-backward; cuDNN on shared heads; head sizes 192, 192/128, 96 and 512; orders; decoding with 8 bits and MLA; CUDA graphs;
-training steps; FlashAttention 4. The same command goes on where the last one stopped. The parts, each with more rows:
+backward; cuDNN on shared heads; head sizes 192, 192/128, 160, 96 and 512; orders; decoding with 8 bits and MLA; CUDA
+graphs; training steps; FlashAttention 4. The same command goes on where the last one stopped. The parts, each with more
+rows:
 
     smoke    3 minutes: versions, the driver, and one kernel by every way to the device, against float64
     right    every mask and score mod of the library with the tiles that users get, bfloat16 and float16, forward and
@@ -13,9 +14,9 @@ training steps; FlashAttention 4. The same command goes on where the last one st
              where they are, and a dense formula; steps of decoding as a share of the bandwidth at which the device
              copies memory
     serving  steps of 1, 4 and 16 queries over caches of bfloat16 and 8 bits, in pages too, as shares of the same; one
-             query of multi-head latent attention
+             and four queries of multi-head latent attention; a prefix that sequences share, read once
     orders   tokens in the order that frisket finds for a mask, and as they come
-    graphs   the replay of a CUDA graph with other documents, and the step that it records
+    graphs   the replay of a CUDA graph with other documents, and the step that it records; reduce-overhead
     steps    tokens a second of training steps of a small model on packed documents
     profile  counters of two kernels, by Nsight Compute where it is installed
 

@@ -31,9 +31,12 @@ from gpu_scale import (
 DIRECTIONS = ("forward", "backward")
 FIRST = ("causal", "window 128", EQUAL)
 GROUPED = [("causal", dim, group) for group in (4, 8) for dim in (128, 64)] + [(f"{DOCUMENTS} documents", 128, 4)]
+STRIDED = [("causal", 128), ("causal", 64), ("full", 128)]  # arrays [batch, length, heads, dim], transposed
 LARGER = [(0, n, "256") for n in ("causal", "full", "window 1024", f"{DOCUMENTS} documents", "softcap, causal")]
 LARGER += [(1, "causal", "256"), (1, "full", "256"), (0, "causal", "192"), (1, "causal", "192")]
+LARGER += [(0, "full", "192"), (1, "full", "192")]
 LARGER += [(way, "causal", dims) for dims in ("192/128", "96", "512") for way in (0, 1)]  # direction, mask, head sizes
+LARGER += [(0, "causal", dims) for dims in ("160", "80", "112")]
 EVERY_LENGTH = ("64", "128", "256")  # head sizes; others have the first two lengths
 GOALS = {  # TFLOP/s of visible work: (must, should), forward and backward
     ("causal", "128", 8192): ((430, 480), (300, 380)),
@@ -50,7 +53,8 @@ def speed_rows(scale: Scale) -> list[str]:
     )
     larger = [f"{DIRECTIONS[way]}: {n}, D {dims}" for way, n, dims in LARGER]
     grouped = [f"{way}: {n}, D {dim}, GQA {group}" for n, dim, group in GROUPED for way in DIRECTIONS]
-    return [*first, *(f"decode: {r}" for r in decode_rows(scale)), *rest, *larger, *grouped]
+    strided = [f"{way}: {n}, D {dim}, transposed" for n, dim in STRIDED for way in DIRECTIONS]
+    return [*first, *(f"decode: {r}" for r in decode_rows(scale)), *rest, *larger, *grouped, *strided]
 
 
 def speed(row: str, scale: Scale) -> Measure:
@@ -72,10 +76,12 @@ def contest(direction: int, row: str, scale: Scale) -> Measure:
 
 class Contestants:
     """The contestants of one mask and length. `sizes` are the words of a row behind its mask: "128" is the head size of
-    q, k and v, "192/128" that of q and k and that of v; with "128, GQA 4" four query heads share a key head. The dense
-    formula is the last to be built: it needs all of the memory."""
+    q, k and v, "192/128" that of q and k and that of v; with "128, GQA 4" four query heads share a key head; with "128,
+    transposed" arrays are [batch, length, heads, dim] in memory. The dense formula is the last to be built: it needs
+    all of the memory."""
 
     def __init__(self, name: str, sizes: str, length: int, scale: Scale, direction: int) -> None:
+        sizes, strided = sizes.removesuffix(", transposed"), sizes.endswith(", transposed")
         dims, _, group = sizes.partition(", GQA ")
         dim, _, v_dim = dims.partition("/")
         self.dim, self.v_dim = int(dim), int(v_dim or dim)
@@ -86,6 +92,8 @@ class Contestants:
         self.case = contests(length, self.heads, scale.device)[name]
         kv_heads = self.heads // int(group or 1)
         self.arrays = drawn(self.batch, self.heads, length, length, self.dim, scale, kv_heads, self.v_dim)
+        if strided:
+            self.arrays = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in self.arrays]
         self.cotangent = torch.randn(self.batch, self.heads, length, self.v_dim, device=scale.device).to(scale.dtype)
         if direction:
             self.arrays = [x.requires_grad_() for x in self.arrays]

@@ -196,6 +196,9 @@ def peers(case: Contest, arrays: Any, dry: bool, direction: int) -> dict[str, Ca
         found[f"frisket, {name}"] = lambda name=name: partial(ours(case, name, deterministic=False), *arrays)
     if not direction and not dry:
         found |= {f"frisket, {n}": lambda n=n: partial(ours(case, n), *arrays) for n in ("triton", "gluon")}
+    if direction and not dry:  # the fused backward, in order and in any order; "frisket" has the pair of kernels
+        orders = {"gluon": True, "gluon, any order": False}
+        found |= {f"frisket, {n}": lambda d=d: partial(ours(case, "gluon", d), *arrays) for n, d in orders.items()}
     if case.is_causal is not None:
         found |= {name: partial(by_sdpa, case, arrays, backend) for name, backend in SDPA.items()}
     if case.is_causal is not None and heads_of_a_key_head(arrays) > 1:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import gpu_eight
 import gpu_jax
 import gpu_profile
 import gpu_right
@@ -194,6 +195,7 @@ PARTS = {
     "tune": Part(tune_rows, tune),
     "speed": Part(speed_rows, speed, 5),
     "serving": Part(gpu_serving.rows, gpu_serving.serving),
+    "eight": Part(gpu_eight.rows, gpu_eight.eight, 3),
     "orders": Part(gpu_steps.order_rows, gpu_steps.order, 3),
     "graphs": Part(gpu_steps.graph_rows, gpu_steps.graph, 2),
     "steps": Part(gpu_steps.step_rows, gpu_steps.step, 2, limit=200),

@@ -43,8 +43,8 @@ def entries(scale: Scale) -> dict[str, tuple[str, cases.Case]]:
 
 def rows(scale: Scale) -> list[str]:
     """Engines of torch, of masks they know: once their lse is compared too, they take part in the choice of calls. Then
-    Triton's kernels and the forward of Gluon, whose gradients are Triton's, in one dtype after the other; then
-    FlashAttention 4. JAX's splash attention is for TPUs alone."""
+    Triton's kernels and Gluon's, in one dtype after the other; then FlashAttention 4. JAX's splash attention is for
+    TPUs alone."""
     there = fk.backends()
     kernels = [(backend, dtype) for dtype in DTYPES for backend in ("triton", "gluon")]
     if scale.dry:
@@ -97,7 +97,7 @@ def errors(
     backend: str, kind: str, case: cases.Case, dim: int, dtype: str, scale: Scale, shared: bool = False
 ) -> dict[str, float]:  # fmt: skip
     """{"out": error, "lse": error, "dq": error, ...}, for engines "dq, generated" and so on, too; for Gluon's kernels
-    "out" and "lse" alone."""
+    "dq, any order" and so on, of the fused backward without an order."""
     torch.manual_seed(0)
     # two key heads where heads share them, so that which one a query head reads matters
     heads, lengths = max(4 if shared else 2, case.heads), (case.q_len, case.kv_len, case.kv_len)
@@ -112,16 +112,16 @@ def errors(
     for found, name, arrays in ((want, "aten", known), (got, backend, own)):
         out, lse = attention(kind, case, name)(*arrays, return_lse=True)
         found |= {"out": out.detach(), "lse": lse.detach()}
-        if backend == "gluon":
-            continue
         grads = torch.autograd.grad(out, arrays, cotangent.to(out))
         found.update(zip(("dq", "dk", "dv"), grads, strict=True))
-        if name in ENGINES:  # and those of generated kernels, from its out and lse
-            out = attention(kind, case, name, deterministic=True)(*arrays)
+        # of an engine also those of generated kernels, from its out and lse
+        more = "generated" if name in ENGINES else "any order" if name == "gluon" else ""
+        if more:
+            out = attention(kind, case, name, deterministic=name in ENGINES)(*arrays)
             grads = torch.autograd.grad(out, arrays, cotangent.to(out))
-            found.update(zip(("dq, generated", "dk, generated", "dv, generated"), grads, strict=True))
+            found.update(zip((f"{n}, {more}" for n in ("dq", "dk", "dv")), grads, strict=True))
     want["out"] = attention(kind, case, "dense")(*[x.detach() for x in known])  # by another program than the gradients
-    return {n: error(x.double().cpu(), want[n.removesuffix(", generated")]) for n, x in got.items()}
+    return {n: error(x.double().cpu(), want[n.partition(", ")[0]]) for n, x in got.items()}
 
 
 def attention(kind: str, case: cases.Case, backend: str, deterministic: bool | None = None) -> fk.Attention:

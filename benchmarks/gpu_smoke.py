@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -124,6 +125,64 @@ def compared(got: np.ndarray, want: np.ndarray) -> None:
         raise AssertionError(f"the largest error is {error:.3g} of the largest number, more than {BOUND}")
 
 
+WARM = """
+import sys
+import frisket as fk
+sizes = {"q_len": 2048, "batch": 2, "heads": 16, "kv_heads": 16, "head_dim": 128, "dtype": "bfloat16"}
+report = fk.warm(["causal", "causal & window(300)"], sizes, arch=sys.argv[1])
+print(report)
+sys.exit(not report.good)
+"""
+CALLED = """
+import torch
+import frisket as fk
+from triton import knobs
+missed = []
+knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else missed.append(src.name)
+for mask in ("causal", "causal & window(300)"):
+    att = fk.compile(mask, engines=False)
+    arrays = [torch.randn(2, 16, 2048, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"]
+    with torch.no_grad():
+        att(*arrays)
+    out = att(*arrays)
+    out.backward(torch.ones_like(out))
+print(" ".join(missed))
+"""
+
+
+def warmed(scale: Scale) -> dict[str, str]:
+    """`frisket.warm` for this GPU in a process that sees none; calls of another process compile nothing."""
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "TRITON_CACHE_DIR": folder}
+        blind = {**env, "CUDA_VISIBLE_DEVICES": ""}
+        first = subprocess.run([sys.executable, "-c", WARM, arch], env=blind, capture_output=True, text=True)
+        if first.returncode:
+            raise AssertionError(f"fk.warm(arch={arch!r}): {first.stdout[-500:]}{first.stderr[-500:]}")
+        second = subprocess.run([sys.executable, "-c", CALLED], env=env, capture_output=True, text=True, check=True)
+    if missed := second.stdout.split():
+        raise AssertionError(f"kernels that were not there: {', '.join(missed)}")
+    return {"kernels": str(len(first.stdout.splitlines()))}
+
+
+def tuned(scale: Scale) -> dict[str, str]:
+    """`frisket.tune` on this GPU, into a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.environ.get("FRISKET_CACHE_DIR")
+        os.environ["FRISKET_CACHE_DIR"] = folder
+        try:
+            sizes = {"q_len": 4096, "batch": 2, "heads": 16, "head_dim": 64, "dtype": "bfloat16"}
+            report = fk.tune("causal & window(300)", sizes)
+        finally:
+            if before is None:
+                del os.environ["FRISKET_CACHE_DIR"]
+            else:
+                os.environ["FRISKET_CACHE_DIR"] = before
+    if not report.files:
+        raise AssertionError("no winner was kept")
+    return {row.kernel: str(row) for row in report.rows}
+
+
 DIRECTIONS = ("forward", "backward")
 CALLS: dict[str, Callable[[Scale], Any]] = {
     "versions": versions,
@@ -133,11 +192,13 @@ CALLS: dict[str, Callable[[Scale], Any]] = {
     },
     "torch, triton, table on the device": planned,
     "torch, triton, torch.compile": partial(compiled, "forward"),
-    "torch, gluon, forward": partial(of_torch, "gluon", "forward"),
+    **{f"torch, gluon, {what}": partial(of_torch, "gluon", what) for what in ("forward", "forward, D 256")},
+    "torch, warmed for this GPU": warmed,
+    "torch, tuned on this GPU": tuned,
     **{f"jax, triton, {what}": partial(of_jax, "triton", what) for what in DIRECTIONS},
     **{f"jax, pallas-mosaic-gpu, {what}": partial(of_jax, "pallas-mosaic-gpu", what) for what in DIRECTIONS},
 }  # fmt: skip
-FOR_GPUS = ("pallas-mosaic-gpu", "gluon")  # a dry run leaves them out: they have no interpreter for whole calls
+FOR_GPUS = ("pallas-mosaic-gpu", "gluon", "this GPU")  # a dry run leaves them out: no interpreter runs whole calls
 
 
 def rows(scale: Scale) -> list[str]:

@@ -81,16 +81,37 @@ def of_orders(times: Times, order: fk.Order) -> Row:
     return row
 
 
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder as Llama's, without rotary embeddings."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocabulary: int
+    tokens: int  # of a batch, packed into one sequence
+
+
+MODEL, DRY_MODEL = Model(4, 2048, 32, 8, 5632, 32000, 8192), Model(1, 32, 2, 1, 64, 64, 48)
+
+
 # -- CUDA graphs ------------------------------------------------------------------------------------------
 
 
+REDUCED = "torch.compile, reduce-overhead"
+
+
 def graph_rows(scale: Scale) -> list[str]:
-    return ["forward", "forward and backward"]
+    return ["forward", "forward and backward", REDUCED]
 
 
 def graph(row: str, scale: Scale) -> Measure:
     """A plan of documents and its call, by Python and by the replay of a CUDA graph. Documents and arrays have changed
     since it was captured. Times are those of the host and the device together."""
+    if row == REDUCED:
+        return reduced(scale)
     measures: dict[str, Measure] = {}
     for length in scale.grouped_lengths if scale.dry else (512, *scale.grouped_lengths):
         step = PackedStep(length, row != "forward", scale)
@@ -146,23 +167,49 @@ def captured(step: Call) -> Call:
     return replay
 
 
+SMALL = (Model(4, 512, 8, 2, 1408, 1024, 512), Model(4, 1024, 16, 4, 2816, 1024, 2048))
+
+
+def reduced(scale: Scale) -> Measure:
+    """The loss of a small decoder on packed documents, without gradients: eager, compiled, and compiled into CUDA
+    graphs that hold attention. Documents change before the last call, whose losses are compared."""
+    measures: dict[str, Measure] = {}
+    for of in (DRY_MODEL,) if scale.dry else SMALL:
+        doc, attention = documents(of.tokens, scale, 0), packed(of.tokens, of.heads, scale)
+        tokens = torch.randint(0, of.vocabulary, (1, of.tokens), generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(0)
+        decoder, tokens = Decoder(of).to(scale.device, scale.dtype), tokens.to(scale.device)
+
+        def attend(q: Any, k: Any, v: Any, doc: Any, attention: fk.Attention = attention) -> torch.Tensor:
+            return attention(q, k, v, doc=doc)
+
+        def build(mode: str | None, decoder: Any = decoder, tokens: Any = tokens, doc: Any = doc) -> Call:
+            run = decoder
+            if mode is not None:
+                how = {"backend": "eager"} if scale.dry else {"mode": mode}
+                run = torch.compile(decoder, fullgraph=True, **how)
+
+            def call() -> torch.Tensor:
+                with torch.no_grad():
+                    return run(tokens, attend, doc).clone()  # the next replay writes over the result
+
+            doc.copy_(documents(len(doc), scale, 0))
+            for _ in range(3):  # torch warms up, records, replays
+                call()
+            doc.copy_(documents(len(doc), scale, 1))
+            return call
+
+        entrants = Entrants(scale)
+        for name, mode in {"eager": None, "compiled": "default", "reduce-overhead": "reduce-overhead"}.items():
+            entrants.enter(name, partial(build, mode))
+        of_graphs = partial(race.row, ours=["reduce-overhead"])
+        measures[str(of.tokens)] = partial(watched, entrants.calls, scale, of_graphs, entrants.notes, waited)
+    return lambda: one_after_another(measures, scale)
+
+
 # -- training steps ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a decoder as Llama's, without rotary embeddings."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    inner: int
-    vocabulary: int
-    tokens: int  # of a batch, packed into one sequence
-
-
-MODEL, DRY_MODEL = Model(4, 2048, 32, 8, 5632, 32000, 8192), Model(1, 32, 2, 1, 64, 64, 48)
 CLOSE = 0.25  # the norm of the difference of two gradients as a part of the norm of one; of other masks it is above 1
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""The masks and score mods of docs/peers.frisket with their parameters bound, as `cases` binds the library's."""
+"""The masks and score mods of tests/peers/peers.frisket with their parameters bound, as `cases` binds the library's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from frisket.dsl.library import Entry, read_entries
 @cache
 def entries() -> dict[str, Entry]:
     """Signature -> entry."""
-    path = Path(__file__).resolve().parent.parent / "docs" / "peers.frisket"
+    path = Path(__file__).resolve().parents[1] / "tests" / "peers" / "peers.frisket"
     return {e.signature: e for e in read_entries(path.read_text(encoding="utf-8"))}
 
 

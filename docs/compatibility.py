@@ -1,16 +1,23 @@
-"""The page of versions, packages and model types: `python docs/compatibility.py` writes docs/compatibility.md.
+"""The page of versions, packages and model types: `python docs/compatibility.py` writes docs/compatibility.md and the
+table of model types, docs/models.csv, which the site shows on the page with a field that filters it.
 
 The results are those of the programs in tests that its sections name.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from frisket.lowering.architectures import tried
+
 PAGE = Path(__file__).resolve().parent / "compatibility.md"
+MODELS = PAGE.with_name("models.csv")
 TESTS = PAGE.parents[1] / "tests"
 RESULTS = TESTS / "outside" / "transformers.json"
 BATCHING = RESULTS.with_name("transformers_batching.json")
@@ -19,8 +26,18 @@ EXTRAS = ("matplotlib", "flax", "qwix", "transformers")
 INTRO = """\
 # Compatibility
 
-For those who want to know whether frisket works with their versions, inside a package that they use, or with a model of
-transformers. Written by `python docs/compatibility.py` from results of programs in `tests`, which each section names.
+For those who want to know whether frisket works on their machine, with their versions, inside a package that they use,
+or with a model of transformers. Written by `python docs/compatibility.py` from results of programs in `tests`, which
+each section names.
+
+## Machines
+
+Where frisket ran, and where it never did. `frisket doctor` has the same list. *Measured on*: tests and benchmarks ran
+there. *Compiles*: the vendor's compiler takes every kernel, and results were compared in an interpreter on a CPU.
+*Interpreter only*: kernels ran in an interpreter or an emulator. *Never*: nothing ran. On a
+machine that never ran it, `frisket check causal` compares every kernel that runs there with float64.
+
+{machines}
 
 ## Versions
 
@@ -48,48 +65,54 @@ Whether a model works under `attn_implementation="frisket"`, and what has been c
 [transformers](transformers.md). Every model type of transformers {transformers} is listed: {count} types. A type is
 compared in a tiny configuration with random weights, float32 on a CPU, with the same model under eager attention:
 `python tests/outside/transformers_sweep.py`.
+
+{verdicts}
+
+`all` means outputs and gradients of every parameter, and the same with padding on either side. It means `generate`
+through dynamic and static caches (sliding where the model has sliding windows) and from padded prompts. It also means
+assisted decoding by prompt lookup, and beam search with 3 beams. A part that the model cannot do under eager attention
+is left out.
+
+**Continuous batching** is `generate_batch` of three prompts at once, in batches of at most 12 tokens, compared with
+eager attention of each prompt alone, without a cache: `python tests/outside/transformers_batching.py`. {ran} of the
+{generating} types whose `generate` is equal have run, and {equal} of them give equal tokens. *transformers cannot*
+means that its own attention for continuous batching fails for the type as well.
+
+[All model types](models.csv), as a table:
 """
-# verdict: heading, what it says, the columns beside the type and the model's class
-SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+VERDICTS = {  # verdict -> its name, and what it says
     "equal": (
-        "Equal",
+        "equal",
         "All that was compared is equal to eager attention: outputs to 2e-4, gradients of every parameter to 2e-3 of "
         "their largest element, generated tokens exactly.",
-        ("compared",),
     ),
     "as sdpa": (
-        "As sdpa",
+        "as sdpa",
         "A result is that of transformers' sdpa, where sdpa and eager attention differ from each other.",
-        ("compared", "why"),
     ),
-    "differs": ("Different", "A result is not that of eager attention.", ("compared", "why")),
-    "refused": ("Refused", "An error says what is not supported.", ("compared", "why")),
-    "fails": ("Fails otherwise", "An error that is not frisket's.", ("compared", "why")),
+    "differs": ("different", "A result is not that of eager attention."),
+    "refused": ("refused", "An error says what is not supported."),
+    "fails": ("fails otherwise", "An error that is not frisket's."),
     "its own": (
-        "Attention that the model computes itself",
-        "These models compute attention themselves and take no implementation from outside. They warn when they are "
-        'made with `attn_implementation="frisket"`, and refuse `frisket_mask`.',
-        ("why",),
+        "computes attention itself",
+        "The model takes no implementation from outside. It warns when it is made with "
+        '`attn_implementation="frisket"`, and refuses `frisket_mask`.',
     ),
     "no attention": (
-        "No attention",
-        "These models have no attention that asks for an implementation: convolutions, state spaces, Fourier mixing, "
-        "codecs. frisket has no part in their results.",
-        (),
+        "no attention",
+        "Convolutions, state spaces, Fourier mixing, codecs: frisket has no part in the results.",
     ),
     "no tiny model": (
-        "Not compared",
-        "No tiny configuration of these types works under eager attention here, so there is nothing to compare with: "
-        "a type is a part of a larger model, needs a library that is not installed, or inputs and sizes that are not "
-        "made from names alone. The error is that of eager attention.",
-        ("why",),
+        "not compared",
+        "No tiny configuration of the type works under eager attention here. It is a part of a larger model, needs a "
+        "library that is not installed, or inputs and sizes that are not made from names alone. The error is that of "
+        "eager attention.",
+    ),
+    "not run": (
+        "not run yet",
+        "No result of this version of the plug-in: `python tests/outside/transformers_sweep.py TYPE ...` runs it.",
     ),
 }
-SECTIONS["not run"] = (
-    "Not run yet",
-    "No result of this version of the plug-in: `python tests/outside/transformers_sweep.py TYPE ...` runs them.",
-    (),
-)
 PARTS = {
     "outputs and gradients": "outputs and gradients",
     "padded left": "padding left",
@@ -112,35 +135,18 @@ def said(parts: list[str]) -> str:
     return ", ".join([PARTS[p] for p in parts]) or "nothing"
 
 
-def row(kind: str, found: dict[str, Any], columns: tuple[str, ...]) -> str:
-    model = found.get("model", "")
-    cells = [f"`{kind}`", f"`{model}`" if model else ""]
-    for column in columns:
-        text = said(found.get("parts", [])) if column == "compared" else found.get("why", "")
-        cells.append(text.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*"))
-    return "| " + " | ".join(cells) + " |"
-
-
-def batching(types: dict[str, Any]) -> list[str]:
-    """The section on continuous batching: types by what `generate_batch` gave."""
-    found: dict[str, str] = json.loads(BATCHING.read_text(encoding="utf-8"))
-    equal = [f"`{kind}`" for kind, why in found.items() if not why]
-    generates = "generate, dynamic cache"
-    count = sum(x["verdict"] == "equal" and generates in x["parts"] for x in types.values())
-    others = {kind: {"why": why} for kind, why in found.items() if why}
-    lines = [
-        "### Continuous batching\n",
-        '`generate_batch` under `attn_implementation="frisket"`, three prompts at once, in batches of at most 12 '
-        "tokens, compared with eager attention of each prompt alone, without a cache; the tiny models of above whose "
-        "`generate` is equal. Results of `python tests/outside/transformers_batching.py`. *transformers cannot* means "
-        "that its own attention for continuous batching fails for the type as well.\n",
-        f"{len(found)} of the {count} types have run.\n",
-        f"Equal tokens, {len(equal)} types: {', '.join(equal)}.\n",
-        "| type | what happens |",
-        "|---|---|",
-    ]
-    rows = [row(kind, x, ("why",)).split(" | ", 2) for kind, x in others.items()]
-    return [*lines, *(f"{first} | {last}" for first, _, last in rows), ""]
+def models(types: dict[str, Any], batching: dict[str, str]) -> str:
+    """The text of docs/models.csv: a row for each model type."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["type", "model", "verdict", "equal in", "what happens", "continuous batching"])
+    for kind, found in types.items():
+        verdict, parts = VERDICTS[found["verdict"]][0], found.get("parts")
+        batched = (batching[kind] or "equal tokens") if kind in batching else ""
+        lines.writerow(
+            [kind, found.get("model", ""), verdict, said(parts) if parts else "", found.get("why", ""), batched]
+        )
+    return text.getvalue()
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -177,33 +183,26 @@ def packages() -> str:
     return table(["job", "versions", "what is compared", "tests", "date"], rows)
 
 
-def page() -> str:
-    """The whole page."""
+def pages() -> dict[Path, str]:
+    """The texts of the page and of its table."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    types = results["types"]
-    intro = {"versions": versions(), "packages": packages()}
-    lines = [INTRO.format(transformers=results["transformers"], count=len(types), **intro)]
-    lines += ["| verdict | model types |", "|---|---|"]
-    kinds = {verdict: [k for k in types if types[k]["verdict"] == verdict] for verdict in SECTIONS}
-    for verdict, (heading, _, _) in SECTIONS.items():
-        lines.append(f"| {heading} | {len(kinds[verdict])} |")
-    lines.append(
-        "\n`all` means: outputs and gradients of every parameter; the same with padding on the left and on the right; "
-        "`generate` through dynamic and static caches (sliding where the model has sliding windows) and from padded "
-        "prompts; assisted decoding by prompt lookup; beam search with 3 beams. A part that the model cannot do under "
-        "eager attention is left out.\n"
+    types, batching = results["types"], json.loads(BATCHING.read_text(encoding="utf-8"))
+    counts = Counter(x["verdict"] for x in types.values())
+    verdicts = [[name, str(counts[v]), text] for v, (name, text) in VERDICTS.items() if counts[v]]
+    text = INTRO.format(
+        transformers=results["transformers"],
+        count=len(types),
+        machines=table(["machine", "state", "how"], [list(x) for x in tried()]),
+        versions=versions(),
+        packages=packages(),
+        verdicts=table(["verdict", "model types", "what it says"], verdicts),
+        ran=len(batching),
+        equal=sum(not why for why in batching.values()),
+        generating=sum(x["verdict"] == "equal" and "generate, dynamic cache" in x["parts"] for x in types.values()),
     )
-    for verdict, (heading, text, columns) in SECTIONS.items():
-        if not kinds[verdict]:
-            continue
-        titles = {"compared": "equal in", "why": "what happens"}
-        lines += [f"### {heading}\n", text, ""]
-        lines.append("| type | model | " + "".join(f"{titles[c]} | " for c in columns).rstrip())
-        lines.append("|---|---|" + "---|" * len(columns))
-        lines += [row(k, types[k], columns) for k in kinds[verdict]]
-        lines.append("")
-    return "\n".join([*lines, *batching(types)]).rstrip() + "\n"
+    return {PAGE: text, MODELS: models(types, batching)}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

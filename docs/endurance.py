@@ -1,13 +1,17 @@
-"""The figures of endurance on docs/reliability.md, from benchmarks/results: `python docs/endurance.py`."""
+"""The figures of docs/reliability.md, benchmarks/endurance.md and benchmarks/numerics.md, from benchmarks/results and
+tests/fuzz/campaigns.md: `python docs/endurance.py`."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent / "reliability.md"
-RESULTS = PAGE.parents[1] / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+CAMPAIGN = re.compile(r"^\| `(\w+)` \| \d+ \| ([\d,]+) \| [\d,]+ \| (\d+) \|", re.M)  # target, cases, failed
 
 
 def parts(name: str) -> dict[str, Any]:
@@ -113,10 +117,10 @@ def kernels() -> str:
         tables.append(f"**{kind}**\n\n{table([kind, '', *(f'{int(n):,} tokens' for n in lengths)], rows)}")
     several, set_ = "\n\n".join(tables), part["settings"]
     return f"""\
-The most memory that a call adds to its arrays and its results, in MiB and as a multiple of the query's: one head
-of {set_["head_dim"]} numbers in {set_["dtype"]}, documents of {set_["document"]:,} tokens. It is the second call of a
-process: the first one plans and builds, and what it leaves behind counts. `python benchmarks/memory.py kernels` repeats
-it ({machine(part)}, with other work on it).
+The most memory that a call adds to its arrays and its results, in MiB and as a multiple of the query's. A call has one
+head of {set_["head_dim"]} numbers in {set_["dtype"]}, documents of {set_["document"]:,} tokens. It is the second call
+of a process: the first one plans and builds, and what it leaves behind counts. `python benchmarks/memory.py kernels`
+repeats it ({machine(part)}, with other work on it).
 
 {several}
 
@@ -136,6 +140,12 @@ ON_CPU = ("dense", "sdpa", "flex", "cpp", "aten", "xla")
 INTERPRETED = ("triton", "gluon", "pallas-tpu", "pallas-mosaic-gpu")
 DTYPES = ("float32", "bfloat16", "float16")
 WRONG = "wrong rows of 256"
+BITS = """\
+Equal calls give equal bits on one machine. Tests hold this for torch's and JAX's kernels of a CPU, for library calls in
+torch, and for Triton's kernels in its interpreter. The native forward of torch is also held to equal bits with one, two
+and three threads. Its gradients may round differently with another number of threads, by which the queries of a key are
+divided. With as many threads, native gradients of q, k and v have equal bits in torch and JAX. Tiles of another size,
+another length, another batch or another backend may round differently, and no test asks for their bits."""
 
 
 def errors(name: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -211,13 +221,7 @@ shape of a tile and a GPU's do not.
 
 {WRONG[0].upper()}{WRONG[1:]}, in float32 where a kernel takes it and else in float16:
 
-{wrong}
-
-Equal calls give equal bits on one machine. Tests hold this for torch's and JAX's kernels of a CPU, for library calls in
-torch, and for Triton's kernels in its interpreter. The native forward of torch is also held to equal bits with one, two
-and three threads. Its gradients may round differently with another number of threads, by which the queries of a key are
-divided. With as many threads, native gradients of q, k and v have equal bits in torch and JAX. Tiles of another size,
-another length, another batch or another backend may round differently, and no test asks for their bits."""
+{wrong}"""
 
 
 def training() -> str:
@@ -241,7 +245,7 @@ AdamW, equal weights at the start. `eager` is attention written out with a dense
 norm of the difference from `eager`'s weights, over the norm of what those have moved. `python benchmarks/long_run.py`
 repeats it ({machine(part)}).
 
-![Distance of weights over the steps of training](assets/long-run.svg)
+![Distance of weights over the steps of training](../docs/assets/long-run.svg)
 
 {table(["distance after so many steps", *(f"{int(n):,}" for n in steps)], rows)}
 
@@ -259,20 +263,75 @@ def further(part: dict[str, Any]) -> str:
 In JAX, frisket's distance as a share of the larger one of `third` and `fifth` is {said}. The goal was at most 1."""
 
 
+def totals() -> str:
+    """The cases of each target, over all campaigns."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for target, *found in CAMPAIGN.findall((ROOT / "tests" / "fuzz" / "campaigns.md").read_text(encoding="utf-8")):
+        counts[target] = [x + int(n.replace(",", "")) for x, n in zip(counts[target], found, strict=True)]
+    rows = [[f"`{target}`", f"{cases:,}", str(failed)] for target, (cases, failed) in counts.items()]
+    return f"""\
+Cases of all campaigns. In the five failures of `kernels` the check was wrong, and was mended.
+
+{table(["target", "cases", "failed"], sorted(rows, key=lambda row: -int(row[1].replace(",", ""))))}"""
+
+
+def bounds() -> str:
+    """The bounds, and how near to them the errors of each backend come."""
+    found = parts("numerics")
+    rows = []
+    for dtype in DTYPES:
+        cases = [row["figures"] for row in found[dtype]["rows"].values()]
+        cases += [
+            row["figures"]
+            for backend in INTERPRETED for name, row in found[backend]["rows"].items() if name.startswith(f"{dtype}, ")
+        ]  # fmt: skip
+        for what in ("output", "gradients"):
+            shares: dict[str, float] = {}
+            for figures in (x[what] for x in cases if what in x and "bound" in x[what]):
+                for name in figures.keys() - {"bound", "dense", "sdpa", "flex"}:
+                    shares[name] = max(shares.get(name, 0), figures[name] / figures["bound"])
+            worst = max(shares, key=lambda name: shares[name])
+            rows.append([dtype, what, f"{shares[worst]:.2f}", f"`{worst}`"])
+    not_finite = [[t, *(str(x) for x in r["figures"][WRONG].values())] for t, r in found["not finite"]["rows"].items()]
+    return f"""\
+Let `s` be the largest absolute score, and `u` the rounding of the dtype: 2**-23 (float32), 2**-7 (bfloat16) or 2**-10
+(float16). An output is off by at most `u + min(1, 2**-20 * (1 + s))` of the largest number that its sums can reach. A
+gradient is off by at most `2 * u + min(1, 2**-20 * (1 + s))`. Numbers below 1e-38 may become 0. Tests hold the bounds
+for scores from 0.001 to 1e30 and for up to a million keys. Kernels of CPUs run, those of
+GPUs and TPUs run in interpreters. The largest error of any backend, as a share of its bound:
+
+{table(["dtype", "", "largest error as a share of the bound", "backend"], rows)}
+
+[All errors](../benchmarks/numerics.md), compared with dense attention, SDPA and flex_attention, are in `benchmarks/`.
+
+A key that is NaN or infinite reaches no query that does not see it. A value that some query sees must be finite, as in
+dense attention: 0 times infinity is NaN. {WRONG[0].upper()}{WRONG[1:]}:
+
+{table(["", *ON_CPU], not_finite)}
+
+A score of -inf hides its key. Where a query has no other score, its output is 0, and so is its gradient.
+
+{BITS}"""
+
+
 SECTIONS = {
-    "explorer": explorer, "calls": calls, "plans": plans, "kernels": kernels, "numbers": numbers, "training": training,
-}  # fmt: skip
+    "docs/reliability.md": {"totals": totals, "bounds": bounds, "plans": plans, "kernels": kernels},
+    "benchmarks/endurance.md": {"explorer": explorer, "calls": calls, "training": training},
+    "benchmarks/numerics.md": {"numbers": numbers},
+}
 
 
-def page(text: str) -> str:
-    """The page with its sections as the results have them."""
-    for name, section in SECTIONS.items():
-        start, end = f"<!-- {name}, written by docs/endurance.py -->\n", "<!-- end -->"
+def page(name: str) -> str:
+    """A page with its sections as the results have them."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for title, section in SECTIONS[name].items():
+        start, end = f"<!-- {title}, written by docs/endurance.py -->\n", "<!-- end -->"
         before, found, rest = text.partition(start)
-        assert found, name
+        assert found, title
         text = f"{before}{start}\n{section()}\n\n{end}{rest.partition(end)[2]}"
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in SECTIONS:
+        (ROOT / name).write_text(page(name), encoding="utf-8")

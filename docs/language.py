@@ -25,7 +25,7 @@ import frisket as fk  # noqa: E402
 from frisket.dsl import ir  # noqa: E402
 from frisket.dsl.errors import CALL_KEYWORDS, FrisketError  # noqa: E402
 from frisket.dsl.evaluate import evaluate  # noqa: E402
-from frisket.dsl.operators import CONSTANTS, FORMS, FUNCTIONS  # noqa: E402
+from frisket.dsl.operators import CONSTANTS, FORMS, FUNCTIONS, SUMS  # noqa: E402
 from frisket.dsl.program import parse_expression  # noqa: E402
 
 PAGE = HERE / "language.md"
@@ -194,7 +194,8 @@ def forms() -> str:
 def names() -> str:
     rows = [
         (ticked(ir.COORDINATES), "batch entry, query head, query position, key position (Int)"),
-        ("`score`", "the scaled dot product (Float; in score mods only)"),
+        ("`score`", "the scaled dot product (Float; in score mods), or what the score mod makes of it (in weights)"),
+        (ticked(SUMS), "of a row: the sum of its weights (Float), the number of keys it sees (Int); in `divide` only"),
         (ticked(ir.SIZES), "the sizes of the whole problem (Int)"),
         (ticked(CONSTANTS), "constants"),
         ("any other", "a definition, a library entry, or a parameter: a scalar (`w`) or a table (`off[doc[q]]`)"),

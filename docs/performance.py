@@ -1,14 +1,14 @@
-"""What was measured: `python docs/performance.py` writes docs/performance.md and its charts, and docs/predictions.md,
-from benchmarks/results.
+"""Writes what was measured, from benchmarks/results: `python docs/performance.py`.
 
-Every row of a result is shown or counted. The page begins with headline results (`HEADLINES`). Every row that
-is slower than a peer or misses its goal is collected behind them by one rule, so that none can be left out. A section
-says its machine in its first line, or in its headings where machines differ.
+docs/performance.md is the summary: headline results (`HEADLINES`), then every comparison that frisket loses, collected
+by one rule. The pages of `PAGES` have the tables: those for users are in docs/performance, with charts, those for
+contributors in benchmarks. A section says its machine in its first line, or in its headings where machines differ.
 """
 
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,23 +19,19 @@ from typing import Any, NamedTuple
 from frisket.runtime.bench import schema
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parent / "benchmarks" / "results"
+ROOT = HERE.parent
+RESULTS = ROOT / "benchmarks" / "results"
 OURS = ("native", "library", "frisket", "pallas-mosaic-gpu", "triton", "graph")
 NOT_PEERS = ("read", "sum", "float32", "4k", "64k", "graph, looked up")  # the machine's rates, and frisket itself
 BY_NAME = "frisket, "  # a call of frisket that names its backend
 Part = dict[str, Any]
 
 INTRO = """\
-# Performance
+# Benchmarks
 
-For readers who want to know where frisket is faster or slower than another library. After this page you can read each
-table and repeat it.
+For readers who want to know where frisket is faster or slower than another library. After this page you can find the
+table of your case, and repeat it.
 
-- [Headline results](#headline-results), on an H100 and on CPUs
-- [How it was measured](#how-it-was-measured), and how to measure your masks on your machine
-- [What is slower](#what-is-slower-and-what-misses-its-goal), and what misses its goal\
-"""
-HEAD = """\
 > **Never measured: Blackwell, GPUs of AMD, and TPUs.** The Triton, Gluon and Pallas kernels for them are compiled ahead
 > of time and tested in interpreters. Their speed there is not known. `python benchmarks/gpu.py PART` and
 > `frisket bench --suite gpu` measure it on your device.
@@ -47,11 +43,17 @@ interval of the median of one row; a range goes from the slowest row to the fast
 interval. The H100 runs the kernel that a call takes without `backend=`. CPUs run frisket's C++ kernels (AVX-512 unless
 a row says AVX2).
 """
+SLOWER = """\
+## What is slower
+
+Every measured row in which a peer is faster than frisket by more than the interval, counted by table. A ratio is the
+peer's time / frisket's time.
+"""
 METHOD = """\
 ## How it was measured
 
-Everything except [what an H100 ran](#measured-on-an-h100) was measured on {machine}, by the programs in `benchmarks/`.
-`python docs/performance.py` writes this page from their results.
+Everything except what the H100 ran was measured by the programs in `benchmarks/`. Machines: {machine}.
+`python docs/performance.py` writes these pages from their results.
 
 A ratio is *time of the first / time of the second*. `flex / native` is the speed-up of frisket's native kernel over
 flex_attention: above 1 frisket is faster.
@@ -71,25 +73,20 @@ causal & window(64), torch
 ...
 ```
 
-## What is slower, and what misses its goal
-
-Every measured row in which a peer is faster than frisket by more than the interval, and every goal of the design that
-was missed, counted by table. [Predictions](predictions.md) mark their goals themselves.
-
-**Slower than a peer:**
+## All tables
 """
 GOALS = """\
-**Goals that were missed:**
+Every measured row that misses a goal of the design, counted by table.
 """
-PREDICTIONS = """\
-# Predictions of a model
+ROWS = """\
+## All rows
 
-For readers who work on kernels or tiles for an H100. After this page you know what a model predicts of each kernel, how
-far it is from a real H100, and how to repeat it. [Performance](performance.md) has measurements.
+The rows above, and those in which a peer is faster than frisket by more than the interval.
 """
-MOVED = """\
-[Predictions](predictions.md) compares a model of an H100 with measurements, and lists the schedules and tiles that it
-chose.
+PREDICTED_GOALS = """\
+## Predictions that miss a goal
+
+By [the static model of a GPU](#predictions-of-a-model).
 """
 
 
@@ -150,34 +147,52 @@ PEERS = {"flex": "compiled flex_attention", "SDPA cudnn": "SDPA with cuDNN", "cr
 SIZES_CPU, SIZES_H100 = (40, 64, 80, 128, 256), (64, 128, 192, 256)
 
 
-GROUPS = {  # the sections in their order, with the words of the list at the top
-    "An H100": ("gpu",),
-    "Attention on CPUs": (
-        "cpu-torch",
-        "cpu-jax",
-        "cpu-dims",
-        "cpu-rows",
-        "reorder",
-        "transformers-training",
-        "sdpa",
-        "engines",
+# paths of pages
+SUMMARY = "docs/performance.md"
+H100 = "docs/performance/h100.md"
+H100_SERVING = "docs/performance/h100-serving.md"
+CPU = "docs/performance/cpu.md"
+SIZES = "docs/performance/cpu-sizes.md"
+DECODING = "docs/performance/cpu-decoding.md"
+LAYOUTS = "docs/performance/layouts.md"
+OVERHEAD = "docs/performance/overhead.md"
+CHECKED = "benchmarks/h100.md"
+PREDICTIONS = "benchmarks/predictions.md"
+BUNDLES = "benchmarks/tpu.md"
+GOALS_PAGE = "benchmarks/goals.md"
+PAGES = {  # title, and who it is for
+    H100: ("Attention on an H100", "For readers who train with torch on an H100"),
+    H100_SERVING: (
+        "Decoding, JAX and planning on an H100", "For readers who serve a model on an H100, or call it from JAX",
     ),
-    "Decoding on CPUs": ("decode-stored", "decode-overhead"),
-    "Layouts and answers": ("layout", "answers", "exports", "explorer", "context-parallel"),
-    "Overhead of a call": ("overhead", "graph-overhead", "changing-tables", "jax-binding", "compiles"),
-    "TPUs": ("tpu-tables",),
-    "Predictions": ("gpu-model",),
-}
+    CPU: ("Attention on CPUs", "For readers who run torch or JAX on a CPU"),
+    SIZES: (
+        "Head sizes and dtypes on CPUs", "For readers whose heads are not of 64 numbers in float32",
+    ),
+    DECODING: ("Decoding on CPUs", "For readers who decode from a KV cache on a CPU"),
+    LAYOUTS: (
+        "Layouts, answers and exports", "For readers who plan masks of many tokens, or ask questions about them",
+    ),
+    OVERHEAD: ("Overhead of a call", "For readers of short sequences, or of many different calls"),
+    CHECKED: ("What an H100 checked", "For contributors to the kernels"),
+    PREDICTIONS: (
+        "Predictions of a model", "For contributors who work on kernels or tiles for an H100",
+    ),
+    BUNDLES: ("Bundles of TPU kernels", "For contributors to the kernels for TPUs"),
+    GOALS_PAGE: ("Targets and earlier commits", "For contributors"),
+}  # fmt: skip
 
 
 class Topic(NamedTuple):
     """A section: one file of results, and what is shown of its parts."""
 
     file: str
+    page: str  # of PAGES
     title: str
     text: str
     command: str
     show: Callable[[dict[str, Part]], Iterator[str]]
+    parts: tuple[str, ...] = ()  # shown, where another section shows the rest of the file
 
 
 # -- tables -----------------------------------------------------------------------------------------------
@@ -185,7 +200,7 @@ class Topic(NamedTuple):
 
 def table(head: list[str], body: list[list[str]], words: int = 1) -> Iterator[str]:
     """A table in Markdown; the first `words` columns are aligned left."""
-    yield "| " + " | ".join(head) + " |"
+    yield "| " + " | ".join(x.replace(" beside ", " with ") for x in head) + " |"
     yield "|---" * words + "|---:" * (len(head) - words) + "|"
     for line in body:
         yield "| " + " | ".join(x.replace("|", "\\|") for x in line) + " |"
@@ -214,7 +229,7 @@ def is_contest(pair: str) -> bool:
 
 def ratio_heading(pair: str) -> str:
     peer, ours = pair.split(" / ")
-    return f"speed-up of {ours} over {peer}" if is_contest(pair) else pair
+    return f"speed-up of {ours} over {peer}" if is_contest(pair) else f"{peer} as a multiple of {ours}"
 
 
 def slower(pair: str, found: list[float]) -> bool:
@@ -232,10 +247,9 @@ def wanted(goal: schema.Goal) -> str:
 
 
 def marked(row: dict[str, Any], pair: str) -> str:
-    """A ratio, with what there is to say against it."""
-    found, goal = row["ratios"][pair], missed(row).get(("ratios", pair))
-    text = ratio(found, goal) + (" **slower**" if slower(pair, found) else "")
-    return text + (f" **goal: {wanted(goal)}**" if goal else "")
+    """A ratio, and whether the peer is faster."""
+    found = row["ratios"][pair]
+    return ratio(found) + (" **slower**" if slower(pair, found) else "")
 
 
 def named(names: tuple[str, ...]) -> str:
@@ -261,19 +275,15 @@ def contests(parts: dict[str, Part], part: str) -> Iterator[str]:
 
 
 def figures(parts: dict[str, Part], part: str, quantity: str) -> Iterator[str]:
-    """A line for each row, a column for each figure of one quantity; a ratio or goal that is missed is marked."""
+    """A line for each row, a column for each figure of one quantity, then the ratios."""
     rows = [(n, r) for n, r in schema.leaves(parts[part]["rows"]) if quantity in r.get("figures", {})]
     columns = list(dict.fromkeys(c for _, r in rows for c in r["figures"][quantity]))
     first = any(quantity == next(iter(r["figures"])) for _, r in rows)  # ratios are of what comes first
     pairs = list(dict.fromkeys(p for _, r in rows for p in r.get("ratios", {}) if first))
     body = []
     for names, row in rows:
-        short = missed(row)
-        cells = []
-        for c in columns:
-            text = number(row["figures"][quantity][c]) if c in row["figures"][quantity] else ""
-            goal = short.get((quantity, c))
-            cells.append(text + (f" **goal: {wanted(goal)}**" if goal else ""))
+        own = row["figures"][quantity]
+        cells = [number(own[c]) if c in own else "" for c in columns]
         cells += [marked(row, p) if p in row.get("ratios", {}) else "" for p in pairs]
         body.append([named(names), *cells])
     yield from table([quantity, *columns, *map(ratio_heading, pairs)], body)
@@ -403,6 +413,9 @@ in the second table alone. Lengths are on the device: the host knows only the ca
 flex_attention's decoding with the tile that torch 2.13 takes by default: 64 keys, one stage and two warps, which spill
 13 KB a thread at 16 queries of 8 heads. Its parts are assumed to be combined as fast as ours.
 """
+CASCADE = """Sequences share a prefix and have 1,024 more tokens each, in pages of 64: one call for all, and a cascade,
+which reads the prefix once. Launches count 3 us each, those of planners in the last table alone.
+"""
 PREFILL = """\
 Parts of prompts behind long caches. Rows are how keys and values are stored, and queries a sequence x sequences;
 columns are tokens of each sequence, the queries' among them. 64 heads, 8 key heads, head size 128; one key head is what
@@ -451,6 +464,9 @@ of an SM, for all warps of the scheduler. A tile has 256 queries, or 128 at head
 score mod or at head size 256. The figures are counts of compiled instructions at published rates: nothing is simulated.
 The largest figure of a row is the least time of a tile. Some exponentials are a polynomial; the row `exp2 on MUFU
 alone` has none.
+
+The cycles in turns add what waits for what, without any latency: a softmax for its scores, a product for its weights
+and for the products before it. `weights at once` and `no scores ahead` are the kernel without these steps.
 """
 
 
@@ -473,6 +489,7 @@ def of_model(parts: dict[str, Part]) -> Iterator[str]:
             yield from figures(parts, name, quantity)
     titles = {
         "serving": ("Steps of serving", SERVING),
+        "cascade": ("Shared prefixes", CASCADE),
         "prefill": ("Chunked prefill", PREFILL),
         "schedules": ("Schedules", SCHEDULES),
         "units": ("Units of a Blackwell SM", UNITS),
@@ -509,12 +526,7 @@ def each(*shown: tuple[str, str, str]) -> Callable[[dict[str, Part]], Iterator[s
     return show
 
 
-def of_tpu_tables(parts: dict[str, Part]) -> Iterator[str]:
-    yield from each(
-        ("tables", "From the text of a mask to the tables of its kernels", "ms"),
-        ("visits", "Tiles that are computed", "tiles computed"),
-        ("visits", "Steps of the grid that splash attention takes for them", "steps of the grid"),
-    )(parts)
+def of_bundles(parts: dict[str, Part]) -> Iterator[str]:
     for tpu in ("v5e", "v5p", "v6e"):
         if tpu in parts:
             machine, settings = parts[tpu]["machine"], parts[tpu]["settings"]
@@ -531,7 +543,7 @@ def of_layouts(parts: dict[str, Part]) -> Iterator[str]:
     yield from contests(parts, "peers")
     yield "### A million tokens\n"
     yield from figures(parts, "targets", "ms")
-    yield "### `causal & window(1024)` over the length\n"
+    yield "### A causal window of 1,024 over the length\n"
     yield from figures(parts, "growth", "ms")
     yield from figures(parts, "growth", "MB at most")
     slopes = {n: r["figures"]["slope"]["64k to 8M tokens"] for n, r in parts["growth"]["rows"].items()}
@@ -594,10 +606,10 @@ now start the longest rows of all heads first.
 BACKWARD = """\
 The gradients of q, k and v alone: 10 x head size for each visible pair and head. Windows of 128 were measured with
 other tiles than today's, which take 3 to 4 % less time ([tiles](#tiles-on-an-h100)). Gradients at head size 256, 8,192
-tokens, are in no row: under a causal mask they ran at 336 TFLOP/s (flex_attention 136, SDPA with FlashAttention 240,
-with cuDNN 411), without a mask at 318 (141, 258 and 366). At head size 512, where flex_attention has no tile that fits,
-Triton's forward ran at 155 and the gradients at 101 TFLOP/s under a causal mask of 8,192 tokens (SDPA 108 and 28), with
-tiles that the model finds slower than today's.
+tokens, are in no row. Under a causal mask they ran at 336 TFLOP/s (flex_attention 136, SDPA with FlashAttention 240,
+with cuDNN 411). Without a mask they ran at 318 (141, 258 and 366). At head size 512 flex_attention has no tile that
+fits. There, under a causal mask of 8,192 tokens, Triton's forward ran at 155 and the gradients at 101 TFLOP/s (SDPA 108
+and 28). The model finds today's tiles faster than those.
 """
 ONE_QUERY = "Bytes of keys and values that a step must read, as a share of the rate at which the GPU copies memory.\n"
 STEPS = """\
@@ -618,7 +630,7 @@ score mod of the library has run on Triton and on Gluon in both dtypes. Not comp
 
 39 of the 97 also ran on Gluon in bfloat16 at head sizes 192 and 256; the largest error was 0.0041. Seven tests
 of the part `cases` failed: three by a mistake of the plug-in that moves tensors to the GPU, three because they need the
-interpreter, and one because its tile fits no GPU. Two files have not run to their end.
+interpreter, and one because its tile fits no GPU. Four files have not run to their end.
 `python benchmarks/gpu.py left` lists every row that is missing.
 
 """
@@ -645,39 +657,61 @@ TITLES = {
 }  # fmt: skip
 
 
-def of_gpu(parts: dict[str, Part]) -> Iterator[str]:
-    """What there is of the parts of benchmarks/gpu.py."""
+def of_attention(parts: dict[str, Part]) -> Iterator[str]:
+    """Forward and backward of torch on the GPU."""
     yield on_gpu(parts)
-    for name, part in parts.items():
-        if lacks := part.get("notes"):
-            yield f"Not measured to the end, in the part `{name}`: {'; '.join(lacks)}.\n"
-    rows: dict[str, dict[str, Any]] = {name: part["rows"] for name, part in parts.items()}
-    speed = rows.pop("speed", {})
-    if smoke := [n for n in rows.pop("smoke", {}) if n != "versions"]:
-        yield f"`smoke` compared these calls with float64, and they agree: {'; '.join(smoke)}.\n"
-    if right := rows.pop("right", {}):
-        yield f"### Masks and score mods on an H100\n\n{RIGHT}"
-        yield from of_right(right)
+    rows = parts["speed"]["rows"]
     for way, text in (("forward", FORWARD), ("backward", BACKWARD)):
-        if found := rates({n.partition(": ")[2]: x for n, x in speed.items() if n.startswith(way)}):
-            yield f"### {way.capitalize()}, torch, on an H100\n\n{text}"
-            yield from of_rows(found, "tflops")
-            yield from of_softcap(found) if way == "forward" else ()
-    if steps := {n: x for n, x in speed.items() if n.startswith("decode")}:
+        found = rates({n.partition(": ")[2]: x for n, x in rows.items() if n.startswith(way)})
+        yield f"### {way.capitalize()}, torch, on an H100\n\n{text}"
+        yield from of_rows(found, "tflops")
+        yield from of_softcap(found) if way == "forward" else ()
+
+
+def of_serving(parts: dict[str, Part]) -> Iterator[str]:
+    """What a GPU ran besides `of_attention` and `of_checks`."""
+    yield on_gpu(parts)
+    rows: dict[str, dict[str, Any]] = {name: x["rows"] for name, x in parts.items() if name not in CHECKS}
+    if steps := {n: x for n, x in rows.pop("speed", {}).items() if n.startswith("decode")}:
         yield f"### One query over 32,768 keys on an H100\n\n{ONE_QUERY}"
         yield from of_rows(steps, "share of bandwidth")
     if serving := rows.pop("serving", {}):
         yield f"### Steps of serving on an H100\n\n{STEPS}"
         yield from of_rows(by_cache(serving), OF_COPY)
+    for name, own in in_order(rows):
+        yield f"### {gpu_title(name)}\n"
+        yield from of_rows(rates(own), "tflops") if name in RATES else of_quantities(parts, name)
+
+
+def of_checks(parts: dict[str, Part]) -> Iterator[str]:
+    """What a GPU compared with float64, the tests that it ran, and the tiles that were tried."""
+    yield on_gpu(parts)
+    for name, part in parts.items():
+        if lacks := part.get("notes"):
+            yield f"Not measured to the end, in the part `{name}`: {'; '.join(lacks)}.\n"
+    rows: dict[str, dict[str, Any]] = {name: parts[name]["rows"] for name in CHECKS if name in parts}
+    if smoke := [n for n in rows.pop("smoke", {}) if n != "versions"]:
+        yield f"`smoke` compared these calls with float64, and they agree: {'; '.join(smoke)}.\n"
+    if right := rows.pop("right", {}):
+        yield f"### Masks and score mods on an H100\n\n{RIGHT}"
+        yield from of_right(right)
     if tune := rows.pop("tune", {}):
         yield "### Tiles on an H100\n"
         yield from of_tune(tune)
-    for name, own in sorted(rows.items(), key=lambda x: [*TITLES, x[0]].index(x[0])):
-        yield f"### {TITLES.get(name, f'`{name}`')}, on an H100\n"
-        if name in RATES:
-            yield from of_rows(rates(own), "tflops")
-        else:  # of tests, how many passed, not how long they took
-            yield from figures(parts, name, "cases") if "cases" in name else of_quantities(parts, name)
+    for name, _ in in_order(rows):
+        yield f"### {gpu_title(name)}\n"  # of tests, how many passed, not how long they took
+        yield from figures(parts, name, "cases") if "cases" in name else of_quantities(parts, name)
+
+
+CHECKS = ("smoke", "right", "tune", "cases", "jax-cases", "profile")
+
+
+def gpu_title(part: str) -> str:
+    return f"{TITLES.get(part, f'`{part}`')}, on an H100"
+
+
+def in_order(rows: dict[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(rows.items(), key=lambda x: [*TITLES, x[0]].index(x[0]))
 
 
 def forward_rows(parts: dict[str, Part]) -> dict[str, Any]:
@@ -695,9 +729,9 @@ def softcap_shares(rows: dict[str, Any]) -> dict[str, float]:
 
 def of_softcap(rows: dict[str, Any]) -> Iterator[str]:
     if shares := softcap_shares(rows):
-        said = ", ".join(f"{x:.2f} ({n.removeprefix('softcap, causal, ')})" for n, x in shares.items())
-        yield f"Causal attention with a soft cap reaches this share of the rate without one: {said}. The goal is "
-        yield f"{SOFTCAP:g}.\n"
+        yield "Causal attention with a soft cap reaches this share of the rate without one:\n"
+        yield from (f"- {n.removeprefix('softcap, causal, ')}: {x:.2f}" for n, x in shares.items())
+        yield ""
 
 
 SOFTCAP = 0.85  # of the rate without a soft cap, at least: a goal between two rows of the forward
@@ -734,7 +768,7 @@ def rates(rows: dict[str, Any]) -> dict[str, Any]:
         of = {n: x for n, x in row.get("figures", {}).get("tflops", {}).items() if n not in ELSEWHERE}
         pairs = {p: x for p, x in row.get("ratios", {}).items() if p.split(" / ")[0] in CLOSEST}
         if of:
-            found[", ".join(names)] = {"figures": {"tflops": of}, "ratios": pairs, "goals": row.get("goals", {})}
+            found[", ".join(names)] = {"figures": {"tflops": of}, "ratios": pairs}
     masks = list(dict.fromkeys(n.partition(", D ")[0] for n in found))
 
     def order(name: str) -> tuple[int, ...]:
@@ -797,24 +831,28 @@ def of_any(parts: dict[str, Part]) -> Iterator[str]:
 
 
 TOPICS = (
-    Topic("cpu-torch", "Attention on the CPU, torch", "Batch 1, 8 heads of 64, 4,096 tokens, float32, two threads.",
+    Topic("cpu-torch", CPU, "Attention on the CPU, torch",
+          "Batch 1, 8 heads of 64, 4,096 tokens, float32, two threads.",
           "python benchmarks/cpu.py", of_cpu),
-    Topic("cpu-jax", "Attention on the CPU, JAX", "The same sizes. `peer` is `jax.nn.dot_product_attention`, and a "
+    Topic("cpu-jax", CPU, "Attention on the CPU, JAX",
+          "The same sizes. `peer` is `jax.nn.dot_product_attention`, and a "
           "dense formula where it lacks the score mod.", "python benchmarks/cpu_jax.py", of_jax),
-    Topic("cpu-dims", "Native kernels of every head size", "Two heads, one thread. Rows are mask, tokens x head size, "
+    Topic("cpu-dims", SIZES, "Native kernels of every head size",
+          "Two heads, one thread. Rows are mask, tokens x head size, "
           "direction. Both CPUs have AVX-512. The Intel Xeon also has a matrix unit (AMX), which multiplies bfloat16, "
           "and float32 as six products of bfloat16 from 1,024 tokens and head size 64 on.",
           "python benchmarks/cpu_dims.py",
           each(("native", "float32 on an AMD EPYC", "ms"), ("avx2", "float32 with AVX2 on an AMD EPYC", "ms"),
                ("xeon", "float32 on an Intel Xeon", "ms"), ("amx", "bfloat16 on an Intel Xeon", "ms"))),
-    Topic("cpu-rows", "Half precision, chunks, short rows, ONNX Runtime", "Two heads of 64 (four where rows are "
-          "short), one thread. Goals of SDPA's time / native time, forward: 0.7 up to 16 tokens, 1 up to 64.",
+    Topic("cpu-rows", SIZES, "Half precision, chunks, short rows, ONNX Runtime", "Two heads of 64 (four where rows are "
+          "short), one thread.",
           "python benchmarks/cpu_rows.py",
           each(("halves", "bfloat16 and float16, 4,096 tokens, on an AMD EPYC", "ms"),
                ("prefill", "A chunk of a prompt, float32, on an AMD EPYC", "ms"),
                ("short", "Few tokens, float32, on an Intel Xeon", "ms"),
                ("onnx", "Compared with ONNX Runtime, float32, on an AMD EPYC", "ms"))),
-    Topic("decode-stored", "Decoding on stored keys", "One query over 2 key heads. The first two tables have 8 query "
+    Topic("decode-stored", DECODING, "Decoding on stored keys",
+          "One query over 2 key heads. The first two tables have 8 query "
           "heads and one thread, and their ratios are times: below 1 is faster. The last one has all threads, and its "
           "ratio is a rate: at 1, keys and values are read as fast as torch adds them up. Arrays lie in huge pages, as "
           "those of torch's caches, where the system has them. 8,192 tokens of one sequence "
@@ -823,60 +861,82 @@ TOPICS = (
           "python benchmarks/decode_stored.py",
           each(("pages", "Pages of a pool, compared with one array", "ms"), ("entries", "Entries of other types", "ms"),
                ("rate", "Read bandwidth compared with torch.sum, all threads", "ms"))),
-    Topic("reorder", "Attention in the order of its mask", "One head of 64, float32, one thread. frisket moves "
+    Topic("reorder", DECODING, "Attention in the order of its mask",
+          "One head of 64, float32, one thread. frisket moves "
           "the tokens into another order, attends, and moves the result back; the peer is the order as given.",
           "python benchmarks/reorder.py",
-          each(("orders", "Milliseconds", "ms"), ("commits", "Compared with earlier commits, unordered", "ms"))),
-    Topic("decode-overhead", "Overhead of a decoding step", "A `step` appends "
+          each(("orders", "Speed-up by an order", "ms"))),
+    Topic("reorder", GOALS_PAGE, "Attention in the order of its mask, compared with earlier commits",
+          "The same arrays, without an order of `fk.reorder`.", "python benchmarks/reorder.py",
+          each(("commits", "Milliseconds by commit", "ms")), parts=("commits",)),
+    Topic("decode-overhead", DECODING, "Overhead of a decoding step", "A `step` appends "
           "one token, plans, and attends; `nothing` is a jitted step that does nothing. `attention` is the kernel "
           "alone, planned before; `overhead` is the step without it.",
           "FRISKET_BACKEND=native python benchmarks/decode_overhead.py",
           each(("jax", "JAX, under jit", "us"), ("torch", "torch, eager", "us"))),
-    Topic("overhead", "What a call of Triton's kernels costs the host", "Kernels are launched without a device: only "
+    Topic("overhead", OVERHEAD, "What a call of Triton's kernels costs the host",
+          "Kernels are launched without a device: only "
           "Python is timed. bfloat16, 2 heads of 256 tokens.", "python benchmarks/overhead.py",
           each(("host", "Microseconds of the processor", "us"))),
-    Topic("graph-overhead", "What a call costs in a graph of torch.compile", "causal by native kernels, 4 heads of "
+    Topic("graph-overhead", OVERHEAD, "What a call costs in a graph of torch.compile",
+          "causal by native kernels, 4 heads of "
           "64, float32, one thread, inductor; calls without gradients under `no_grad`. `graph, looked up` looks up "
           "the prepared call at every call, as earlier versions did.", "python benchmarks/graph_overhead.py",
           each(("forward", "Forward", "us"), ("with backward", "Forward and backward", "us"))),
-    Topic("changing-tables", "What a call with another table costs", "Native kernels, one head of 16, float32, one "
+    Topic("changing-tables", OVERHEAD, "What a call with another table costs",
+          "Native kernels, one head of 16, float32, one "
           "thread. `changed` is the first call with a table, planned in C++, `repeated` the second; `planned by the "
           "host` is the first call without planners in C++. `replanning` is what a changed table adds.",
           "python benchmarks/changing_tables.py", each(("torch", "torch tensors", "us"),)),
-    Topic("jax-binding", "What the JAX binding costs", "Tracing and lowering for a platform needs no device. `of the "
+    Topic("jax-binding", OVERHEAD, "What the JAX binding costs",
+          "Tracing and lowering for a platform needs no device. `of the "
           "processor` is CPU time, which other processes do not lengthen.",
           "python benchmarks/jax_binding.py",
           each(("trace", "To trace and lower causal attention", "s"), ("dispatch", "A warm call under jit", "us"),
                ("eager", "A warm call outside of jit", "us"))),
-    Topic("layout", "Layouts", "The time to find which tiles of 128 are full, partial or empty, on one core. "
+    Topic("layout", LAYOUTS, "Layouts", "The time to find which tiles of 128 are full, partial or empty, on one core. "
           "`first` is the first layout of a mask, which also simplifies it; `again` is a later one.",
           "python benchmarks/layout.py", of_layouts),
-    Topic("answers", "Answers about masks", "Milliseconds to answer a question; each answer scans the tables. No other "
+    Topic("answers", LAYOUTS, "Answers about masks",
+          "Milliseconds to answer a question; each answer scans the tables. No other "
           "library that we know answers these questions without evaluating every pair.", "python benchmarks/answers.py",
           of_answers),
-    Topic("exports", "Exports", "The time from a mask to the inputs of another library, layout included, on one "
+    Topic("exports", LAYOUTS, "Exports",
+          "The time from a mask to the inputs of another library, layout included, on one "
           "thread.",
           "python benchmarks/exports.py", of_exports),
-    Topic("tpu-tables", "Tables and visits of TPU kernels", "Tables are for both directions in tiles of 512. Visited "
-          "tiles are counted in the interpreter, at 4,096 tokens. Bundles are of kernels compiled for TPUs ahead of "
-          "time.", "python benchmarks/tpu_tables.py",
-          of_tpu_tables),
-    Topic("transformers-training", "A training step through transformers", "A tiny Llama, 4,096 tokens, one thread: "
+    Topic("tpu-tables", LAYOUTS, "Tables and visits of TPU kernels", "Tables are for both directions in tiles of 512. "
+          "Visited tiles are counted in the interpreter, at 4,096 tokens.", "python benchmarks/tpu_tables.py",
+          each(("tables", "From the text of a mask to the tables of its kernels", "ms"),
+               ("visits", "Tiles that are computed", "tiles computed"),
+               ("visits", "Steps of the grid that splash attention takes for them", "steps of the grid"))),
+    Topic("tpu-tables", BUNDLES, "Bundles of TPU kernels", "A bundle is what a core issues in one cycle. Kernels are "
+          "compiled for TPUs ahead of time, and no TPU has run them.", "python benchmarks/tpu_tables.py v5e v5p v6e",
+          of_bundles, parts=("v5e", "v5p", "v6e")),
+    Topic("transformers-training", CPU, "A training step through transformers",
+          "A tiny Llama, 4,096 tokens, one thread: "
           "forward, backward and optimiser.",
           "python benchmarks/transformers_training.py",
           each(("files", "Files packed into one sequence", "ms"), ("four", "Four documents", "ms"),
                ("one", "One document: plain causal", "ms"))),
-    Topic("sdpa", "Masks of SDPA", "`frisket.sdpa` and torch's function under dense masks, heads of 64, float32, one "
+    Topic("sdpa", CPU, "Masks of SDPA",
+          "`frisket.sdpa` and torch's function under dense masks, heads of 64, float32, one "
           "thread. A first call has a mask that no call brought before. frisket looks there for one range of visible "
           "keys in each row, and `table` reads all entries.",
           "python benchmarks/sdpa.py",
           each(("training", "Forward and backward of [2, 4, 2048, 64]", "ms"),
                ("recognition", "A forward of [1, 4, S, 64]: ranges or a table", "ms"))),
-    Topic("explorer", "A keystroke in the explorer", "131,072 tokens in tiles of 128. The time is from the key to the "
+    Topic("explorer", LAYOUTS, "A keystroke in the explorer",
+          "131,072 tokens in tiles of 128. The time is from the key to the "
           "frame with the new picture, facts and cost, in Chromium without a window. The analysis is part of it.",
           "python benchmarks/explorer.py", each(("keystroke", "Milliseconds", "ms"))),
-    Topic("gpu", "Measured on an H100", "", "python benchmarks/gpu.py PART", of_gpu),
-    Topic("gpu-model", "Predicted by a model",
+    Topic("gpu", H100, "Attention on an H100", "", "python benchmarks/gpu.py speed", of_attention),
+    Topic("gpu", H100_SERVING, "Decoding, JAX and planning on an H100", "",
+          "python benchmarks/gpu.py PART", of_serving,
+          parts=("serving", "jax-forward", "jax-backward", "first", "layout", "orders", "graphs", "steps")),
+    Topic("gpu", CHECKED, "What an H100 checked", "", "python benchmarks/gpu.py PART", of_checks,
+          parts=CHECKS),
+    Topic("gpu-model", PREDICTIONS, "Predictions of a model",
           "Only *Compared with an H100* has measured figures. Kernels, ours and flex_attention's alike, are compiled "
           "for an H100 ahead of time, disassembled and simulated by a model of its SMs. `steady loop` is the loop of "
           "full tiles alone at the nominal clock; `full model` adds partial tiles, prologues, tails, waves over 132 "
@@ -885,28 +945,24 @@ TOPICS = (
           "two kernels by it, and do not rely on its TFLOP/s.",
           "python benchmarks/gpu_model.py figures",
           of_model),
-    Topic("compiles", "Kernels that a script compiles", "A script tries masks and score mods as a notebook does: other "
+    Topic("compiles", OVERHEAD, "Kernels that a script compiles",
+          "A script tries masks and score mods as a notebook does: other "
           "lengths, another window, another soft cap, a table under another name. It runs with an empty cache (cold) "
           "and again with the kernels on disk.", "python benchmarks/compiles.py", of_any),
-    Topic("engines", "Engines: SDPA and the kernels", "The table `Cpu` compares torch's SDPA with native kernels and "
+    Topic("engines", CPU, "Engines: SDPA and the kernels",
+          "The table `Cpu` compares torch's SDPA with native kernels and "
           "library calls, one thread, 8 heads of 64. `Choose` is the time to choose an engine for a new mask.",
           "python benchmarks/engines.py", of_any),
-    Topic("context-parallel", "Sequences over ranks", "A million tokens over 64 ranks: a model, not a measurement.",
+    Topic("context-parallel", LAYOUTS, "Sequences over ranks",
+          "A million tokens over 64 ranks: a model, not a measurement.",
           "python benchmarks/context_parallel.py", of_deals),
 )  # fmt: skip
 
 
 def topics() -> list[Topic]:
-    """The sections by group, then files that nobody has written a section for; docs/endurance.py has its own."""
-    known = {t.file for t in TOPICS} | {"explorer-soak", "long-run", "memory", "numerics"}
-    others = sorted(p.stem for p in RESULTS.glob("*.json") if p.stem not in known)
-    order = [file for files in GROUPS.values() for file in files]
-    return [*sorted(TOPICS, key=lambda t: order.index(t.file)), *map(of_file, others)]
-
-
-def of_file(name: str) -> Topic:
-    program = f"python benchmarks/{name.replace('-', '_')}.py"
-    return Topic(name, name.replace("-", " ").capitalize(), "", program, of_any)
+    """The sections in the order of their pages."""
+    pages = list(PAGES)
+    return sorted(TOPICS, key=lambda t: pages.index(t.page))
 
 
 def loaded(topic: Topic) -> dict[str, Part]:
@@ -938,13 +994,19 @@ def against(every: dict[str, dict[str, Part]]) -> list[list[str]]:
 
 
 def linked(rows: list[list[str]]) -> list[list[str]]:
-    """The rows; the first of each file has a link to its section."""
-    titles, found, before = {t.file: t.title for t in topics()}, [], ""
+    """The rows; the first of each part has a link to its section."""
+    found, before = [], ""
     for where, *rest in rows:
-        file = where.partition(", ")[0]
-        found.append([where if file == before else f"[{where}](#{anchor(titles[file])})", *rest])
-        before = file
+        found.append([where if where == before else f"[{where}](#{anchor(topic_of(where).title)})", *rest])
+        before = where
     return found
+
+
+def topic_of(where: str) -> Topic:
+    """The section that shows `file, part`."""
+    file, _, part = where.partition(", ")
+    of_file = [t for t in TOPICS if t.file == file]
+    return next((t for t in of_file if part in t.parts), of_file[0])
 
 
 def first_calls(row: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
@@ -953,43 +1015,86 @@ def first_calls(row: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
     yield from ((t, first[t], first["peer"]) for t in OURS if first.get(t, 0.0) > first.get("peer", 0.0))
 
 
-def page() -> str:
+def pages() -> dict[str, str]:
+    """Path -> text."""
     every = {t.file: loaded(t) for t in topics()}
+    found = {name: tables(name, every) for name in PAGES}
+    found = {SUMMARY: summary(every, found), **found}
+    places: dict[str, str] = {}
+    for name, text in found.items():
+        for title in re.findall(r"^#+ (.*)", text, re.M):
+            places.setdefault(anchor(title), name)
+    return {name: relinked(name, text, places) for name, text in found.items()}
+
+
+def relinked(page: str, text: str, places: dict[str, str]) -> str:
+    """A page whose links, written from docs/ or as the anchor of any page, lead there from where it stands."""
+
+    def target(match: re.Match[str]) -> str:
+        path, sign, title = match[1].partition("#")
+        path = posixpath.normpath(f"docs/{path}") if path else places[title]
+        if path == page:
+            return f"](#{title})"
+        return f"]({posixpath.relpath(path, posixpath.dirname(page))}{sign}{title})"
+
+    return re.sub(r"\]\((?!https?:)([^)]*)\)", target, text)
+
+
+def summary(every: dict[str, dict[str, Part]], tables: dict[str, str]) -> str:
     heads = [x["machine"] for parts in every.values() for x in parts.values() if "gpu" not in x["machine"]]
     cpus = sorted({f"{m['cores']} cores of an {m['cpu']}" for m in heads})
     days = sorted(m["date"] for m in heads)
     found = {n: sorted({m[n].split("+")[0] for m in heads if n in m}) for n in ("torch", "jax")}
     versions = ", ".join(f"{n} {' and '.join(x)}" for n, x in found.items())
     machine = f"{' and '.join(cpus)} without an accelerator, {days[0]} to {days[-1]}, with {versions}"
-    measured = {file: parts for file, parts in every.items() if file != PREDICTED}
+    lines = [INTRO, *headlines(every), SLOWER, *counted([*losses(measured(every))], every)]
+    return joined([*lines, METHOD.format(machine=machine), *contents(tables)])
+
+
+def contents(tables: dict[str, str]) -> Iterator[str]:
+    """The pages for users with their sections, and a line that leads to the others."""
+    others = []
+    for name, text in tables.items():
+        page = f"[{PAGES[name][0]}](../{name})"
+        if name.startswith("benchmarks/"):
+            others.append(page)
+        else:
+            yield f"- **{page}**"
+            yield from (f"    - [{title}](#{anchor(title)})" for title in re.findall(r"^## (.*)", text, re.M))
+    yield f"- For contributors, in `benchmarks/`: {', '.join(others)}\n"
+
+
+def tables(name: str, every: dict[str, dict[str, Part]]) -> str:
+    """A page of tables. Where it has one section, its headings are those of the section."""
+    title, readers = PAGES[name]
+    inside = [t for t in topics() if t.page == name]
+    lines = [f"# {title}\n", f"{readers}. [Benchmarks](../{SUMMARY}) says how it was measured.\n"]
+    lines += goals(every) if name == GOALS_PAGE else []
+    alone = [t.title for t in inside] == [title]
+    for topic in inside:
+        lines += [] if alone else [f"## {topic.title}\n"]
+        lines += section(topic, every[topic.file])
+    text = joined(lines)
+    return re.sub(r"^###", "##", text, flags=re.M) if alone else text
+
+
+def measured(every: dict[str, dict[str, Part]]) -> dict[str, dict[str, Part]]:
+    return {file: parts for file, parts in every.items() if file != PREDICTED}
+
+
+def goals(every: dict[str, dict[str, Part]]) -> Iterator[str]:
+    """Goals that were missed: counted by table, then every row, losses among them."""
     shares = softcap_shares(rates(forward_rows(every["gpu"])))
     short = [(n, x) for n, x in shares.items() if x < SOFTCAP]
-    goals = [["gpu, speed", n, "rate / rate without a soft cap", f"{x:.2f}", f"at least {SOFTCAP:g}"] for n, x in short]
-    rows = against(measured) + goals
-    sections = {t.file: [MOVED] if t.file == PREDICTED else [*section(t, every[t.file])] for t in topics()}
-    lines = [INTRO, *contents(sections), HEAD, *headlines(every), METHOD.format(machine=machine)]
-    lines += counted([*losses(measured)], every)
-    lines += [GOALS, *counted([x for x in rows if x[-1].startswith("at ")], every)]
-    lines.append(f"<details markdown><summary>All {len(rows)} rows</summary>\n")
-    lines += table(["results", "row", "what", "measured", "wanted"], linked(rows), words=3)
-    lines.append("</details>\n")
-    for topic in topics():
-        lines += [f"## {topic.title}\n", *sections[topic.file]]
-    return joined(lines)
-
-
-def contents(sections: dict[str, list[str]]) -> Iterator[str]:
-    """The sections by group, with links; files that nobody has put into a group are behind them."""
-    titles = {t.file: t.title for t in topics()}
-    groups = {**GROUPS, "Others": tuple(n for n in titles if not any(n in files for files in GROUPS.values()))}
-    for group, files in groups.items():
-        links = [f"[{titles[n]}](#{anchor(titles[n])})" for n in files]
-        if files == ("gpu",):
-            heads = re.findall(r"^### (.*)", "\n".join(sections[files[0]]), re.M)
-            links += [f"[{x.removesuffix(' on an H100').removesuffix(',')}](#{anchor(x)})" for x in heads]
-        if links:
-            yield f"- **{group}**: {', '.join(links)}"
-    yield ""
+    soft = [["gpu, speed", n, "rate / rate without a soft cap", f"{x:.2f}", f"at least {SOFTCAP:g}"] for n, x in short]
+    rows = against(measured(every)) + soft
+    yield GOALS
+    yield from counted([x for x in rows if x[-1].startswith("at ")], every)
+    yield ROWS
+    yield from table(["results", "row", "what", "measured", "wanted"], linked(rows), words=3)
+    if predicted := against({PREDICTED: every[PREDICTED]}):
+        yield PREDICTED_GOALS
+        yield from table(["results", "row", "what", "predicted", "wanted"], linked(predicted), words=3)
 
 
 def losses(every: dict[str, dict[str, Part]]) -> Iterator[list[str]]:
@@ -1009,11 +1114,12 @@ def counted(rows: list[list[str]], every: dict[str, dict[str, Part]]) -> Iterato
     groups: dict[tuple[str, str], list[list[str]]] = {}
     for row in rows:
         groups.setdefault((row[0], row[2]), []).append(row)
-    titles, body = {t.file: t.title for t in topics()}, []
+    body = []
     for (where, what), found in groups.items():
         file, _, name = where.partition(", ")
         part = every[file][name]
-        link = f"[{titles[file]}](#{anchor(titles[file])}): {name}"
+        title = topic_of(where).title
+        link = f"[{title}](#{anchor(title)}): {name}"
         line = [link, device(part), found[0][1], what, *found[0][3:]]
         if len(found) > 1:
             of = sum(what in r.get("ratios", {}) for _, r in schema.leaves(part["rows"]))
@@ -1042,12 +1148,6 @@ def on_machine(parts: dict[str, Part]) -> str:
     return f"On an {found.pop()}. " if len(found) == 1 else ""
 
 
-def predictions() -> str:
-    """The text of docs/predictions.md."""
-    (topic,) = (t for t in TOPICS if t.file == PREDICTED)
-    return re.sub(r"^###", "##", joined([PREDICTIONS, *section(topic, loaded(topic))]), flags=re.M)
-
-
 def joined(lines: list[str]) -> str:
     return "\n".join(lines).replace("\n\n\n", "\n\n")
 
@@ -1068,11 +1168,11 @@ def _draw(rows: Any, axis: str, path: Path) -> None:
 
 
 def main() -> None:
-    (HERE / "performance.md").write_text(page(), encoding="utf-8")
-    (HERE / "predictions.md").write_text(predictions(), encoding="utf-8")
     folder = HERE / "performance"
     folder.mkdir(exist_ok=True)
-    kept = set()
+    kept = {ROOT / name for name in PAGES}
+    for name, text in pages().items():
+        (ROOT / name).write_text(text, encoding="utf-8")
     for name, draw in charts():
         draw(folder / name)
         kept.add(folder / name)

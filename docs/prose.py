@@ -4,7 +4,8 @@
     python docs/prose.py CHANGELOG               the findings of a source or by a rule, a line each
     python docs/prose.py comments dialect        the findings of a source by a rule
     python docs/prose.py --limits                lower the limits, tests/pages/prose.json, to the counts; none rises
-    python docs/prose.py --commits main..HEAD    commits whose subject is not `area: verb object`
+    python docs/prose.py --commits               commits since the rule whose subject is not `area: verb object`
+    python docs/prose.py --commits main..HEAD    those of a range
 
 Sources, without their code and links:
 
@@ -56,11 +57,22 @@ MODULES = (
     "frisket",
     *(
         f"frisket.{m}"
-        for m in ("caches", "caches.jax", "caches.torch", "flex", "modeling", "operations", "parallel", "sharding")
+        for m in (
+            "caches",
+            "caches.jax",
+            "caches.torch",
+            "flex",
+            "modeling",
+            "operations",
+            "parallel",
+            "select",
+            "sharding",
+        )
     ),
 )
 ENTRY = 240  # characters of an entry of the changelog, at most
 SUBJECT = 72  # characters of a commit's subject, at most
+SINCE = "f12c262023d56d9a5a77ff3ff5cceb831181a946"  # later commits keep the rule of subjects
 FORMS = {  # rule -> a regular expression -> what to write instead
     "forms": {
         # pronouns in the place of a noun
@@ -183,7 +195,8 @@ def prose(text: str) -> str:
 
     text = re.sub(r"^( *)(```|~~~).*?^\1\2 *$", blank, text, flags=re.M | re.S)
     text = re.sub(r"<!--.*?-->|<[^>\n]*>", blank, text, flags=re.S)
-    text = re.sub(r"^(?:    |\t|:::|>>> |\.\.\. |\[!\[).*$", "", text, flags=re.M)
+    text = re.sub(r"^>>> .*(?:\n.+)*", blank, text, flags=re.M)  # a session, with its output
+    text = re.sub(r"^(?:    |\t|:::|\[!\[).*$", "", text, flags=re.M)
     text = re.sub(r"`[^`]*`", lambda m: "x" + blank(m), text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)\s]*\)", r"\1", text)
     return re.sub(r"(\bx,?\s+){3,}", lambda m: "x " + blank(m), text)
@@ -342,10 +355,13 @@ def complaints(now: Counter[str], most: Counter[str]) -> list[str]:
     return [*over, *under]
 
 
+def git(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=check)
+
+
 def subjects(commits: str) -> list[str]:
     """Commits of a range whose subject has another form than `area: verb object`, or is too long."""
-    command = ["git", "log", "--no-merges", "--format=%h %s", commits]
-    log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    log = git("log", "--no-merges", "--format=%h %s", commits).stdout
     return [line for line in log.splitlines() if not well_formed(line.partition(" ")[2])]
 
 
@@ -358,11 +374,15 @@ def main() -> None:
     command = argparse.ArgumentParser(description="Count what breaks a rule of prose.")
     command.add_argument("names", nargs="*", help="a source, a rule, or both: print the findings")
     command.add_argument("--limits", action="store_true", help="lower the limits to the counts")
-    command.add_argument("--commits", metavar="RANGE", help="print commits with another form of subject")
+    since = f"{SINCE}..HEAD"
+    command.add_argument("--commits", metavar="RANGE", nargs="?", const=since, help="print commits with other subjects")
     options = command.parse_args()
     if unknown := {*options.names} - {*SOURCES, *RULES}:
         command.error(f"{', '.join(unknown)}: neither a source nor a rule: {', '.join(SOURCES + RULES)}")
-    if options.commits:
+    if options.commits == since and git("cat-file", "-e", SINCE, check=False).returncode:
+        lines = []
+        print(f"the history here has no {SINCE[:8]}, where the rule begins: no commit was read")
+    elif options.commits:
         lines = subjects(options.commits)
     elif options.names:
         lines = [str(f) for source, f in every_finding(code()) if {*options.names} <= {source, f.rule}]

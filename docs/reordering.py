@@ -58,7 +58,7 @@ def orders(*names: str) -> dict[str, Order]:
 
 def row(name: str, order: Order) -> str:
     said = str(order).partition("\n")[0]
-    return f"| `{name}` | {said} | {order.before.visited:,} | {order.after.visited:,} |"
+    return f"| `{name}` | `{said}` | {order.before.visited:,} | {order.after.visited:,} |"
 
 
 def table() -> str:

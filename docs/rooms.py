@@ -25,7 +25,7 @@ ROWS = [
     [("cli", "the command"), ("integrations", "transformers, flax")],
     [("facade", "public names"), ("bench", "benchmarks")],
     [("operations", "attention by name"), ("explore", "masks in a browser")],
-    [("modeling", "attention in models")],
+    [("modeling", "attention in models"), ("select", "blocks by scores")],
     [("flex", "torch's API"), ("caches", "KV caches"), ("parallel", "context parallelism")],
     [("attention", "options, checks, report")],
     [("torch", "operator, autograd"), ("jax", "operator, vmap")],

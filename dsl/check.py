@@ -15,7 +15,7 @@ from .evaluate import decided, evaluate
 from .forms import CALLED, Steps, Walk, at, reduce
 from .ir import COORDINATES, REDUCTIONS, Expr
 from .library import Definition
-from .operators import BUILT_IN, ERROR, FORMS, FUNCTIONS, LEAVES, Frame, Value
+from .operators import BUILT_IN, ERROR, FORMS, FUNCTIONS, LEAVES, SUMS, Frame, Value
 from .parse import MAX_NODES, Node
 from .show import tree_size
 from .types import BOOL, FLOAT, INT
@@ -23,13 +23,29 @@ from .types import BOOL, FLOAT, INT
 # depth of calls, and rounds of guessing types: hostile texts would go on without end
 MAX_CALLS, MAX_ROUNDS = 200, 50
 
+# what a root of a kind may not read, with a remedy
+ABSENT = {
+    ("mask", "score"): ("a mask does not know `score`: only a score mod (`score =`) does", "compare positions"),
+    ("divide", "score"): (
+        "`divide` is one number a query, and a score belongs to a pair",
+        "sum weights by `total`",
+    ),
+    ("divide", "k"): ("`divide` is one number a query, and `k` is a key", "count visible keys by `count`"),
+}
+# roots that are numbers: what they are called, and what a Bool there may have meant
+NUMBERS = {
+    "score": ("a score mod", "write it as the mask, or choose with it: `score if ... else -inf`"),
+    "weight": ("a weight", "write it as the mask, or choose with it: `1.0 if ... else 0.0`"),
+    "divide": ("`divide`", "choose with it: `total if ... else 1.0`"),
+}
+
 
 @dataclass
 class Checker(Walk):
     """A reader of one text that builds its Exprs."""
 
     expanded: set[tuple[str, int]] = field(default_factory=set)
-    with_score: bool = True
+    kind: str = "score"  # of the root that is read
     needs: dict[Expr, str] = field(default_factory=dict)  # conditions on parameters, each with an advice
     changed_meanings: set[str] = field(default_factory=set)  # warnings of library entries that this text calls
 
@@ -97,11 +113,11 @@ class Checker(Walk):
             # a name passed on is a table or a scalar: its use decides
             return bound if isinstance(bound, Value) else self.parameter(frame, node, bound)
         if name in LEAVES:
-            if name == "score" and not self.with_score:
-                return self.report(
-                    frame, node, "a mask does not know `score`: only a score mod (`score =`) does", "compare positions"
-                )
+            if (self.kind, name) in ABSENT:
+                return self.report(frame, node, *ABSENT[self.kind, name])
             return Value(LEAVES[name])
+        if self.kind == "divide" and name in SUMS:
+            return Value(SUMS[name])
         overloads = self.definitions_of(name, frame)
         if overloads is None:
             return self.parameter(frame, node, name)
@@ -273,7 +289,7 @@ def _signatures(overloads: Mapping[int, Definition]) -> str:
 
 
 def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
-    """The Exprs of the statements `mask`, `score` or (kind not known) `expr`, with calls; raises with every problem."""
+    """The Exprs of statements by their kind (`expr`: not known), with calls; raises with every problem."""
     # a guess that changes gives earlier uses another meaning: the text is read again until no guess changes
     for _ in range(MAX_ROUNDS):
         checker.changed, checker.steps, checker.fresh = False, 0, 0
@@ -292,7 +308,7 @@ def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
 
 
 def _root(checker: Checker, kind: str, node: Node) -> Expr | None:
-    checker.with_score = kind != "mask"
+    checker.kind = kind
     root = checker.root
     value = checker.evaluate(node, root)
     if kind == "mask" and not checker.narrow(root, node, value, {BOOL}) and value.expr is not None:
@@ -301,15 +317,15 @@ def _root(checker: Checker, kind: str, node: Node) -> Expr | None:
         message = f"a mask needs a Bool, this is {value.expr.type.with_article}"
         checker.report(root, node, message, f"compare it with something, for example `{example}`")
         return None
-    if kind == "score":
+    if kind in NUMBERS:
         checker.prefer(value, FLOAT)
         if value.expr is not None and value.expr.type is BOOL:
             checker.narrow(root, node, value, {INT, FLOAT})
-            remedy = "write it as the mask, or choose with it: `score if ... else -inf`"
-            checker.report(root, node, "a score mod needs a number, this is a Bool", remedy)
+            what, remedy = NUMBERS[kind]
+            checker.report(root, node, f"{what} needs a number, this is a Bool", remedy)
             return None
     e = value.expr
-    if e is not None and kind == "score":
+    if e is not None and kind in NUMBERS:
         e = ir.to_float(e)
     # printers write a shared node out at each use, with calls of the library and without
     if e is not None and max(tree_size(e), tree_size(ir.expanded(e))) > MAX_NODES:
@@ -318,12 +334,12 @@ def _root(checker: Checker, kind: str, node: Node) -> Expr | None:
 
 
 def _unused_definitions(checker: Checker) -> None:
-    """Checks the bodies of definitions that nobody calls, with parameters that fit any use."""
+    """Checks the bodies of definitions without a call, with parameters that fit any use."""
     for overloads in checker.definitions.values():
         for d in overloads.values():
             if (d.name, len(d.params)) not in checker.expanded:
                 # no name of a text has a dot: such a parameter meets no name of the text
                 frame = Frame(d.text, {p: f"{d.name}.{p}" for p in d.params}, None, d, checker.root, 1)
-                checker.with_score = True  # the definition may be for a score mod
+                checker.kind = "score"  # the definition may be for a score mod
                 checker.evaluate(d.body, frame)
                 checker.expanded.discard((d.name, len(d.params)))

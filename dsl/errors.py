@@ -54,7 +54,7 @@ def caret(source: str, span: Span, name: str = "mask") -> tuple[str, str]:
     line = source[line_start : len(source) if line_stop < 0 else line_stop]
     row, column = source.count("\n", 0, start) + 1, start - line_start
     width = max(1, min(span.stop - start, len(line) - column))
-    offset = max(0, min(column - 60, len(line) - SHOWN))  # a window around the caret: a page of text helps nobody
+    offset = max(0, min(column - 60, len(line) - SHOWN))  # a window around the caret: a page of text does not help
     if len(line) > SHOWN:
         width = min(width, 100)
     shown = "".join(c if c.isprintable() else " " for c in line[offset : offset + SHOWN])  # a tab would move the carets
@@ -270,12 +270,17 @@ KEYWORDS = {  # of attention elsewhere -> what says it here
     **dict.fromkeys(("softcap", "logits_soft_cap", "attn_logits_soft_cap"), 'write score="softcap(50)"'),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), 'write mask="document(off)", off=...'),
     **dict.fromkeys(("softmax_scale", "sm_scale"), "write scale="),
+    **dict.fromkeys(("divisor", "normalizer"), "write divide="),
     "alibi_slopes": 'write score="alibi(slopes)", slopes=...',
     "segment_ids": 'write mask="same_by_batch(ids)", ids=...',
 }
-OF_COMPILE = "mask score scale dropout backend tile engines reorder deterministic enable_gqa".split()
-CALL_KEYWORDS = "mask score scale sinks dropout seed backend return_lse return_max origin sizes layout plan".split()
-CALLED = [*CALL_KEYWORDS, *"enable_gqa deterministic tile k_scale v_scale pages".split()]
+OF_COMPILE = (
+    "mask score weight divide scale dropout backend tile engines reorder deterministic enable_gqa invariant".split()
+)
+CALL_KEYWORDS = (
+    "mask score weight divide scale sinks dropout seed backend return_lse return_max origin sizes layout plan".split()
+)
+CALLED = [*CALL_KEYWORDS, *"axes return_sums invariant enable_gqa deterministic tile k_scale v_scale pages".split()]
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -324,7 +324,7 @@ def _times(x: Array, factor: int) -> Array:
 
 def uniform(*counters: Array) -> Array:
     """A 24-bit uniform in [0, 1) from 32-bit counters, the same on every backend:
-    x = mix(seed + c); for each counter: x = mix(x ^ (counter * 0x9E3779B1 mod 2^32))."""
+    x = mix(seed + c). For each counter: x = mix(x ^ (counter * 0x9E3779B1 mod 2^32))."""
     x = _mix((counters[0] + 0x9E3779B9) & _MASK)
     for c in counters[1:]:
         x = _mix(x ^ _times(c & _MASK, 0x9E3779B1))

@@ -60,7 +60,7 @@ def explain(
 @dataclass(frozen=True, repr=False)
 class TileExplanation:
     """The reason why a tile is "empty", "partial" or "full". `visible_at` and `hidden_at` are the global (b, h, q, k)
-    of a visible and of a hidden position, None where the tile has none; `clauses` decide the whole tile, if any do."""
+    of a visible and of a hidden position, None where the tile has none. `clauses` decide the whole tile, if any do."""
 
     kind: str
     because: str

@@ -27,7 +27,7 @@ Steps = Generator[tuple[Node, Frame], Value, Value]
 @dataclass
 class Walk(Operators):
     """The base of tree readers. A subclass reads a node in the method named after its kind: `_kind`. A name in a text
-    is a definition, a number, a table, or a parameter whose type shows from its use; `known` gives (rank, type) of
+    is a definition, a number, a table, or a parameter whose type shows from its use. `known` gives (rank, type) of
     declared and bound names, and rank 0 is a scalar."""
 
     known: Mapping[str, tuple[int, Type]] = field(default_factory=dict)
@@ -276,7 +276,7 @@ def reduce(w: Walk, node: Node, frame: Frame) -> Steps:
 
 
 def _range(w: Walk, kind: str, bounds: list[Expr], node: Node, frame: Frame) -> bool:
-    """Whether the bounds of a range are known when the text is read, and the range is of a sane size."""
+    """Whether the bounds of a range are known when the text is read, and the range has a sane size."""
     leaves = [n for n in ir.walk(*bounds) if not n.args]
     if any(n.op not in ("lit", "extent") for n in leaves):
         message = f"the bounds of `{kind}` must be known when the text is read"

@@ -9,17 +9,17 @@ True
 Operators, with the types they take:
 
 =====================================  ==========================================================
-`lit var param bound extent`           leaves; `name` (or `value`) says which
-`lookup segment random reduce`         `T[i, j]`, `segment(T, x)`, `random(seed, ...)`, `any(j in 0..n: ...)`
-`neg abs sign add sub mul min max`     Int, Int -> Int or Float, Float -> Float
-`pow`                                  Int ** non-negative literal -> Int, or Float ** Float
-`div`                                  Float / Float;  `floordiv mod` Int, rounding to minus infinity
-`bitand bitor bitxor bitnot shl shr`   Int;  `wrap` Int and a number of bits, see `work.modular`
-`lt le gt ge`                          two Int or two Float -> Bool; `eq ne` two of any type
-`and or`                               two or more Bool, flattened;  `xor not` Bool
-`where`                                Bool, T, T -> T
-`int`                                  Bool or Float (towards zero) -> Int;  `float` Int -> Float;  `floor` Float -> Int
-`exp exp2 log log2 log1p tanh sigmoid  Float -> Float
+`lit var param bound extent`           leaves; `name` (or `value`) says which.
+`lookup segment random reduce`         `T[i, j]`, `segment(T, x)`, `random(seed, ...)`, `any(j in 0..n: ...)`.
+`neg abs sign add sub mul min max`     Int, Int -> Int or Float, Float -> Float.
+`pow`                                  Int ** non-negative literal -> Int, or Float ** Float.
+`div`                                  Float / Float;  `floordiv mod` Int, rounding to minus infinity.
+`bitand bitor bitxor bitnot shl shr`   Int;  `wrap` Int and a number of bits, see `work.modular`.
+`lt le gt ge`                          two Int or two Float -> Bool; `eq ne` two of any type.
+`and or`                               two or more Bool, flattened;  `xor not` Bool.
+`where`                                Bool, T, T -> T.
+`int`                                  Bool or Float (towards zero) -> Int;  `float` Int -> Float;  `floor` Float ->
+Int. `exp exp2 log log2 log1p tanh sigmoid  Float -> Float
 sin cos tan sqrt rsqrt erf`
 `isfinite`                             Float -> Bool
 `call`                                 a call of the library, for printing alone: its formula, then its arguments
@@ -91,7 +91,7 @@ T = TypeVar("T")
 
 
 def _operator(op: str) -> tuple[Method, Method]:
-    """Python's two methods of an operator: a node stands on its left, or on its right beside a number."""
+    """Python's two methods of an operator: a node stands on its left, or to the right of a number."""
 
     def left(self: Expr, other: Operand) -> Expr:
         return binary(op, self, other)
@@ -233,6 +233,7 @@ ZERO, ONE = lit(0), lit(1)
 INF, NEG_INF = lit(math.inf), lit(-math.inf)
 B, H, Q_LEN, KV_LEN = (var(n) for n in SIZES)
 SCORE = var("score", FLOAT)
+TOTAL, COUNT = var("total", FLOAT), var("count")  # of a row: the sum of its weights, and the keys that it sees
 
 
 # -- inner nodes ----------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ def to_float(e: Expr) -> Expr:
 
 
 def binary(op: str, left: Operand, right: Operand) -> Expr:
-    """Two operands brought to one type as the language does: Int beside Float is converted,
+    """Two operands brought to one type as the language does: an Int with a Float is converted,
     `/` converts both, and `and or xor` on Int are bitwise."""
     x, y = lift(left), lift(right)
     if op == "div" or {x.type, y.type} == {INT, FLOAT}:
@@ -384,7 +385,7 @@ def reduce(kind: str, lo: Expr, hi: Expr, body: Callable[[Expr], Expr]) -> Expr:
     The bound variable is named by the height of its binder, so that equal reductions are one node
     whatever their variables were called.
     """
-    probe = make("bound", (), ("probe", next(_fresh)))  # its own, as `body` may build reductions too
+    probe = make("bound", (), ("probe", next(_fresh)))  # a new one, as `body` may build reductions too
     inner = body(probe)
     height = 1 + max((n.name[1] for n in find(inner, "reduce")), default=-1)
     inner = substitute(inner, {probe: make("bound", (), height)})
@@ -413,7 +414,7 @@ def walk(*roots: Expr, below: Callable[[Expr], Sequence[Expr]] | None = None) ->
 
 
 def find(root: Expr | Iterable[Expr], *ops: str) -> list[Expr]:
-    """The nodes below the root, or the roots, that have one of these operators, in the order of `walk`.
+    """The nodes below the root, or the roots, whose operator is one of these, in the order of `walk`.
 
     >>> from frisket.dsl.sugar import k, q
     >>> find((q >= k) & (q - k < 4), "sub", "ge")

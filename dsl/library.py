@@ -58,9 +58,9 @@ class Definition:
 
 @dataclass(frozen=True)
 class Entry:
-    """A definition of the library with its documentation: signature, a sentence, a formula of mathematics, the text of
-    the language (`text`), the source, the section of the library, and an example call with numbers for some thousand
-    tokens, if it takes only numbers.
+    """A definition of the library with its documentation. It has a signature, a sentence, a formula of mathematics, the
+    text of the language (`text`), the source and the section of the library. It also has an example call with numbers
+    for some thousand tokens, if it takes only numbers.
 
     >>> entry = library()["causal"]
     >>> entry.text, entry.formula
@@ -91,8 +91,8 @@ def _read() -> tuple[Entry, ...]:
 
 
 def read_entries(text: str) -> tuple[Entry, ...]:
-    """The definitions of a text laid out as the library is: `## Section`, then one paragraph each, three lines
-    of comment (sentence, formula, source) above a `def`, then perhaps `example: ` and a call, `check: ` lines with a
+    """The definitions of a text laid out as the library is. `## Section`, then one paragraph each: three lines
+    of comment (sentence, formula, source) above a `def`. Then perhaps `example: ` and a call, `check: ` lines with a
     condition on the parameters and an advice, and a warning after `changed: `."""
     entries, section = [], ""
     for paragraph in text.split("\n\n"):

@@ -19,7 +19,7 @@ def sentence(verdict: str, rest: str, *, good: bool) -> str:
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
-    """An HTML table of names beside code; rows without code are left out."""
+    """An HTML table of names and code; rows without code are left out."""
     cells = "".join(
         f'<tr><td style="text-align:left;vertical-align:top;padding-right:1em;opacity:.7">{escape(name)}</td>'
         f'<td style="text-align:left"><code style="white-space:pre-wrap">{escape(code)}</code></td></tr>'

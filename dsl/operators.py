@@ -49,7 +49,7 @@ class Guess:
 
     span: Span
     allowed: frozenset[Type] = frozenset({BOOL, INT, FLOAT})
-    floating: bool = False  # stands beside a Float
+    floating: bool = False  # stands with a Float
     logical: bool = False  # stands in `&`, `|`, `~` or `^`
     rank: int | None = None
 
@@ -97,7 +97,7 @@ class Operators:
     # -- what an undeclared name can be -------------------------------------------------------------
 
     def narrow(self, frame: Frame, node: Node, value: Value, allowed: Iterable[Type]) -> bool:
-        """Whether `value` has one of the allowed types, once its undeclared names are given one."""
+        """Whether the type of `value` is allowed, once its undeclared names are given one."""
         allowed = frozenset(allowed)
         for name in value.flex:
             guess = self.guesses[name]
@@ -349,10 +349,11 @@ CONSTANTS: dict[str, Expr] = {"inf": ir.INF, "nan": lit(math.nan), "pi": lit(mat
 CONSTANTS |= {"true": ir.TRUE, "false": ir.FALSE, "True": ir.TRUE, "False": ir.FALSE}
 
 LEAVES = {n: ir.var(n) for n in (*ir.COORDINATES, *ir.SIZES)} | {"score": ir.SCORE} | CONSTANTS
+SUMS = {"total": ir.TOTAL, "count": ir.COUNT}  # of a row, in `divide` alone
 RESERVED = frozenset({*LEAVES, *CALL_KEYWORDS})
 
 
-# Functions of one Float without an operator of their own.
+# Functions of one Float without an operator.
 MADE_OF: dict[str, Callable[[Expr], Expr]] = {
     "relu": lambda x: build("max", x, lit(0.0)),
     "silu": lambda x: x * build("sigmoid", x),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, nan
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from .operators import BUILT_IN, RESERVED
 from .parse import Node, parse
 from .types import BOOL, FLOAT, INT, Type, axes
 
-Kind = Literal["mask", "score"]
+Kind = Literal["mask", "score", "weight", "divide"]
+ROOTS = get_args(Kind)
 Scalar = bool | int | float
 ELEMENTS = {"int": INT, "float": FLOAT, "bool": BOOL}
 FACTS = frozenset({"sorted"})
@@ -58,7 +59,9 @@ class Parsed:
     sites: list[tuple[Span, Expr]] = field(default_factory=list)  # sub-expressions, outermost first
     needs: Mapping[Expr, str] = field(default_factory=dict)  # conditions on parameters, each with an advice
     changed: frozenset[str] = frozenset()  # warnings of library entries whose meaning has changed
-    shown: Mapping[str, Expr] = field(default_factory=dict)  # `mask`, `score` and `expr` with calls of the library
+    shown: Mapping[str, Expr] = field(default_factory=dict)  # the expressions with calls of the library, by kind
+    weight: Expr | None = None
+    divide: Expr | None = None
 
 
 def parse_expression(text: str, params: Mapping[str, Any] | None = None) -> Expr:
@@ -104,6 +107,7 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
         source=text, name=name, mask=exprs.get("mask"), score=exprs.get("score"), expr=lone, defaults=reader.defaults,
         declared=reader.declared, notes=notes, sites=sites, needs=dict(checker.needs),
         changed=frozenset(checker.changed_meanings), shown=shown,
+        weight=exprs.get("weight"), divide=exprs.get("divide"),
     )  # fmt: skip
 
 
@@ -231,6 +235,9 @@ class _StatementReader:
                 self.param(s)
             else:
                 self.root(s, kind, roots)
+        if "divide" in roots and kind != "divide" and "weight" not in roots:
+            remedy = "add `weight = exp(score)`, which is the softmax before it is divided"
+            self.report(roots["divide"], "there is a `divide` and no `weight`", remedy)
         if not roots and not self.problems:  # a statement with an error is no root: its error says enough
             end = len(self.text.rstrip())
             message, remedy = "there is no mask and no score here", "end with an expression, or `mask = ...`"
@@ -239,10 +246,11 @@ class _StatementReader:
 
     def root(self, s: Node, kind: Kind | None, roots: dict[str, Node]) -> None:
         what = s.value.text if s.kind == "assign" else kind or "expr"
-        if s.kind == "assign" and what not in ("mask", "score"):
+        if s.kind == "assign" and what not in ROOTS:
             left, right = s.value.text, self.text[s.args[0].start : s.args[0].stop]
             remedy = "" if left in RESERVED else f"; to define, write `def {left} = {right}`"
-            self.report(s.value, "only `mask` and `score` are assigned to", f"to compare, write `==`{remedy}")
+            message = "only `mask`, `score`, `weight` and `divide` are assigned to"
+            self.report(s.value, message, f"to compare, write `==`{remedy}")
         elif what in roots or (roots and "expr" in (what, *roots)):
             self.report(s, "there is already an expression above", "join them with `&`, or name one with `def`")
         else:

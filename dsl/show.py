@@ -114,7 +114,7 @@ class _Printer:
 
     def negative(self, e: Expr) -> Pieces:
         (x,) = e.args
-        # `-1` is a literal of its own
+        # `-1` is one literal
         return UNARY, ["-", (x, UNARY)] if literal_value(x) is None else ["-(", (x, OR), ")"]
 
     def inverse(self, e: Expr) -> Pieces:
@@ -166,7 +166,7 @@ class _Printer:
         return e.args[0] if e.op == "float" and not self.flex[e.args[0]] else e
 
     def joined(self, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
-        """Two operands of one type: the conversion beside a Float is implicit."""
+        """Two operands of one type: the conversion to a Float is implicit."""
         x, y = args
         if x.op != "float":
             return x, self.plain(y)

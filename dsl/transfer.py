@@ -19,7 +19,7 @@ import numpy as np
 
 from frisket.grammar.memo import memo
 
-from .ir import COMPARISONS, COORDINATES, SCORE, SIZES, Expr, build, fill, fold, lit, literal_value, uses
+from .ir import COMPARISONS, COORDINATES, SCORE, SIZES, TOTAL, Expr, build, fill, fold, lit, literal_value, uses
 from .types import BOOL, FLOAT, INT
 
 Row: TypeAlias = Callable[..., Any]  # (node, *facts of its arguments) to the fact of the node
@@ -238,10 +238,11 @@ DEEPEST = 200  # the facts of deeper Floats are not looked for
 
 
 def finite(e: Expr, tables: Mapping[str, bool]) -> bool:
-    """Whether an Expr is provably neither NaN nor infinite, where scores are; `tables` says which tables are finite."""
+    """Whether an Expr is provably neither NaN nor infinite, where scores and totals are; `tables` says which tables
+    are finite."""
 
     def step(n: Expr, args: list[bool]) -> bool:
-        if n.type is INT or n is SCORE:
+        if n.type is INT or n in (SCORE, TOTAL):
             return True
         return tables.get(n.name, False) if n.op == "lookup" else n.op in FINITE and FINITE[n.op](n, *args)
 
@@ -251,6 +252,16 @@ def finite(e: Expr, tables: Mapping[str, bool]) -> bool:
 def positive(e: Expr) -> bool:
     """Whether a Float is provably > 0 and finite."""
     return e.depth <= DEEPEST and fold(e, lambda n, args: n.op in POSITIVE and bool(POSITIVE[n.op](n, *args)))[e]
+
+
+def nonnegative(e: Expr) -> bool:
+    """Whether a Float is provably >= 0 wherever it is no NaN."""
+    return e.depth <= DEEPEST and fold(e, lambda n, args: n.op in NONNEGATIVE and bool(NONNEGATIVE[n.op](n, *args)))[e]
+
+
+def within_one(e: Expr) -> bool:
+    """Whether a Float is provably at most 1 in magnitude wherever it is no NaN."""
+    return e.depth <= DEEPEST and fold(e, lambda n, args: n.op in WITHIN_ONE and bool(WITHIN_ONE[n.op](n, *args)))[e]
 
 
 def _all(e: Expr, *args: bool) -> bool:
@@ -273,6 +284,26 @@ POSITIVE: dict[str, Row] = {
     "lit": lambda e: 0 < e.name < math.inf,
     "float": lambda e, x: (interval(e.args[0])[0] or 0) > 0,
     **dict.fromkeys(("add", "mul", "div"), _all),
+}
+
+# Of a Float; an operator without a row may give a negative number.
+NONNEGATIVE: dict[str, Row] = {
+    "lit": lambda e: e.name >= 0,
+    "float": lambda e, x: (interval(e.args[0])[0] or 0) >= 0 and interval(e.args[0])[0] is not None,
+    "max": lambda e, x, y: x or y,
+    "mul": lambda e, x, y: (x and y) or e.args[0] is e.args[1],
+    "pow": lambda e, x, y: x or (e.args[1].op == "lit" and e.args[1].name % 2 == 0),
+    "where": lambda e, p, x, y: x and y,
+    **dict.fromkeys(("exp", "exp2", "sigmoid", "abs", "sqrt", "random"), lambda e, *args: True),
+    **dict.fromkeys(("add", "min", "div"), _all),
+}
+
+# Of a Float; an operator without a row may give a number beyond -1 and 1.
+WITHIN_ONE: dict[str, Row] = {
+    "lit": lambda e: abs(e.name) <= 1,
+    "where": lambda e, p, x, y: x and y,
+    **dict.fromkeys(("sigmoid", "tanh", "sin", "cos", "erf", "sign", "random"), lambda e, *args: True),
+    **dict.fromkeys(("mul", "neg", "abs", "min", "max"), _all),
 }
 
 

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Serving without end: a sliding window and attention sinks
 #
-# A model that sees only the last tokens and the first few (StreamingLLM, Xiao et al., 2023) runs without end in
-# constant memory: a ring holds the window, and a small cache holds the sinks. The mask is one line of text, the same
-# for training, for a prompt and for every step. A ring that is too small for the mask raises an error.
+# A model that sees only the last tokens and the first few (StreamingLLM, Xiao et al., 2023) runs in
+# constant memory: a ring holds the window and the sinks. The mask is one line of text, the same for training, for a
+# prompt and for every step. A ring that does not hold what the mask shows raises an error.
 #
 #     python examples/streaming_serving.py             # about half a minute; --small for a few seconds
 
@@ -40,54 +40,26 @@ losses = list(train(model, lambda doc: lambda layer, q, k, v: att(q, k, v), batc
 print(f"{STEPS} steps of training take the loss from {losses[0]:.2f} to {losses[-1]:.2f} nats a byte.")
 
 # %% [markdown]
-# ## A cache of constant size
+# ## A prompt, then token by token
 #
-# Sinks and window have no key in common. So attention to each is computed separately, and the two results are merged
-# exactly, by their logsumexp.
+# The model has not seen this text. A ring holds the last `WINDOW` tokens and the first `SINKS`. Its predictions, byte
+# by byte, are compared with one pass over the whole text under the same mask. A cache that keeps all keys, for the
+# full causal mask, runs next to it.
 
 
 # %%
-class StreamingCache:
-    """The first `SINKS` tokens and the last `WINDOW` of one sequence, of one layer."""
-
-    in_window = fk.compile("causal & window(w) & k >= s", w=WINDOW, s=SINKS)
-    in_sinks = fk.compile("causal & k < s", s=SINKS)
-
-    def __init__(self):
-        how = {"batch": 1, "kv_heads": model.heads, "head_dim": model.head_dim}
-        self.ring, self.sinks = RingKVCache.create(window=WINDOW, **how), KVCache.create(capacity=SINKS, **how)
-
-    def attention(self, q, k, v):
-        start, free = self.ring.lengths.item(), SINKS - self.sinks.lengths.item()
-        if free:
-            self.sinks.append(k[:, :, :free], v[:, :, :free])
-        window = self.ring.attention(self.in_window, q, k, v, return_lse=True)
-        sinks = self.in_sinks(q, self.sinks.k, self.sinks.v, origin=(0, 0, start, 0), return_lse=True)
-        return fk.merge(window, sinks)[0]
-
-
 def held_by(cache):
     """Bytes of a cache's keys and values."""
-    if isinstance(cache, StreamingCache):
-        return held_by(cache.ring) + held_by(cache.sinks)
     return sum(x.numel() * x.element_size() for x in (cache.k, cache.v))
 
 
-# %% [markdown]
-# ## A prompt, then token by token
-#
-# The model has not seen this text. Its predictions, byte by byte, are compared with one pass over the whole text under
-# the same mask. A cache that keeps all keys, for the full causal mask, runs beside it.
-
-
-# %%
-def serve(make, attend):
+def serve(make, att):
     """Logits of the whole text, served as a prompt and steps; milliseconds of a step, bytes held at each."""
     caches = [make() for _ in model.blocks]
 
     def said(start, stop):
         part = slice(start, stop)
-        return model(text[part], place[part], lambda layer, q, k, v: attend(caches[layer], q, k, v))
+        return model(text[part], place[part], lambda layer, q, k, v: caches[layer].attention(att, q, k, v))
 
     with torch.no_grad():
         found = [said(0, PROMPT), said(PROMPT, PROMPT + 1)]
@@ -99,12 +71,9 @@ def serve(make, attend):
 
 
 place = torch.arange(LENGTH)
-kept = {"batch": 1, "capacity": LENGTH, "kv_heads": model.heads, "head_dim": model.head_dim}
-served, step_ms, sizes = serve(StreamingCache, StreamingCache.attention)
-causal = fk.compile("causal")
-everything, all_ms, full = serve(
-    lambda: KVCache.create(**kept), lambda cache, q, k, v: cache.attention(causal, q, k, v)
-)
+layer = {"batch": 1, "kv_heads": model.heads, "head_dim": model.head_dim}
+served, step_ms, sizes = serve(lambda: RingKVCache.create(window=WINDOW, sinks=SINKS, **layer), att)
+everything, all_ms, full = serve(lambda: KVCache.create(capacity=LENGTH, **layer), fk.compile("causal"))
 with torch.no_grad():
     at_once = model(text, place, lambda layer, q, k, v: att(q, k, v))
 error = (served - at_once).abs().max().item()
@@ -119,16 +88,17 @@ print(f"A step takes {step_ms:.1f} ms, with all keys kept {all_ms:.1f} ms.")
 # %% [markdown]
 # ## What does not fit is refused
 #
-# The sinks are not in the ring. A mask that sees them there gets an error with a witness, not a wrong answer.
+# A ring without sinks drops the first tokens, which the mask shows. So it is an error with a witness, not a wrong
+# answer.
 
 # %%
 try:
-    StreamingCache().ring.attention(att, *torch.zeros(3, 1, model.heads, 1, model.head_dim))
+    RingKVCache.create(window=WINDOW, **layer).attention(att, *torch.zeros(3, 1, model.heads, 1, model.head_dim))
     refused = ""
 except fk.ShapeError as error_:
-    refused = str(error_).splitlines()[0]
-print("A ring under the whole mask is refused, because")
-print(indent(fill(refused, 80), "    "))
+    refused = "\n".join(fill(line.strip(), 80) for line in str(error_).splitlines())
+print("A ring without sinks is refused, because")
+print(indent(refused, "    "))
 
 # %%
 assert losses[-1] < losses[0] - 1, "the model learns"
@@ -136,4 +106,4 @@ assert error < 1e-4, "steps are all at once"
 assert set(sizes) == {sizes[0]}, "memory is constant"
 assert sizes[0] < full[-1] / 2
 assert (served - everything).abs().max() > 1e-2, "the window hides something"
-assert "keeps" in refused
+assert f"with sinks={SINKS}" in refused

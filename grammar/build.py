@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 def tables() -> dict[str, Any]:
     """The LALR tables of mask.lark, in the form JSON holds them.
 
-    `states[s][symbol]` is n >= 0 for "go to state n" and n < 0 for "reduce by rule -n - 1"; a rule is
+    `states[s][symbol]` is n >= 0 for "go to state n" and n < 0 for "reduce by rule -n - 1". A rule is
     [symbol it makes, number of things it takes, name of the action or null to pass the one thing on].
     A symbol is a rule, the name of a pattern, or a word or sign as it is written.
     """

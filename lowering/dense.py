@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.evaluate import OPERATORS, evaluate, unrolled
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import TOTAL, Expr
 from frisket.dsl.types import FLOAT
 
-from .derive import derivatives
+from .derive import Gradient, derivatives
 from .plan import Problem
 from .simplify import ProgramExprs
 
@@ -47,6 +47,7 @@ class DenseCall:
     # gives, and how wrong that is. Scores, the steps of a score mod, the softmax, dP and delta = sum(p * dP) are then
     # float32, as in jax.nn and in kernels.
     rounded: Rounded = exactly
+    weights: Rounded | None = None  # goes over the softmax in the place of `rounded`
     # Arrays of float32 that are rounded too: "out", from which delta is then taken, "scores", and "lse", for weights.
     stored: Collection[str] = ()
 
@@ -90,19 +91,25 @@ class _DenseRows:
     lse: Array  # [batch, heads, q_len]
 
 
-def _rows(q: Array, k: Array, call: DenseCall) -> _DenseRows:
+def _scores(q: Array, k: Array, call: DenseCall) -> tuple[dict[str, Any], Array]:
+    """The values that expressions read, with `score` before the mod, and the modified scores: -inf where hidden."""
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     problem = call.problem or Problem(*shape[2:], *shape[:2])
     rounded, tables, mask, score = call.rounded, call.tables, call.exprs.mask, call.exprs.score
     check_room(shape, 8)
     env = {**coordinates(problem), **call.params}
     seen = np.ones(shape, bool) if mask is None else visible(mask, env, tables, shape)
-    sink = np.asarray(np.full(shape[1], -np.inf) if call.sinks is None else call.sinks, q.dtype)[:, None]
     scores = rounded if "scores" in call.stored else lambda x: np.asarray(x, q.dtype)
     env["score"] = m = scores(q @ k.swapaxes(-1, -2) * q.dtype.type(call.scale))
     if score is not None:
         m = scores(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape))
-    m = np.where(seen, m, m.dtype.type(-np.inf))
+    return env, np.where(seen, m, m.dtype.type(-np.inf))
+
+
+def _rows(q: Array, k: Array, call: DenseCall) -> _DenseRows:
+    env, m = _scores(q, k, call)
+    shape = m.shape
+    sink = np.asarray(np.full(shape[1], -np.inf) if call.sinks is None else call.sinks, q.dtype)[:, None]
     top = m.max(axis=-1, initial=-np.inf)
     shift = _finite(np.maximum(top, sink))  # a row that sees nothing: -inf - -inf is NaN
     p = np.exp(m - shift[..., None])
@@ -112,12 +119,47 @@ def _rows(q: Array, k: Array, call: DenseCall) -> _DenseRows:
         p = np.exp(m - _finite(lse)[..., None])
     else:  # a large lse is off by more than p may be in 16 bits
         p /= np.where(total == 0, 1, total)[..., None]
-    drop = np.ones(shape, p.dtype)
-    if call.keep_mask is not None:
-        survives = np.broadcast_to(evaluate(call.keep_mask, env, tables), shape)
-        # kernels have the rate as a float32
-        drop = np.where(survives, 1 / (1 - p.dtype.type(np.float32(call.rate))), p.dtype.type(0))
-    return _DenseRows(env, p, drop, top, lse)
+    return _DenseRows(env, p, _drop(env, p, call), top, lse)
+
+
+def _drop(env: Mapping[str, Any], p: Array, call: DenseCall) -> Array:
+    """The factor of each weight under dropout."""
+    if call.keep_mask is None:
+        return np.ones(p.shape, p.dtype)
+    survives = np.broadcast_to(evaluate(call.keep_mask, env, call.tables), p.shape)
+    # kernels have the rate as a float32
+    drop: Array = np.where(survives, 1 / (1 - p.dtype.type(np.float32(call.rate))), p.dtype.type(0))
+    return drop
+
+
+@dataclass(frozen=True)
+class _WeightedRows:
+    """The dense arrays of rows that are no softmax, [batch, heads, q_len, kv_len] unless noted."""
+
+    env: dict[str, Any]  # as in `_DenseRows`, and `total` and `count` [batch, heads, q_len, 1]
+    m: Array  # modified scores; -inf where hidden
+    w: Array  # weights; 0 where hidden
+    drop: Array
+    divisor: Array  # [batch, heads, q_len, 1]; 0 in rows that see nothing
+
+
+def _weighted_rows(q: Array, k: Array, call: DenseCall) -> _WeightedRows:
+    env, m = _scores(q, k, call)
+    steps, hidden = _steps(call.rounded), np.isneginf(m)
+    assert call.exprs.weight is not None
+    w = np.broadcast_to(evaluate(call.exprs.weight, {**env, "score": m}, call.tables, steps), m.shape)
+    w = np.where(hidden, m.dtype.type(0), w)
+    count = (~hidden).sum(-1, keepdims=True)
+    env |= {"total": w.sum(-1, keepdims=True), "count": count}
+    divide = call.exprs.divide
+    divisor = 1.0 if divide is None else evaluate(divide, env, call.tables, steps)
+    divisor = np.where(count == 0, m.dtype.type(0), np.broadcast_to(divisor, count.shape).astype(m.dtype))
+    return _WeightedRows(env, m, w, _drop(env, w, call), divisor)
+
+
+def _over(x: Array, divisor: Array) -> Array:
+    """x / divisor, 0 where the divisor is 0."""
+    return np.where(divisor == 0, x.dtype.type(0), x / np.where(divisor == 0, divisor.dtype.type(1), divisor))
 
 
 def _steps(rounded: Rounded) -> dict[str, Callable[..., Array]]:
@@ -144,31 +186,52 @@ def _per_query_head(rounded: Rounded, q: Array, *others: Array) -> list[Array]:
 
 
 def attention(q: Array, k: Array, v: Array, call: DenseCall) -> tuple[Array, Array]:
-    """Dense attention: (output [batch, heads, q_len, v_dim], lse [batch, heads, q_len])."""
+    """Dense attention: (output [batch, heads, q_len, v_dim], lse [batch, heads, q_len]). Of weighted rows the second is
+    the sum of the weights."""
     q, k, v = _per_query_head(call.rounded, q, k, v)
     with np.errstate(all="ignore"):
+        if call.exprs.weight is not None:
+            weighted = _weighted_rows(q, k, call)
+            # anything may stand where no query sees a key
+            unseen = np.asarray(np.isneginf(weighted.m).all(axis=2))[..., None]
+            product = call.rounded(weighted.drop * weighted.w) @ np.where(unseen, v.dtype.type(0), v)
+            return call.rounded(_over(product, weighted.divisor)), weighted.env["total"][..., 0]
         rows = _rows(q, k, call)
         unseen = (rows.p == 0).all(axis=2)[..., None]  # by every query: anything may stand there
-        weights = call.rounded(rows.drop * rows.p)
+        weights = call.rounded(rows.drop * rows.p) if call.weights is None else rows.drop * call.weights(rows.p)
         return call.rounded(weights @ np.where(unseen, v.dtype.type(0), v)), rows.lse
 
 
 def top(q: Array, k: Array, call: DenseCall) -> Array:
-    """The largest visible modified score of each row [batch, heads, q_len], else -inf; numbers are not rounded."""
+    """The largest visible modified score of each row [batch, heads, q_len], else -inf; numbers are not rounded. Of
+    weighted rows the number of visible keys."""
     q, k = _per_query_head(exactly, q, k)
     with np.errstate(all="ignore"):
+        if call.exprs.weight is not None:
+            return np.asarray(_weighted_rows(q, k, call).env["count"][..., 0], np.float64)
         return _rows(q, k, replace(call, rounded=exactly, stored=())).top
+
+
+def weights(q: Array, k: Array, call: DenseCall) -> tuple[Array, Array]:
+    """The weights [batch, heads, q_len, kv_len] of the softmax before dropout, and lse [batch, heads, q_len]."""
+    q, k = _per_query_head(exactly, q, k)
+    with np.errstate(all="ignore"):
+        rows = _rows(q, k, replace(call, rounded=exactly, stored=()))
+    return rows.p, rows.lse
 
 
 def gradients(q: Array, k: Array, v: Array, call: DenseCall, dout: Array, dlse: Array | None = None) -> dict[str, Any]:
     """Gradients of `sum(dout * out) + sum(dlse * lse)`: "dq", "dk", "dv", "dsinks" in the shapes of the arrays,
-    "dtables" and "dscalars" by name, for the Float tables and scalars the score mod is differentiable in.
+    "dtables" and "dscalars" by name, for the Float tables and scalars that a part is differentiable in. Of weighted
+    rows `lse` is the sum of the weights.
 
     The formulas are those of `lowering.derive`, position by position.
     """
     kv_heads, rounded, tables, score = k.shape[1], call.rounded, call.tables, call.exprs.score
     q, k, v = _per_query_head(rounded, q, k, v)
     dout = rounded(dout)
+    if call.exprs.weight is not None:
+        return _weighted_gradients(q, k, v, call, dout, dlse, kv_heads)
     with np.errstate(all="ignore"):
         rows = _rows(q, k, call)
         weights = rounded(rows.drop * rows.p)
@@ -194,16 +257,86 @@ def gradients(q: Array, k: Array, v: Array, call: DenseCall, dout: Array, dlse: 
             "dscalars": {},
         }
         for g in () if backward is None else backward.gradients:
-            parts = times(g.weight)
-            if not g.index:
-                grads["dscalars"][g.source] = grads["dscalars"].get(g.source, 0.0) + parts.sum()
-                continue
-            shape = np.shape(tables[g.source])
-            into = grads["dtables"].setdefault(g.source, np.zeros(shape, parts.dtype))
-            at = [np.clip(evaluate(e, rows.env, tables), 0, n - 1) for e, n in zip(g.index, shape, strict=True)]
-            # an entry may be read at several positions, which `+=` would add once
-            np.add.at(into, tuple(np.broadcast_to(i, parts.shape) for i in at), parts)
+            _add_captured(grads, g, times(g.weight), rows.env, tables)
         return grads
+
+
+def _add_captured(grads: dict[str, Any], g: Gradient, parts: Array, env: Mapping[str, Any], tables: Any) -> None:
+    """Add the parts of one gradient of a captured value."""
+    if not g.index:
+        grads["dscalars"][g.source] = grads["dscalars"].get(g.source, 0.0) + parts.sum()
+        return
+    shape = np.shape(tables[g.source])
+    into = grads["dtables"].setdefault(g.source, np.zeros(shape, parts.dtype))
+    at = [np.clip(evaluate(e, env, tables), 0, n - 1) for e, n in zip(g.index, shape, strict=True)]
+    # an entry may be read at several positions, which `+=` would add once
+    np.add.at(into, tuple(np.broadcast_to(i, parts.shape) for i in at), parts)
+
+
+def _weighted_gradients(
+    q: Array, k: Array, v: Array, call: DenseCall, dout: Array, dtotal: Array | None, kv_heads: int
+) -> dict[str, Any]:
+    """`gradients` of weighted rows. Let g = dout / divisor and s = sum(g * out). A weight's cotangent is
+    g @ v - s * divide'(total), with dropout before the sum over values alone. An entry of `divide` gets -s times its
+    derivative."""
+    rounded, tables, exprs, factor = call.rounded, call.tables, call.exprs, q.dtype.type(call.scale)
+    grads: dict[str, Any] = {"dsinks": None, "dtables": {}, "dscalars": {}}
+    with np.errstate(all="ignore"):
+        rows = _weighted_rows(q, k, call)
+        hidden = np.isneginf(rows.m)
+        weights, unseen = rounded(rows.drop * rows.w), np.asarray(hidden.all(axis=2))[..., None]
+        g = _over(dout, rows.divisor)
+        out = _over(weights @ np.where(unseen, v.dtype.type(0), v), rows.divisor)
+        s = (g * out).sum(-1, keepdims=True)
+        of_rows = None if dtotal is None else np.asarray(dtotal, s.dtype)[..., None]
+
+        def value(e: Expr, env: Mapping[str, Any]) -> Any:
+            return evaluate(e, env, tables, _steps(rounded))
+
+        divided = None if exprs.divide is None else derivatives(unrolled(exprs.divide, rows.env, tables), TOTAL)
+        of_total = 0.0 if divided is None else s * (1.0 if divided.slope is None else value(divided.slope, rows.env))
+        dw = rows.drop * (g @ v.swapaxes(-1, -2)) - np.where(rows.divisor == 0, 0.0, of_total)
+        dw = np.where(hidden, 0.0, dw if of_rows is None else dw + np.where(hidden.all(-1, keepdims=True), 0, of_rows))
+
+        def times(x: Expr | None, cotangent: Array, env: Mapping[str, Any]) -> Array:
+            return np.where(hidden, 0.0, cotangent * (1.0 if x is None else value(x, env)))
+
+        env = {**rows.env, "score": rows.m}
+        assert exprs.weight is not None
+        steps = [(exprs.weight, env), *([] if exprs.score is None else [(exprs.score, rows.env)])]
+        for e, env in steps:  # from the weight back to the plain score
+            backward = derivatives(unrolled(e, env, tables))
+            for x in backward.gradients:
+                _add_captured(grads, x, rounded(times(x.weight, dw, env)), env, tables)
+            dw = times(backward.slope, dw, env)
+        for x in () if divided is None else divided.gradients:
+            parts = np.where(rows.divisor == 0, 0.0, -s * value(x.weight, rows.env))
+            _add_captured(grads, x, parts, rows.env, tables)
+        ds = rounded(dw)
+        grads["dq"] = rounded(ds @ k * factor)
+        grads["dk"] = rounded(_per_key_head(ds.swapaxes(-1, -2) @ q * factor, kv_heads))
+        grads["dv"] = rounded(_per_key_head(weights.swapaxes(-1, -2) @ g, kv_heads))
+    return grads
+
+
+def in_8_bits(p: Array) -> Array:
+    """The softmax of kernels with queries of 8 bits, as FlashAttention 3 has it: 256 times the exponential of a score
+    less the largest of its row, rounded to float8_e4m3fn.
+
+    >>> in_8_bits(np.array([0.5, 0.29, 1e-7]))
+    array([0.5   , 0.28125, 0.    ])
+    """
+    largest = p.max(axis=-1, keepdims=True, initial=0.0) / 256
+    scaled: Array = e4m3(p / np.where(largest == 0, 1, largest)) * largest
+    return scaled
+
+
+def e4m3(x: Array) -> Array:
+    """Numbers rounded to float8_e4m3fn, to even; those past its largest, 448, become that."""
+    _, exponent = np.frexp(x)
+    step = np.exp2(np.maximum(exponent, -5) - 4.0)  # three bits behind the leading one; from 2**-6 down none leads
+    rounded: Array = np.clip(np.rint(x / step) * step, -448, 448)
+    return rounded
 
 
 def _per_key_head(x: Array, kv_heads: int) -> Array:

@@ -7,11 +7,11 @@ With s the scaled dot product, m(s) the modified score, p = exp(m(s) - lse), and
     ds    = dm * slope;   dq = scale * ds @ k;   dk = scale * ds.T @ q;   dv = (kept / (1 - rate) * p).T @ dout
     a captured value x read at index i(b, h, q, k):   dx[i] += dm * weight
 
-(Dao, FlashAttention-2, arXiv 2307.08691, for the plain score; the sink of a row is one more logit without a value:
+(Dao, FlashAttention-2, arXiv 2307.08691, for the plain score. The sink of a row is one more logit without a value:
 its gradient is -exp(sink - lse) * delta, summed over rows.)
 
-Where p is 0 (masked, or m(s) is -inf) all of these are 0, whatever slope and weight are there: log(score) has an
-infinite slope at 0, and 0 * inf is NaN. `Backward.guard` says when a kernel has to select after the product.
+Where p is 0 (masked, or m(s) is -inf) all of these are 0, whatever slope and weight are there. For example log(score)
+has an infinite slope at 0, and 0 * inf is NaN. `Backward.guard` says when a kernel has to select after the product.
 
 >>> from frisket.dsl.sugar import function, h, k, q, score
 >>> from frisket.dsl.ir import lookup
@@ -31,7 +31,25 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import COORDINATES, SCORE, TRUE, Expr, build, conj, disj, fold, lit, literal_value, uses, var, walk
+from frisket.dsl.evaluate import unroll
+from frisket.dsl.ir import (
+    COORDINATES,
+    SCORE,
+    TOTAL,
+    TRUE,
+    Expr,
+    build,
+    conj,
+    disj,
+    fold,
+    lit,
+    literal_value,
+    param,
+    substitute,
+    uses,
+    var,
+    walk,
+)
 from frisket.dsl.sugar import eq, function, ne, where
 from frisket.dsl.transfer import finite
 from frisket.dsl.types import FLOAT, INT
@@ -48,11 +66,11 @@ Over = Literal["head", "row", "column", "diagonal", "scatter"]
 class Gradient:
     """The gradient of one lookup site of a Float table (`source` is its name in the plan), or of a Float slot.
 
-    `over` says on which coordinates `index` depends, and so how `dm * weight` is summed before anything is scattered
-    (sums run in a fixed order, so results repeat bit for bit):
-    "head": on b and h at most, buffer [batch, heads]; "row": b, h, q, buffer [batch, heads, q_len];
-    "column": b, h, k, buffer [batch, heads, kv_len]; "diagonal": b, h and q - k, buffer
-    [batch, heads, q_len + kv_len - 1], entry q - k + kv_len - 1 in local positions; "scatter": anything else, added
+    `over` says on which coordinates `index` depends, and so how `dm * weight` is summed before it is scattered.
+    Sums run in a fixed order, so results repeat bit for bit.
+    "head": on b and h at most, buffer [batch, heads]. "row": b, h, q, buffer [batch, heads, q_len];
+    "column": b, h, k, buffer [batch, heads, kv_len]. "diagonal": b, h and q - k, buffer
+    [batch, heads, q_len + kv_len - 1], entry q - k + kv_len - 1 in local positions. "scatter": anything else, added
     to the table's own shape at once."""
 
     source: str
@@ -113,24 +131,68 @@ def backward_of(plan: LoopPlan) -> Backward:
     return Backward(None, ()) if plan.score is None else derivatives(plan.score)
 
 
+@memo(group="programs")
+def backward_of_divide(plan: LoopPlan) -> Backward:
+    """The derivatives of what weighted rows are divided by: the slope is by `total`."""
+    return Backward(_ZERO, ()) if plan.divide is None else derivatives(unroll(plan.divide), TOTAL)
+
+
+def differentiable_names(plan: LoopPlan) -> frozenset[str]:
+    """The plan's names of the tables and slots that gradients flow to."""
+    return frozenset(g.source for b in (backward_of(plan), backward_of_divide(plan)) for g in b.gradients)
+
+
 def captured(plan: LoopPlan, grad_names: Collection[str]) -> list[tuple[int, Gradient]]:
     """The captured gradients of the tables and slots in `grad_names`, with their numbers in `backward_of(plan)`."""
     return [(i, g) for i, g in enumerate(backward_of(plan).gradients) if g.source in grad_names]
 
 
-def derivatives(score: Expr) -> Backward:
-    """The derivatives of a score mod, reductions written out: by `score`, by every Float parameter and at every lookup
-    of a Float table. A parameter reached through Int or Bool alone (floor, comparisons, the condition of `where`) has
-    none, and neither has a table whose derivative is 0 everywhere."""
-    simplified = Simplifier()
-    slope, gradients = lit(0.0), []
-    for leaf, cotangent in _cotangents(score).items():
-        weight = simplified(cotangent)
-        if leaf is SCORE:
-            slope = weight
-        elif weight is not _ZERO:
-            gradients.append(Gradient(leaf.name, leaf.args, weight, over(leaf.args)))
+def derivatives(score: Expr, by: Expr = SCORE) -> Backward:
+    """The derivatives of a score mod, a weight or a divisor, reductions written out: by `score` or `total`, by every
+    Float parameter and at every lookup of a Float table."""
+    by_leaf = leaf_derivatives(score)
+    slope = by_leaf.pop(by, _ZERO)
+    gradients = (Gradient(leaf.name, leaf.args, weight, over(leaf.args)) for leaf, weight in by_leaf.items())
     return Backward(None if slope is _ONE else slope, tuple(gradients))
+
+
+def leaf_derivatives(score: Expr) -> dict[Expr, Expr]:
+    """The derivatives of a score mod by its leaves, simplified; those that are 0 everywhere are left out.
+
+    A parameter reached through Int or Bool alone (floor, comparisons, the condition of `where`) has none."""
+    simplified = Simplifier()
+    by_leaf = {leaf: simplified(cotangent) for leaf, cotangent in _cotangents(score).items()}
+    return {leaf: derivative for leaf, derivative in by_leaf.items() if derivative is not _ZERO}
+
+
+@dataclass(frozen=True)
+class Formula:
+    """An Expr as a function of Floats, which are its parameters `leaf 0`, `leaf 1` and so on.
+
+    A derivative is simplified, which may rewrite the index of a lookup. So entries of tables are parameters as well."""
+
+    expr: Expr
+    count: int
+
+    @cached_property
+    def derivatives(self) -> tuple[Formula | None, ...]:
+        """The derivative by each leaf, as a formula of the same leaves; None where it is 0 everywhere."""
+        by_leaf = leaf_derivatives(self.expr)
+        of_leaves = (by_leaf.get(_leaf(i)) for i in range(self.count))
+        return tuple(None if e is None else Formula(e, self.count) for e in of_leaves)
+
+
+@memo(group="programs")
+def formula_of(e: Expr) -> tuple[Formula, tuple[Expr, ...]]:
+    """An expression, reductions written out, as a formula of its Float leaves, and the leaves: the score or the total,
+    parameters and entries of tables."""
+    expr = unroll(e)
+    leaves = tuple(x for x in walk(expr) if x in (SCORE, TOTAL) or (x.type is FLOAT and x.op in ("param", "lookup")))
+    return Formula(substitute(expr, {x: _leaf(i) for i, x in enumerate(leaves)}), len(leaves)), leaves
+
+
+def _leaf(i: int) -> Expr:
+    return param(f"leaf {i}", FLOAT)
 
 
 # -- reverse mode ---------------------------------------------------------------------------------
@@ -172,7 +234,7 @@ def _differentiable(order: list[Expr]) -> set[Expr]:
     for e in order:
         if e.type is not FLOAT:
             continue
-        if e is SCORE or e.op in ("param", "lookup") or (e.op not in FLAT and any(a in nodes for a in e.args)):
+        if e in (SCORE, TOTAL) or e.op in ("param", "lookup") or (e.op not in FLAT and any(a in nodes for a in e.args)):
             if e.op not in DERIVATIVES and e.args and e.op != "lookup":
                 raise LoweringError(f"`{e.op}` has no derivative; write it out before asking for gradients")
             nodes.add(e)
@@ -214,7 +276,7 @@ def _power(c: Expr, out: Expr, x: Expr, y: Expr) -> tuple[Part, ...]:
 
 
 def _extreme(ahead: str) -> Row:
-    """The derivatives of a minimum or maximum: all to the operand that is ahead; at a tie to a literal (relu is flat at
+    """The derivatives of a minimum or maximum: all to the operand that is ahead. At a tie to a literal (relu is flat at
     0, as torch's), otherwise half to each, as torch.maximum's."""
 
     def row(c: Expr, out: Expr, x: Expr, y: Expr) -> tuple[Part, ...]:
@@ -227,7 +289,7 @@ def _extreme(ahead: str) -> Row:
 
 
 # Operators that carry Float: the cotangents of their operands from (cotangent, value, operands), with torch's
-# conventions: abs and sign are flat at 0, sqrt is infinitely steep there, and so are 1 / x and log(x).
+# conventions. abs and sign are flat at 0, sqrt is infinitely steep there, and so are 1 / x and log(x).
 DERIVATIVES: dict[str, Row] = {
     "neg": lambda c, out, x: (-c,),
     "abs": lambda c, out, x: (c * build("sign", x),),
@@ -288,7 +350,7 @@ def over(index: tuple[Expr, ...]) -> Over:
 
 def alone(entry: Expr) -> str | None:
     """The coordinate that the entry of an index equals, up to a term that is the same at every position and read off no
-    table: then different values of the coordinate are different places.
+    table. Then different values of the coordinate are different places.
 
     >>> from frisket.dsl.sugar import k, q
     >>> alone(3 + q), alone(k // 2), alone(q - k)

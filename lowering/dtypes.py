@@ -41,6 +41,7 @@ _ROWS = (
 DTYPES = {x.name: x for x in _ROWS}
 FLOATS = tuple(x.name for x in _ROWS if x.kind == "float")  # of queries
 BYTES = tuple(x.name for x in _ROWS if x.bytes == 1)  # of keys and values, with queries of any Float
+FP8 = "float8_e4m3fn"  # of queries, keys and values together, in the forward alone
 HALVES = tuple(n for n in FLOATS if DTYPES[n].half)
 SUMS = tuple(n for n in FLOATS if DTYPES[n].accumulate == n)  # dtypes that sums have
 SINGLE, DOUBLE = SUMS
@@ -51,6 +52,15 @@ def accumulate(dtype: Any) -> str:
     """The dtype of sums, lse and sinks for arrays of a dtype, which is a name or a framework's own."""
     row = DTYPES.get(str(dtype).removeprefix("torch."))
     return SINGLE if row is None else row.accumulate
+
+
+def result_of(dtype: str) -> str:
+    """The dtype of out, for queries of a dtype: 8 bits are too few for a sum.
+
+    >>> result_of("float16"), result_of("float8_e4m3fn")
+    ('float16', 'bfloat16')
+    """
+    return "bfloat16" if dtype == FP8 else dtype
 
 
 @dataclass(frozen=True)
@@ -68,8 +78,10 @@ class Operand:
 
     def has_kernels(self, name: str, dim: int) -> bool:
         """Whether kernels read q, k or v, by `name`, in this form."""
-        scales = (None,) if name == "q" else (None, (1, dim))
-        return self.dtype in _READ[name] and self.scale_block in scales and self.pack == 1
+        tokens, along = self.scale_block or (0, dim)
+        # with queries of 8 bits a scale may belong to any number of tokens
+        scales = self.dtype == FP8 or (tokens <= 1 and (name != "q" or not tokens))
+        return self.dtype in _READ[name] and scales and along == dim and self.pack == 1
 
     def __str__(self) -> str:
         block = self.scale_block
@@ -79,4 +91,4 @@ class Operand:
 
 UNSAID = Operand()
 OPERANDS = {name: Operand(name) for name in DTYPES}  # without scales
-_READ = {"q": {"", *FLOATS}, "k": {"", *DTYPES}, "v": {"", *DTYPES}}  # dtypes that kernels read
+_READ = {"q": {"", *FLOATS, FP8}, "k": {"", *DTYPES}, "v": {"", *DTYPES}}  # dtypes that kernels read

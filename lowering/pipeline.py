@@ -1,9 +1,9 @@
 """The way from a mask and a score mod with values to the inputs of kernels, in the order of docs/how-it-works.md.
 
 `simplified_program` brings a program into one form, once for all lengths. `work` lays its tiles out for a problem and a
-tile size and makes the `LoopPlan`, with values for its slots and tables: a `TiledPlan`, which calls run, and which
-`Attention.stages`, `frisket emit`, `frisket explain` and FRISKET_SHOW print. `loop_plan` is the last step, shared with
-plans whose tables a device holds.
+tile size and makes the `LoopPlan`, with values for its slots and tables. This is a `TiledPlan`, which calls run, and
+which `Attention.stages`, `frisket emit`, `frisket explain` and FRISKET_SHOW print. `loop_plan` is the last step, shared
+with plans whose tables a device holds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from frisket.grammar.memo import Memo, memo
 
 from .analysis.decide import sees_itself
 from .analysis.layout import AnalysedMask, DecodeSpans, bind, decode_spans
+from .analysis.reach import SMALLEST, SMALLEST_DOUBLE, narrowed
 from .analysis.solve import facts_of
 from .analysis.table import Table
 from .analysis.tiling import Tiling, check_block, check_reach, segments_of_coordinates, short_tables
@@ -43,6 +44,8 @@ class BoundProgram(Protocol):
 
     @property
     def exprs(self) -> ProgramExprs: ...
+    @property
+    def double(self) -> bool: ...
     @property
     def reading(self) -> Sequence[Expr]: ...
     @property
@@ -224,6 +227,9 @@ def simplified_program(program: BoundProgram) -> SimplifiedProgram:
     scalars = program.scalars
     exprs = program.exprs.changed(lambda e: bind(e, arrays))
     exprs = _with_numbers(exprs, scalars) if scalars else exprs
+    if exprs.weight is not None:
+        exprs, reach = narrowed(exprs, scalars, arrays, SMALLEST_DOUBLE if program.double else SMALLEST)
+        arrays = {**arrays, **reach}
     exprs, analysed, rules = _simplified(program.scored(exprs), tuple(sane.items()))
     read = names_of(exprs.visible) if arrays else ()
     tables = {n: Table(x) for n, x in arrays.items() if n in read}

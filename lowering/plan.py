@@ -19,15 +19,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ShapeError
-from frisket.dsl.ir import SIZES, Expr, build, lit, lookup, make, param, random, renamed, substitute, uses, var, walk
+from frisket.dsl.ir import (
+    NEG_INF,
+    SIZES,
+    Expr,
+    build,
+    lit,
+    lookup,
+    make,
+    param,
+    random,
+    renamed,
+    substitute,
+    uses,
+    var,
+    walk,
+)
 from frisket.dsl.show import show
-from frisket.dsl.sugar import where
-from frisket.dsl.transfer import interval, magnitude
+from frisket.dsl.sugar import ne, where
+from frisket.dsl.transfer import finite, interval, magnitude
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.dsl.work import RING, modular
 from frisket.lowering.analysis.solve import ENDS_OF_RUNS, Ends, Fact, ends_of
 from frisket.lowering.architectures import H100
-from frisket.lowering.dtypes import BYTES, FLOATS, UNSAID, Operand
+from frisket.lowering.dtypes import BYTES, FLOATS, FP8, UNSAID, Operand
 from frisket.lowering.simplify.canonical import untied
 
 from .analysis.table import RUN_LIMIT, derived_table
@@ -38,7 +53,8 @@ NOWHERE: Origin = (0, 0, 0, 0)  # a call that begins where the whole problem doe
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
 SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, besides the user's names
 K_SCALE, V_SCALE, PAGES, FIRST = "scale of keys", "scale of values", "pages of keys", "first keys"  # of tables
-KV_INPUTS = frozenset((K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
+Q_SCALE = "scale of queries"
+KV_INPUTS = frozenset((Q_SCALE, K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
 Names = frozenset[str]  # of what gradients flow to: "q", "k", "v", and tables and slots of a plan
 MAX_DECODE_QUERIES = 16  # queries of a call that decodes: read once, in small steps
 
@@ -125,6 +141,7 @@ class Problem:
     @property
     def key(self) -> tuple[Any, ...]:
         """The problem as plain numbers: a key is compared on the way of every call."""
+        # arrays have no hash, and origins of a batch are arrays
         start = tuple(x if type(x) is int else tuple(x.tolist()) for x in self.origin)
         return self.q_len, self.kv_len, self.batch, self.heads, start, self.sizes
 
@@ -142,6 +159,7 @@ def is_positive(n: Any) -> bool:
     """Whether n is an integer above 0."""
     if type(n) is int:  # the usual case, without numpy
         return n > 0
+    # lengths come as numbers of numpy too
     return np.ndim(n) == 0 and np.asarray(n).dtype.kind in "iu" and n > 0
 
 
@@ -163,7 +181,7 @@ def _start(x: Any) -> Any:
 @dataclass(frozen=True)
 class Slot:
     """A run-time scalar of the kernel: a parameter of the user's (`source` is its name), or a literal lifted
-    out of the text (`value`), so that `window(256)` and `window(512)` are one kernel."""
+    out of the text (`value`). So `window(256)` and `window(512)` are one kernel."""
 
     name: str
     type: Type
@@ -187,8 +205,8 @@ class TableUse:
 
 @dataclass(frozen=True)
 class Pages:
-    """Keys and values in pages of a pool: the arrays are [pages, heads, tokens of a page, dim] (JAX: [pages, tokens of
-    a page, heads, dim]), and key k of batch entry b is token `k % size` of page `source[b, k // size]`, an Int table of
+    """Keys and values in pages of a pool. The arrays are [pages, heads, tokens of a page, dim] (JAX: [pages, tokens of
+    a page, heads, dim]). Key k of batch entry b is token `k % size` of page `source[b, k // size]`, an Int table of
     the user's. Entries of pages that hold no visible key may be anything: kernels clamp them into the pool."""
 
     source: str
@@ -197,10 +215,10 @@ class Pages:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The closed form of a row of tiles: global key positions, inclusive, as Exprs in `q0 q1` (first and last global
-    query of the tile, inside the crop), `k0 k1` (first and last global key of the crop), `b h`, sizes and slots. Some
-    query of the tile may see keys `first..last`; every query sees all of `full_first..full_last`. A range with last <
-    first is empty."""
+    """The closed form of a row of tiles: global key positions, inclusive. They are Exprs in `q0 q1` (first and last
+    global query of the tile, inside the crop), `k0 k1` (first and last global key of the crop), `b h`, sizes and slots.
+    Some query of the tile may see keys `first..last`; every query sees all of `full_first..full_last`. A range with
+    last < first is empty."""
 
     first: Expr
     full_first: Expr
@@ -225,13 +243,17 @@ class LoopPlan:
     int64: bool  # an index of the mask or score may leave 32 bits
     text: str = field(compare=False)  # the mask and score as the user would write them
     keep_mask: Expr | None = None  # whether a position survives dropout; its weight is then divided by 1 - rate
-    weight: Expr | None = None  # factor of its weight, once weights are summed: the scale of a stored value
+    value_scale: Expr | None = None  # factor of its weight, once weights are summed: the scale of a stored value
     pages: str | None = None  # the table that says where pages of keys are, see `Pages`
     page: int = 0  # tokens of a page
     unwritten: bool = False  # keys that no query sees may hold anything, NaN too, as in a cache that is used again
     by_query: Ends | None = None  # the mask as the keys that one query sees
     by_key: Ends | None = None  # and as the queries that see one key
     run_tables: tuple[TableUse, ...] = ()  # the ends of runs that both read besides `tables`
+    weighted: bool = False  # `score` is the weight of a pair, 0 where the pair is hidden, and no exponent of a softmax
+    divide: Expr | None = None  # of weighted rows: what they are divided by, in `total`, `count`, b, h and q
+    counts: bool = False  # of weighted rows: visible keys are counted, for `divide`, which is 0 where there are none
+    counted: Expr | None = None  # whether a pair that the mask shows is visible; None: every one
 
     @cached_property
     def _hash(self) -> int:
@@ -248,7 +270,7 @@ class LoopPlan:
     def holding(self, limits: Mapping[str, float]) -> LoopPlan:
         """The plan for slots and tables with Ints up to `limits`: in 64 bits, if mask or score may leave 32."""
         # dropout draws from 32-bit words, whatever the width
-        parts = [e for e in (self.mask, self.score, self.weight) if e is not None]
+        parts = [e for e in (self.mask, self.score, self.value_scale, self.divide) if e is not None]
         if self.int64 or needs_int64(parts, limits, np.inf):
             return replace(self, int64=True)
         return replace(self, by_query=_near(self.by_query, limits), by_key=_near(self.by_key, limits))
@@ -261,8 +283,10 @@ class LoopPlan:
     def __str__(self) -> str:
         names = [s.name for s in self.slots] + [t.name for t in self.every_table]
         lines = [f"mask     {'every position' if self.mask is None else show(self.mask, names)}"]
-        lines.append(f"score    {'as it is' if self.score is None else show(self.score, names)}")
-        exprs = {"kept": self.keep_mask, "weight": self.weight}
+        # a plan without a score mod runs no code for one
+        score = "as it is" if self.score is None else show(self.score, names)
+        lines.append(f"{'weight ' if self.weighted else 'score  '}  {score}")
+        exprs = {"divided": self.divide, "counted": self.counted, "kept": self.keep_mask, "scaled": self.value_scale}
         lines += [f"{label:8} {show(e, names)}" for label, e in exprs.items() if e is not None]
         if self.pages is not None:
             lines.append(f"pages    of {self.page} keys, by {self.pages}")
@@ -305,6 +329,7 @@ class Target:
     tanh: Literal["exact", "approximate"] = "exact"  # of 16-bit inputs: as the GPU's own instruction has it
     fixed: bool = field(default=False, repr=False)  # whether the user gave tile, warps or stages
     arch: str = H100.name  # of a backend that has a text for each architecture
+    invariant: bool = False  # one order of sums for each row, whatever the call is
     dq: Target | None = None
     dkv: Target | None = None
     dv: Target | None = None
@@ -312,6 +337,7 @@ class Target:
 
     def everywhere(self, **fields: Any) -> Self:
         """The target with these fields, and with them in the targets of its other kernels."""
+        # kernels that have a target of their kind keep their tiles, and take the other fields
         parts = {n: x and replace(x, **fields) for n in ("dq", "dkv", "dv", "decode") for x in [getattr(self, n)]}
         return replace(self, **fields, **parts)
 
@@ -337,16 +363,23 @@ class Geometry:
 
     def __post_init__(self) -> None:
         for name, x, dim in (("q", self.q, self.head_dim), ("k", self.k, self.head_dim), ("v", self.v, self.v_dim)):
+            # an operand that nothing has said yet is checked when it is known
             if x is not UNSAID and not x.has_kernels(name, dim):
                 raise LoweringError(
                     f"no kernel reads {name} of {x}\n  q is of {', '.join(FLOATS)}; k and v are of these or "
-                    f"{', '.join(BYTES)}, one value in a byte, with one scale for each token and head or none"
+                    f"{', '.join(BYTES)}, one value in a byte, with one scale for each token and head or none.\n"
+                    f"  q, k and v together may be of {FP8}, with a scale for each head or block of tokens"
                 )
 
     @cached_property
     def kv_dtype(self) -> str:
         """The dtype of k and v where it is not that of q: of 8 bits."""
         return "" if self.k.dtype == self.q.dtype else self.k.dtype
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of k and v where it has 8 bits, which no gradient flows to."""
+        return self.k.dtype if self.k.dtype in BYTES else ""
 
     @property
     def is_empty(self) -> bool:
@@ -462,7 +495,7 @@ def make_plan(
     facts: ProgramFacts | None = None,
     *,
     keep_mask: Expr | None = None,
-    weight: Expr | None = None,
+    value_scale: Expr | None = None,
     pages: Pages | None = None,
     unwritten: bool = False,
 ) -> LoopPlan:
@@ -470,8 +503,8 @@ def make_plan(
 
     Without the facts that rows are not empty and scores are finite, the -inf checks stay. The limits of the facts
     decide between 32- and 64-bit integers, and facts of tables let a row's ends come from tables. `keep_mask` is that
-    of dropout, see `survives`. `weight` and `pages` are of stored keys and values; those that no query sees may hold
-    anything, and with `unwritten` plain ones may as well.
+    of dropout, see `survives`. `value_scale` and `pages` are of stored keys and values; those that no query sees may
+    hold anything, and with `unwritten` plain ones may as well.
 
     >>> from frisket.dsl.sugar import q, k
     >>> make_plan(ProgramExprs((q >= k) & (q - k <= 255))).mask
@@ -480,21 +513,33 @@ def make_plan(
     facts = ProgramFacts() if facts is None else facts
     bounds, limits, score = facts.bounds, facts.limits, exprs.score
     formulas = [] if bounds is None else [bounds.first, bounds.full_first, bounds.full_last, bounds.last]
+    # a mask that reads neither b nor h has one layout for all
     reads = uses(exprs.mask) if exprs.mask is not None else frozenset()
+    # before literals are lifted: a slot has no known size
     wide = needs_int64((*exprs.parts, *formulas), limits)
     ours = untied(exprs.parts)
     if ours:  # operands that only names tell apart: in an order that names do not decide
         exprs = exprs.changed(lambda e: simplify(renamed(e, ours)))
         formulas = [simplify(renamed(e, ours)) for e in formulas]
     names = _Names({new: name for name, new in ours.items()})
+    weighted, counts, counted = exprs.weight is not None, False, None
+    if exprs.weight is not None:
+        # what may be NaN or infinite without any key is not evaluated there
+        counts = exprs.divide is not None and ("count" in uses(exprs.divide) or not finite(exprs.divide, {}))
+        seen = ne(exprs.score, NEG_INF) if exprs.score is not None and not facts.score_finite else None
+        counted = None if seen is None else names.lift(simplify(seen))
+        exprs = replace(exprs, score=simplify(exprs.weight_of_score(facts.score_finite)), weight=None)
+        score = exprs.score
     lifted = exprs.changed(names.lift)
+    # the 1 of an end says whether a bound is strict, and is no number of the user's
     new_bounds = Bounds(*(names.lift(e, units=False) for e in formulas)) if bounds is not None else None
     new_keep = names.lift(renamed(keep_mask, ours)) if keep_mask is not None else None
-    new_weight = names.lift(renamed(weight, ours)) if weight is not None else None
+    new_scale = names.lift(renamed(value_scale, ours)) if value_scale is not None else None
     hold = frozenset((fact, ours.get(name, name)) for fact, name in facts.table_facts)
     by_query, by_key = (
         None if exprs.mask is None else names.ends(exprs.mask, axis, wide, limits, hold) for axis in "kq"
     )
+    # pages are read like a table of the user's, so that one code clamps both
     place = lookup(pages.source, (var("b"), var("k") // pages.size), INT) if pages else None
     paged = names.lift(renamed(place, ours)) if place is not None else None
     tables = list(names.tables.values())
@@ -502,12 +547,14 @@ def make_plan(
         mask=lifted.mask, score=lifted.score, score_class=score_class(score), slots=tuple(names.slots.values()),
         tables=tuple(t for t in tables if t.derived not in ENDS_OF_RUNS),
         bounds=new_bounds,
-        guard=not (facts.rows_nonempty and (score is None or facts.score_finite)),
-        uses_batch="b" in reads, uses_head="h" in reads, int64=wide, text=text, keep_mask=new_keep, weight=new_weight,
+        guard=not (facts.rows_nonempty and (score is None or facts.score_finite)) and not weighted,
+        uses_batch="b" in reads, uses_head="h" in reads, int64=wide, text=text, keep_mask=new_keep,
+        value_scale=new_scale,
         pages=None if paged is None else paged.name, page=pages.size if pages else 0,
-        unwritten=unwritten or weight is not None or pages is not None,
+        unwritten=unwritten or pages is not None or (value_scale is not None and "k" in uses(value_scale)),
         by_query=by_query, by_key=by_key,
         run_tables=tuple(t for t in tables if t.derived in ENDS_OF_RUNS),
+        weighted=weighted, divide=lifted.divide, counts=counts, counted=counted,
     )  # fmt: skip
 
 
@@ -529,10 +576,11 @@ class _Names:
         self.tables: dict[tuple[str, str], TableUse] = {}
 
     def lift(self, root: Expr, units: bool = True) -> Expr:
-        """Lift literals to slots: bounds and summands become slots; divisors, factors, shifts and Float literals stay,
+        """Lift literals to slots: bounds and summands become slots. Divisors, factors, shifts and Float literals stay,
         and so does the 1 of a formula (`units`), which says strict or not and is no number of the user's."""
         done: dict[Expr, Expr] = {}
         for e in walk(root):
+            # a parameter is a slot: another value is the same kernel
             if e.op == "param":
                 done[e] = self._slot(("param", e.name), e.type, source=self.users.get(e.name, e.name))
             elif e.op in ("lookup", "segment"):
@@ -542,6 +590,7 @@ class _Names:
             elif e.op in _LIFTED and e.args[0].type is INT:
                 done[e] = build(e.op, *(self._operand(a, done[a], units) for a in e.args))
             else:
+                # divisors, factors and Floats stay literals: the text of a kernel depends on them
                 done[e] = make(e.op, tuple(done[a] for a in e.args), e.name, e.type) if e.args else e
         return done[root]
 
@@ -552,8 +601,10 @@ class _Names:
         `q - k <= n` is `k >= q - n`, which is further from 0."""
         reach = max(limits.get(n, 0) for n in "qk")
         ends = ends_of(mask, axis, facts if reach < RUN_LIMIT else frozenset())
+        # no interval: the kernel asks every pair
         if ends is None:
             return None
+        # ends may leave 32 bits where no clause does; asking pairs is cheaper than 64 bits
         if not wide and needs_int64([e for e in (ends.first, ends.last) if e is not None], limits):
             return None
         first, last = (None if e is None else self.lift(e, units=False) for e in (ends.first, ends.last))
@@ -561,11 +612,13 @@ class _Names:
 
     def _operand(self, e: Expr, lifted: Expr, units: bool) -> Expr:
         """An operand: a slot for a literal, `lifted` for anything else."""
+        # 0, and the 1 of an end, are no numbers of the user's: another value would be another mask
         if e.op != "lit" or e.type is not INT or e.name == 0 or (abs(e.name) == 1 and not units):
             return lifted
         return self._slot(("lit", e.name), INT, value=e.name)
 
     def _slot(self, key: tuple[Any, ...], type: Type, **what: Any) -> Expr:
+        # equal literals share a slot, so their number does not depend on how often they occur
         if key not in self.slots:
             self.slots[key] = Slot(f"s{len(self.slots)}", type, **what)
         return param(self.slots[key].name, type)
@@ -575,6 +628,7 @@ class _Names:
             return self._table(e, args)
         at, (least, _) = args[0], interval(e.args[0])
         known = self._table(e, args, "segment")
+        # a position that is never negative needs one of the two tables
         if least is not None and least >= 0:
             return known
         return where(at >= 0, known, self._table(e, (-1 - at,), "segment below"))
@@ -594,6 +648,7 @@ def score_class(score: Expr | None) -> Literal["identity", "affine", "general"]:
     """The way a score mod uses `score`: unchanged, `score + f` with f free of it, or anything else."""
     if score is None:
         return "identity"
+    # s + f(q, k) has the derivative 1, so a backward multiplies by no slope
     if score.op in ("add", "sub") and score.args[0].op == "var" and "score" not in uses(score.args[1]):
         return "affine"
     return "general"
@@ -610,6 +665,7 @@ def _near(ends: Ends | None, limits: Mapping[str, float]) -> Ends | None:
         return ends
     leaves = [{n for n in walk(e) if n.op in ("param", "lookup") and n.name in limits} for e in bounds]
     linear = {"add", "sub", "min", "max", "lit", "var", "param", "lookup"}
+    # the clamp below is exact for one unknown number in a linear end alone
     if max(map(len, leaves)) > 1 or not {n.op for n in walk(*bounds)} <= linear:
         return None
     near = {n: build("max", build("min", n, lit(2 * RUN_LIMIT)), lit(-2 * RUN_LIMIT)) for n in set().union(*leaves)}
@@ -621,10 +677,13 @@ def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float], most: float 
     parts, size, widest = list(parts), dict[Expr, float](), 0.0
     wrapping = modular(*parts)
     for e in walk(*parts):
+        # Ints that wrap by themselves, as in a hash, have no size to check
         if e.type is INT and e not in wrapping:
             args = [size.get(a, 0.0) for a in e.args]
             size[e] = float(RUN_LIMIT) if e.op in ENDS_OF_RUNS else magnitude(e, args, limits)
+            # an entry of a table is checked when the table is bound, not here
             wide = min(size[e], 2.0**62 if e.op == "lookup" else size[e])
+            # comparisons and divisions make no Int larger than their operands
             if wide >= most and (e.op in RING or e.op == "abs"):
                 remedy = "bound its parameters, or keep its products and powers smaller"
                 raise LoweringError(f"an integer of this mask may leave 64 bits in `{e!r}`\n  {remedy}")

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @dataclass(frozen=True)
 class Compiled:
     """One kernel for one architecture: registers a thread, `stack` in bytes a thread, which are spills, `shared` in
-    bytes a block, `tma_bytes` of one TMA copy, the disassembler's text, empty where there is none, and the stages
-    of its pipeline."""
+    bytes a block, `tma_bytes` of one TMA copy, the disassembler's text, or the assembly of AMD's compiler, and the
+    stages of its pipeline."""
 
     kernel: str
     arch: str
@@ -89,7 +89,8 @@ def kept(kernel: str, arch: str, warps: int, key: Any, compile: Callable[[], Any
     def make() -> dict[str, Any]:
         return asdict(_read(kernel, arch, warps, compile()))
 
-    return Compiled(**remembered(("compiled 2", kernel, arch, warps, triton_version(), key), make))
+    form = "compiled 3" if arch.startswith("gfx") else "compiled 2"  # with the assembly of AMD's compiler
+    return Compiled(**remembered((form, kernel, arch, warps, triton_version(), key), make))
 
 
 def _read(kernel: str, arch: str, warps: int, found: Any) -> Compiled:
@@ -99,7 +100,7 @@ def _read(kernel: str, arch: str, warps: int, found: Any) -> Compiled:
         text = found.asm["amdgcn"]
         registers, stack = (int(re.findall(rf"\.{n}:\s+(\d+)", text)[0]) for n in (
             "vgpr_count", "private_segment_fixed_size"))  # fmt: skip
-        return Compiled(kernel, arch, version, warps, registers, stack, shared, 0.0, "")
+        return Compiled(kernel, arch, version, warps, registers, stack, shared, 0.0, text)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])
         file.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,29 @@ A100 = Gpu(
     registers=65536, shared_bytes=167_936, reserved=1024, warps=64,
     launch=900, power_base=0.5, power_slope=0.6,
 )  # fmt: skip
-GPUS = {gpu.arch: gpu for gpu in (A100, H100)}
+# RTX 3090: as above for compute capability 8.6: results a cycle of an SM are 128 for float32, 64 for integers and
+# comparisons, 16 for exp2. SMs, clock and memory: NVIDIA Ampere GA102 whitepaper, appendix A: 82 SMs, 1.695 GHz,
+# 936 GB/s, 6 MB of L2. Matrix: the same table has 71 TFLOP/s of 16-bit products that add in float32 = 82 SMs x 512
+# FLOP x 1.695 GHz; GeForce adds them in float32 at half the rate of float16. Shared memory: the CUDA Programming Guide,
+# table "Technical Specifications per Compute Capability": 100 KB and 48 warps of an SM. Latencies and L2 are an A100's:
+# estimates. The board's power takes no clock here, as products fill half of what the unit could.
+RTX_3090 = replace(
+    A100, name="RTX 3090", arch="sm_86", processors=82, clock=1.695e9, half_fma=2, matrix=64,
+    hbm=0.9 * 936e9, l2_bytes=6 << 20, shared_bytes=102_400, warps=48, power_base=0.5, power_slope=0.5,
+)  # fmt: skip
+# RTX 4090: as an RTX 3090 by the same tables for compute capability 8.9. NVIDIA Ada GPU Architecture whitepaper,
+# appendix A: 128 SMs, 2.52 GHz, 1,008 GB/s, 72 MB of L2, and 165.2 TFLOP/s that add in float32 = 128 SMs x 512 FLOP x
+# 2.52 GHz.
+RTX_4090 = replace(
+    RTX_3090, name="RTX 4090", arch="sm_89", processors=128, clock=2.52e9, hbm=0.9 * 1008e9, l2_bytes=72 << 20
+)
+# L40S: an Ada GPU that adds in float32 at the full rate. Its data sheet: 142 SMs (18,176 CUDA cores), 864 GB/s, and
+# 362 TFLOP/s without sparsity = 142 SMs x 1,024 FLOP x 2.49 GHz; the Ada whitepaper: 96 MB of L2.
+L40S = replace(
+    RTX_4090, name="L40S", processors=142, clock=2.49e9, matrix=128, hbm=0.9 * 864e9, l2_bytes=96 << 20
+)  # fmt: skip
+GPUS = {gpu.arch: gpu for gpu in (A100, RTX_3090, RTX_4090, H100)}
+OTHERS = (L40S,)  # GPUs of an architecture in GPUS, with other rates
 
 
 def resident(gpu: Gpu, warps: int, registers: int, shared: int) -> int:

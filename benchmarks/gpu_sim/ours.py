@@ -11,16 +11,22 @@ from typing import Any
 import numpy as np
 
 import frisket as fk
+from frisket.lowering.architectures import architecture_of
+from frisket.lowering.dtypes import FP8
 from frisket.lowering.kernels.triton import backward, forward
 from frisket.lowering.kernels.triton.captured import emit_all
 from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget
-from frisket.lowering.plan import Geometry, LoopPlan, Target
+from frisket.lowering.plan import K_SCALE, Q_SCALE, V_SCALE, Geometry, LoopPlan, Target
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.backends.gluon import torch as gluon_kernels
 from frisket.runtime.backends.triton import kernels as triton_kernels
-from frisket.runtime.backends.triton.tiles import TABLE, of_kernel, ordered
+from frisket.runtime.backends.triton.tiles import TABLE, of_amd, of_kernel, ordered
+from frisket.runtime.calls.arrays import Stored
 from frisket.runtime.machine.modules import load_from_file
 
 from .compiled import Compiled, kept
+from .machine import GPUS
 
 LENGTH, HEADS = 8192, 16
 DRAWN = "12 documents"  # of benchmarks/gpu.py
@@ -32,16 +38,20 @@ FLOPS = {"forward": 4, "dq": 6, "dkv": 8, "dk": 6, "dv": 4}
 
 @dataclass(frozen=True, order=True)
 class Tile:
-    """A tile of queries and keys, with the warps and stages that walk it, and whether tensor descriptors read it."""
+    """A tile of queries and keys, with the warps and stages that walk it, and whether tensor descriptors read it. AMD's
+    compiler takes `waves` and `mfma`, as a Target has them; 0: as frisket chooses."""
 
     block_q: int
     block_k: int
     warps: int
     stages: int
     descriptors: int = 0
+    waves: int = 0
+    mfma: int = 0
 
     def __str__(self) -> str:
-        return f"{self.block_q} x {self.block_k} w{self.warps} s{self.stages}{' TMA' * self.descriptors}"
+        amd = "".join(f" {n} {x}" for n, x in (("waves", self.waves), ("mfma", self.mfma)) if x)
+        return f"{self.block_q} x {self.block_k} w{self.warps} s{self.stages}{' TMA' * self.descriptors}{amd}"
 
     @classmethod
     def read(cls, text: str) -> Tile:
@@ -162,7 +172,8 @@ def together(ours: Ours, length: int, places: int) -> int:
     if target.order == "longest-first":
         return 1
     g = Geometry(1, places, min(places, 32), length, length, ours.dim, ours.dim, 1.0)
-    return places if ordered(target.everywhere(order="longest-first"), g).order != "longest-first" else 1
+    count = GPUS[ours.arch].processors
+    return places if ordered(target.everywhere(order="longest-first"), g, count).order != "longest-first" else 1
 
 
 def compiled(ours: Ours, tile: Tile) -> Compiled:
@@ -173,6 +184,10 @@ def compiled(ours: Ours, tile: Tile) -> Compiled:
         own, block_q=tile.block_q, block_k=tile.block_k, num_warps=tile.warps, num_stages=tile.stages,
         descriptors=bool(tile.descriptors),
     )  # fmt: skip
+    gpu = architecture_of(ours.arch)
+    if gpu.vendor == "amd":
+        chosen_by_rows = of_amd(ours.part, mine, gpu)
+        mine = replace(chosen_by_rows, waves=tile.waves, mfma=tile.mfma or chosen_by_rows.mfma)
     whole = replace(target, **{ours.part: mine}) if ours.kernel != "forward" else replace(
         mine, dq=target.dq, dkv=target.dkv, decode=target.decode
     )  # fmt: skip
@@ -184,6 +199,28 @@ def compiled(ours: Ours, tile: Tile) -> Compiled:
         name, ours.arch, tile.warps, key, lambda: triton_kernels.compiled_for(ours.arch, kernel, plan, mine, dims)
     )
     return replace(found, stages=tile.stages)
+
+
+def compiled_gluon(
+    mask: str, arch: str, dim: int, v_dim: int, dtype: str = "bfloat16", tokens: int = 128
+) -> tuple[Compiled, TritonTarget]:
+    """Gluon's forward under a mask of MASKS, compiled by the Triton that is installed, and its tile. 8-bit queries and
+    keys have a scale for each block of `tokens`, or of a head where that is 0."""
+    known, dims = MASKS[mask], Dims(dim, v_dim, dtype)
+    att = fk.compile(known.text, known.score, backend="gluon", **known.tables)
+    if dtype == FP8:
+        of = ((Q_SCALE, tokens), (K_SCALE, tokens), (V_SCALE, 0))
+        how = Stored(False, False, 0, "bhsd", 1, (0, 0, 0), of)
+        att = Attention(att.program.stored_as(how), att.options)
+    made = att.stages(
+        backend="gluon", arch=arch, q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS, head_dim=dim,
+        v_dim=v_dim, dtype=dims.dtype,
+    )  # fmt: skip
+    kernel, key = vars(load_from_file(made.source))["attention_forward"], (made.source, made.target, dims)
+    found = kept(
+        "attention_forward", arch, 4, key, lambda: gluon_kernels.compiled_for(kernel, made.plan, made.target, dims)
+    )
+    return found, made.target
 
 
 @cache

@@ -18,7 +18,7 @@ from .ours import Ours, Tile
 from .published import ROWS, case, name
 from .sass import counted
 from .schedule import SCHEDULES, launched, longest_of_a_head, packed, rows_of
-from .serving import Step, divided, flex_timed, timed
+from .serving import Heads, Step, divided, flex_timed, timed
 
 Row = dict[str, Any]
 MODEL, PAIR = "TFLOP/s, full model", "frisket / flex"
@@ -165,6 +165,7 @@ STORES = {
     "fp8": ("float8_e4m3fn", 0), "fp8, pages of 16": ("float8_e4m3fn", 16),
 }  # fmt: skip
 QUERIES, SEQUENCES, LENGTHS = (1, 4, 16), (1, 8, 32), {"8k": 8192, "32k": 32768, "128k": 131072}
+PLANNED = "speed-up over one call, planners included"
 RATE, WAITED, OF_RATE = "share of the memory rate, %", "us, launches included", 85
 
 
@@ -184,6 +185,48 @@ def serving() -> Iterator[tuple[str, Row]]:
                 yield f"{store}, {queries} x {batch}", {
                     "figures": rows, "goals": {"at least": {RATE: dict.fromkeys(LENGTHS, OF_RATE)}},
                 }  # fmt: skip
+
+
+SHARED, OWN, SPEED_UP = {"8k": 8192, "32k": 32768}, 1024, "speed-up over one call"
+# launches of a cascade besides those of its two steps, the merge; and planners of either, that of the tokens behind the
+# prefix, which itself is planned once (tests/runtime/caches/children/cascade_launched.py)
+SMALL, PLANNERS = 1, (1, 1)
+
+
+def cascade() -> Iterator[tuple[str, Row]]:
+    """Steps of sequences with a common prefix and 1,024 tokens of their own: one call, and the prefix read once."""
+    for store, kv_dtype in (("bf16", ""), ("int8", "int8")):
+        for batch in (8, 32):
+            rows: dict[str, dict[str, float]] = {WAITED: {}, SPEED_UP: {}, PLANNED: {}}
+            for tokens, length in SHARED.items():
+                one = timed(Step(1, (length + OWN,) * batch, kv_dtype, 64)).seconds
+                parts = Step(batch, (length,), kv_dtype, 64), Step(1, (OWN,) * batch, kv_dtype, 64)
+                two = sum(timed(x).seconds for x in parts) + SMALL * full.SECONDS_A_LAUNCH
+                planned = [x + n * full.SECONDS_A_LAUNCH for x, n in zip((one, two), PLANNERS, strict=True)]
+                rows[WAITED] |= {tokens: round(1e6 * one, 1), f"cascade, {tokens}": round(1e6 * two, 1)}
+                rows[SPEED_UP][tokens], rows[PLANNED][tokens] = (round(a / b, 2) for a, b in ((one, two), planned))
+            goals = {} if kv_dtype else {"goals": {"at least": {PLANNED: {"8k": 1.5}}}}
+            yield f"{store}, pages of 64, {batch} sequences", {"figures": rows, **goals}
+
+
+LATENT, LATENT_HEADS, LATENT_QUERIES = (576, 512), (16, 128), (1, 4)
+READ = "bytes read / bytes of keys"
+
+
+def latent() -> Iterator[tuple[str, Row]]:
+    """Steps of multi-head latent attention, compared with kernels that read keys and values apart."""
+    for heads in LATENT_HEADS:
+        for queries in LATENT_QUERIES:
+            for batch in SEQUENCES:
+                rows: dict[str, dict[str, float]] = {RATE: {}, WAITED: {}, READ: {}}
+                for tokens, length in LENGTHS.items():
+                    for kind, shared in (("", True), ("apart, ", False)):
+                        step = Step(queries, (length,) * batch, key_heads=1, heads=Heads(heads, *LATENT, True, shared))
+                        x = timed(step)
+                        rows[RATE][kind + tokens] = round(100 * x.share, 1)
+                        rows[WAITED][kind + tokens] = round(1e6 * x.seconds, 1)
+                        rows[READ][kind + tokens] = round(x.read, 2)
+                yield f"{heads} heads, {queries} x {batch}", {"figures": rows}
 
 
 PROMPTS, TENSOR, CHUNKED = (64, 256, 320, 512, 2048), (64, 320, 2048), (1, 4, 8)  # queries, and sequences

@@ -50,6 +50,18 @@ TURNS = 8  # full tiles of the simulated program from which the fixed time of a 
 
 
 @dataclass(frozen=True)
+class Heads:
+    """The heads of an attention: query heads of a key head, and the sizes of keys and values, which are
+    the first numbers of keys in multi-head latent attention (MLA)."""
+
+    group: int = GROUP
+    dim: int = DIM
+    v_dim: int = DIM
+    latent: bool = False  # values are the first numbers of keys
+    shared_values: bool = False  # and kernels know it
+
+
+@dataclass(frozen=True)
 class Step:
     """A step of `queries` queries for every sequence, its last tokens. Sequences have `lengths` tokens, and the cache
     has room for `room` tokens of each."""
@@ -60,6 +72,7 @@ class Step:
     page: int = 0
     arch: str = "sm_90"
     key_heads: int = KEY_HEADS
+    heads: Heads = Heads()
 
     @property
     def room(self) -> int:
@@ -67,31 +80,49 @@ class Step:
 
     @property
     def entry(self) -> int:
-        """Bytes of one key or one value of one head, with its scale."""
-        return DIM + 4 if self.kv_dtype else 2 * DIM
+        """Bytes of a key and its value of one head, with their scales."""
+        return self._bytes(self.heads.dim + self.heads.v_dim * (not self.heads.latent))
+
+    @property
+    def read(self) -> int:
+        """The bytes of `entry` that a program reads: a latent twice where kernels do not know that it is one."""
+        return self._bytes(self.heads.dim + self.heads.v_dim * (not self.heads.shared_values))
+
+    def _bytes(self, numbers: int) -> int:
+        return numbers + 8 if self.kv_dtype else 2 * numbers
 
     @property
     def bytes(self) -> float:
         """Bytes of all visible keys and values, their scales and page numbers."""
         pages = sum(-(-n // self.page) for n in self.lengths) * 4 if self.page else 0
-        return 2.0 * sum(self.lengths) * self.key_heads * self.entry + pages
+        return float(sum(self.lengths) * self.key_heads * self.entry) + pages
+
+    @property
+    def pair(self) -> int:
+        """FLOP of the products of a query of one head and a key."""
+        return 2 * (self.heads.dim + self.heads.v_dim)
 
     @property
     def flops(self) -> float:
         """FLOP of the products of all visible pairs."""
         pairs = sum(n - (self.queries - 1) / 2 for n in self.lengths) * self.queries
-        return 4.0 * DIM * pairs * GROUP * self.key_heads
+        return float(self.pair * pairs * self.heads.group * self.key_heads)
 
     @property
     def geometry(self) -> Geometry:
-        keys, n = self.key_heads, self.queries
-        scale = DIM**-0.5
+        keys, n, x = self.key_heads, self.queries, self.heads
+        scale = x.dim**-0.5
         kv = Operand(self.kv_dtype)
-        return Geometry(len(self.lengths), GROUP * keys, keys, n, self.room, DIM, DIM, scale, k=kv, v=kv)
+        return Geometry(len(self.lengths), x.group * keys, keys, n, self.room, x.dim, x.v_dim, scale, k=kv, v=kv)
 
     @property
     def dims(self) -> Dims:
-        return Dims(DIM, DIM, "bfloat16", GROUP, self.kv_dtype)
+        x = self.heads
+        return Dims(x.dim, x.v_dim, "bfloat16", x.group, self.kv_dtype, shared_values=x.shared_values)
+
+    @property
+    def plan(self) -> LoopPlan:
+        return plan_of(self.kv_dtype, self.page, self.heads.group)
 
 
 @dataclass(frozen=True)
@@ -159,20 +190,20 @@ def stream(blocks: Sequence[Block], places: int, cap: float) -> float:
 
 
 @cache
-def plan_of(kv_dtype: str, page: int) -> LoopPlan:
+def plan_of(kv_dtype: str, page: int, group: int = GROUP) -> LoopPlan:
     """The plan of causal attention over a cache, in which every sequence has its own start and end."""
     mask = (k <= q + lookup("start", (b,))) & (k < lookup("end", (b,)))
-    places = (lookup("pages", (b, k // page)), h // GROUP, k % page) if page else (b, h // GROUP, k)
+    places = (lookup("pages", (b, k // page)), h // group, k % page) if page else (b, h // group, k)
     key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
     pages = Pages("pages", page) if page else None
-    exprs, weight = (ProgramExprs(mask, score * key), value) if kv_dtype else (ProgramExprs(mask), None)
-    return make_plan(exprs, weight=weight, pages=pages, unwritten=True)
+    exprs, value_scale = (ProgramExprs(mask, score * key), value) if kv_dtype else (ProgramExprs(mask), None)
+    return make_plan(exprs, value_scale=value_scale, pages=pages, unwritten=True)
 
 
 def divided(step: Step, whole: bool = False) -> Shares:
     """The shares that frisket chooses: lengths live on the device, so that the host knows the room alone. With `whole`
     they are the forward's: a program for every tile of queries of every head."""
-    plan, gpu = plan_of(step.kv_dtype, step.page), GPUS[step.arch]
+    plan, gpu = step.plan, GPUS[step.arch]
     stored = bool(step.kv_dtype or step.page)
     traits = ProgramTraits(MEDIUM, stored=stored, paged=step.page > 0, unwritten=True)
     tile = default_target(step.geometry, "bfloat16", traits, arch=step.arch)
@@ -188,7 +219,7 @@ def is_forward(chosen: Shares) -> bool:
 @cache
 def made(name: str, step: Step, chosen: Shares) -> Compiled:
     """The compiled kernel called `name` of the module for a step."""
-    plan, target = plan_of(step.kv_dtype, step.page), chosen.target
+    plan, target = step.plan, chosen.target
     target = replace(target, splits=int(chosen.alone))
     if name == "attention_forward":
         source = forward.emit(plan, target, step.dims)
@@ -254,7 +285,7 @@ def programs_of(step: Step, chosen: Shares) -> list[Program]:
             begin, end = (n * (border + full) // parts for n in (part, part + 1))
             ranges = range(min(begin, border), min(end, border)), range(max(0, begin - border), max(0, end - border))
             found.append((sequence, *ranges))
-    heads = [key_head for key_head in range(step.key_heads) for _ in range(GROUP // chosen.pack)]
+    heads = [key_head for key_head in range(step.key_heads) for _ in range(step.heads.group // chosen.pack)]
     if chosen.balanced:  # programs of all heads one after another, and then those without a row
         idle = chosen.grid(step.geometry)[1] - len(found)
         found += [(0, range(0), range(0))] * idle
@@ -313,10 +344,11 @@ def timed(step: Step, chosen: Shares | None = None) -> StepTime:
     more = combine_cycles(step, chosen, gpu) if not chosen.alone else 0
     programs = programs_of(step, chosen)
     tiles = sum(x.tiles for x in programs)
-    again = step.queries > chosen.queries or chosen.pack < GROUP  # several programs read a tile
-    room = gpu.l2_bytes / (2 * step.entry * target.block_k)
+    again = step.queries > chosen.queries or chosen.pack < step.heads.group  # several programs read a tile
+    room = gpu.l2_bytes / (step.entry * target.block_k)
     places = gpu.processors * max(1, resident(gpu, one.warps, one.registers, one.shared))
     far = fetched(programs, places, room) / tiles if again else 1.0
+    far *= step.entry / step.read  # what a program reads twice comes from L2 the second time
     blocks = [(len(x.border), len(x.full)) for x in programs]
     return _timed(step, one, blocks, target.block_k, target.block_q, more, far)
 
@@ -353,9 +385,9 @@ def _timed(
     working = 1 + max(i for i, n in enumerate(programs) if sum(n))  # the programs after these leave at once
     fit = max(1, min(fit, -(-working // near.processors)))
     border, full = loop_numbers(one, one.sass.products)
-    x = Kernel(one, border, full, rows * keys, 4 * DIM)
+    x = Kernel(one, border, full, rows * keys, step.pair)
     each = figures(one, far, fit)
-    bytes = keys * 2 * step.entry
+    bytes = keys * step.read
     fixed = {n: near.launch + beside(x, far, n, fit, len(programs), bytes) for n in (False, True)}
     blocks = [
         Block(fixed[e > 0], e * each[border].cycles + f * each[full].cycles, (e + f) * bytes * share)
@@ -389,7 +421,7 @@ def combine_cycles(step: Step, chosen: Shares, gpu: Gpu) -> float:
     """Cycles of the kernel that combines the parts, simulated from its first to its last instruction."""
     one = made("attention_combine", step, chosen)
     turns = -(-max(parts for *_, parts in rows_of(step, chosen)) // 16)
-    total = step.queries * GROUP * step.key_heads * len(step.lengths)
+    total = step.queries * step.heads.group * step.key_heads * len(step.lengths)
     fit = min(resident(gpu, one.warps, one.registers, one.shared), -(-total // gpu.processors))
     kernel = one.sass
     (loop,) = kernel.loops

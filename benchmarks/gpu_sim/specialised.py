@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from .full import Work, makespan, path
 from .machine import Gpu
@@ -52,26 +53,44 @@ def roles(kernel: Sass, gpu: Gpu, turns: tuple[int, int], depth: int, tma_bytes:
     bases = {_address(x) for p in found if p.copies for loop in p.loops for x in kernel.body(loop)} - {None}
     made = []
     for p in found:
+        resolved = _resolved(kernel, p)
         counts = (sum(turns) + 1,) if p.copies else turns[: len(p.loops)]
+        wired = partial(_wired, kernel, gpu, bases, resolved, depth, tma_bytes)
         parts, at = [], p.start
+        early: frozenset[str] = frozenset()  # barriers of tiles that the first part asks already
         for loop, count in zip(p.loops, counts, strict=True):
-            parts.append((_wired(kernel, path(kernel, at, [loop.start])[:-1], gpu, bases, depth, tma_bytes), 1))
-            parts.append((_wired(kernel, [*kernel.way(loop.start, loop.stop)], gpu, bases, depth, tma_bytes), count))
+            parts.append((wired(path(kernel, at, [loop.start])[:-1]), 1))
+            parts.append((wired([*kernel.way(loop.start, loop.stop)]), count))
+            early = early or frozenset(n for s in parts[0][0] if s.kind == "await" for n, _ in s.keys)
             at = loop.stop
         ends = [
             i for i, x in enumerate(kernel.instructions)
             if x.op == "EXIT" or (x.op.startswith("BRA") and not x.predicate and x.target is not None and x.target <= i)
         ]  # fmt: skip
-        parts.append((_wired(kernel, path(kernel, at, ends), gpu, bases, depth, tma_bytes), 1))
+        parts.append((wired(path(kernel, at, ends), early), 1))
         made.append(Role(1 if p.copies else 4, tuple(x for x in parts if x[0])))
     return made
 
 
+def _resolved(kernel: Sass, p: Program) -> dict[str, int]:
+    """The addresses of barriers that a loop names by a register alone, or before one: those of the same steps of the
+    program's other loops."""
+    asked = [[x for x in kernel.body(loop) if x.op.startswith("SYNCS")] for loop in p.loops]
+    pairs = ((x, y) for some in asked for others in asked if len(some) == len(others) for x, y in zip(some, others))
+    return {_place(x): at for x, y in pairs if _address(x) is None and (at := _address(y)) is not None}
+
+
+def _place(x: Instruction) -> str:
+    return x.text[x.text.index("[") : x.text.index("]")]
+
+
 def _wired(
-    kernel: Sass, way: Sequence[int], gpu: Gpu, bases: set[int | None], depth: int, tma_bytes: float
-) -> list[Step]:
-    """Steps with their barriers. A second question about a phase changes nothing; barriers of all threads, at which
-    programs begin and end, are left out."""
+    kernel: Sass, gpu: Gpu, bases: set[int | None], resolved: dict[str, int], depth: int, tma_bytes: float,
+    way: Sequence[int], early: frozenset[str] = frozenset(),
+) -> list[Step]:  # fmt: skip
+    """Steps with their barriers. A second question about a phase changes nothing: one of the same address, one about a
+    ring of tiles in the same part, or one of `early`, the barriers that an earlier part has asked one tile ahead.
+    Barriers of all threads, at which programs begin and end, are left out."""
     code = [kernel.instructions[i] for i in way]
     made = [(x, s) for x in code for s in steps([x], gpu, tma_bytes)]
     asked: set[str] = set()
@@ -80,13 +99,15 @@ def _wired(
         if s.kind in ("barrier", "signal") and not s.warps:
             s.kind, s.pipe = "pipe", ""
         elif s.kind in ("await", "post"):
-            name = f"{_base(_address(x), bases, depth):x}"
+            base = _base(_address(x) or resolved.get(_place(x)), bases, depth)
+            name, ring = f"{base:x}", base in bases
             if s.kind == "post":
                 newest = name
-            if s.kind == "post" or x.operands not in asked:
+            known = x.operands in asked or name in early or (ring and name in asked)
+            if s.kind == "post" or not known:
                 # what the copying program asks for is free at first, all stages of it
                 s.keys = ((name, depth if _loads(kernel, x) else 0),)
-            asked.add(x.operands)
+            asked |= {x.operands, name}
         elif s.kind == "tma":
             s.keys = ((newest, 0),)
     return [s for _, s in made]

@@ -1,6 +1,6 @@
 """Arrays of a traced jaxpr: a shape, and the Expr of the element at given indices.
 
-Indexing, broadcasting, transposing and arithmetic all come down to which elements are asked for, so a captured
+Indexing, broadcasting, transposing and arithmetic all come down to which elements are read. So a captured
 array that is sliced, indexed by `b`, then by `q, k` becomes one lookup with all its indices.
 """
 
@@ -237,7 +237,7 @@ def _dynamic_slice(p: Mapping[str, Any], x: Array, *starts: Array) -> Element:
 
 def _gather(p: Mapping[str, Any], x: Array, where: Array) -> Element:
     """XLA's gather: the axes of the result that are not offsets choose a row of `where`, which says where in `x` a
-    window of `slice_sizes` starts; the offsets say where in the window."""
+    window of `slice_sizes` starts. The offsets say where in the window."""
     d, sizes = p["dimension_numbers"], p["slice_sizes"]
     batching = getattr(d, "operand_batching_dims", ())
     rows = getattr(d, "start_indices_batching_dims", ())
@@ -279,7 +279,7 @@ class Reductions:
         return ir.reduce(kind, ZERO, self._end(body, n), body)
 
     def _end(self, body: Callable[[Expr], Expr], n: int) -> Expr:
-        probe = ir.make("bound", (), ("axis", next(_fresh)))  # its own: reductions nest
+        probe = ir.make("bound", (), ("axis", next(_fresh)))  # a new one, as reductions nest
         for node in ir.walk(body(probe)):
             if node.op == "lookup":
                 for axis, e in enumerate(node.args):

@@ -256,7 +256,7 @@ def _computed_once(eqn: Any) -> bool:
         return any(n not in (1, m) for n, m in zip(eqn.outvars[0].aval.shape, old, strict=True))
     if name == "reshape":
         return not only_units(old, eqn.outvars[0].aval.shape)
-    if name in ("concatenate", "stack"):  # captured scalars beside one another stay parameters
+    if name in ("concatenate", "stack"):  # captured scalars in one array stay parameters
         return any(v.aval.size > 1 for v in eqn.invars)
     return name in ONCE or (name.startswith(("reduce_", "arg", "cum")) and name != "reduce_precision")
 

@@ -199,7 +199,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def is_foreign(x: Any) -> bool:
-    """Whether a function, class or module is of a library: those do not change between calls."""
+    """Whether a function, class or module belongs to a library: those do not change between calls."""
     name = x.__name__ if isinstance(x, ModuleType) else x.__module__
     return (name or "").partition(".")[0] in LIBRARIES
 

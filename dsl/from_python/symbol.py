@@ -51,7 +51,7 @@ def axis(size: int, end: Expr | None = None) -> Axis:
 
 
 class Context(threading.local):
-    """The framework of the trace in this thread, for arrays that are not numpy's: `lift` makes a Symbol of one,
+    """The framework of the trace in this thread, for arrays that are not numpy's. `lift` makes a Symbol of one,
     `concrete` computes the value of a Symbol that no position enters, `call` answers a library's function."""
 
     front: Any = None

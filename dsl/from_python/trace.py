@@ -3,8 +3,8 @@
 >>> trace(lambda q, k: (q >= k) & (q - k < 256)).expr
 q >= k & q - k < 256
 
-Arrays the function captures become tables. numpy has no protocol for being indexed by a foreign object, so the trace
-runs a copy of the function whose cells, globals and defaults hold `TracedTable` in place of numpy's arrays; torch has
+Arrays the function captures become tables. numpy has no protocol for being indexed by a foreign object. So the trace
+runs a copy of the function whose cells, globals and defaults hold `TracedTable` in place of numpy's arrays. torch has
 one, so its tensors stay where they are (`from_torch/`). A function that uses JAX is read as a jaxpr (`from_jax/`). The
 user's function is never changed.
 """
@@ -46,7 +46,7 @@ MEANING = {"score": "score", "b": "batch entry", "h": "head", "q": "query", "k":
 @dataclass(frozen=True)
 class Traced:
     """The result of tracing a function. `tables` are the captured arrays and 0-d tensors, the user's own objects, by
-    the names they have in `expr`; `read` are the tensors of torch whose values went into `expr` itself, `result` is the
+    the names they have in `expr`. `read` are the tensors of torch whose values went into `expr` itself, `result` is the
     type of the function's result: an Int of a score mod is made a Float. `scored`: the function takes a score."""
 
     expr: Expr

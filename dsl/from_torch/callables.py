@@ -143,7 +143,10 @@ class Front:
         except RuntimeError:  # inside torch.vmap or torch.func
             readable = False
         if not readable and self.read is not None:
-            fail(f"`{name}` has no values to read: it is a meta or fake tensor, or inside torch.vmap or torch.func")
+            fail(
+                f"`{name}` has no values to read: it is a meta or fake tensor, or inside torch.vmap or torch.func\n"
+                f'  give it to the call, as a name of the text: frisket.attention(q, k, v, "{name}[q, k]", {name}=...)'
+            )
         if value.dtype is self.torch.bool:
             return BOOL
         if value.is_complex() or value.is_quantized:
@@ -353,7 +356,7 @@ class TracedAutogradFunction:
 
     def apply(self, *args: Any) -> Any:
         if self.cls.setup_context is not sys.modules["torch"].autograd.Function.setup_context:
-            return self.forward(*args)  # the newer form has the context in a method of its own
+            return self.forward(*args)  # the newer form has the context in a separate method
         nothing = "save_for_backward save_for_forward mark_non_differentiable set_materialize_grads mark_dirty".split()
         return self.forward(SimpleNamespace(**dict.fromkeys(nothing, lambda *_: None)), *args)
 

@@ -282,7 +282,7 @@ def gelu(input: Any, approximate: str = "none") -> Symbol:
 
 
 def _piece(make: Callable[..., Expr], **defaults: float) -> Function:
-    """The method of a Float function with a few numbers beside its argument."""
+    """The method of a Float function with a few numbers after its argument."""
 
     def call(input: Any, *args: float, inplace: bool = False, **named: float) -> Symbol:
         numbers = {**defaults, **dict(zip(defaults, args)), **named}

@@ -1,6 +1,6 @@
 """Counts the keys each query sees, without looking at pairs: clauses solved a row of queries at a time.
 
-A conjunction leaves each query one range of keys and, in it, residues, a set or a group of equal keys: digits are
+A conjunction leaves each query one range of keys and, in it, residues, a set or a group of equal keys. Digits are
 counted by arithmetic, sets and functions of q - k by prefix sums, groups by their sorted members. Ranges are
 united by a sweep; what is not a range joins by inclusion and exclusion in the gaps between them.
 

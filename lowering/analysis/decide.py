@@ -6,7 +6,7 @@ the search, small ones are looked at. The search is depth first, in order of que
 small and the position found is an early one.
 
 A lookup is inside its table, the segment of a position from the first offset to before the last one. A lookup counts
-where its answer does: under `a & b` a lookup of b counts where a is true, under `a | b` where a is
+where its answer does. Under `a & b` a lookup of b counts where a is true, under `a | b` where a is
 false, in a branch where the branch is taken. A neighbour guards a lookup only if its own lookups are proved, so
 that no answer rests on a clamped one. Outside, frisket clamps; numpy and PyTorch wrap negative indices, JAX wraps
 and clamps: a mask that relies on any of that means different things in different places.

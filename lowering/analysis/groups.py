@@ -172,7 +172,7 @@ class Groups:
         if np.all(at >= n):
             return np.asarray(self.start[group + 1])
         last = np.maximum(at - 1, 0)
-        out = np.where(self.group[last] == group, self.rank[last] + 1, -1)  # the key before is of the group itself
+        out = np.where(self.group[last] == group, self.rank[last] + 1, -1)  # the key before is in the group itself
         out = np.where(at <= 0, self.start[group], np.where(at >= n, self.start[group + 1], out))
         if len(rest := np.flatnonzero(out < 0)):
             out[rest] = np.searchsorted(self.member, group[rest] * n + at[rest])

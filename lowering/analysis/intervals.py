@@ -1,7 +1,7 @@
 """Abstract interpretation over a rectangle of (query, key): the ends of every Int and Float, as Exprs.
 
 A rectangle is `q0 <= q <= q1`, `k0 <= k <= k1` in global coordinates, ends inclusive; b and h are fixed. The
-ends of `e` are Exprs in `q0 q1 k0 k1 b h`, sizes, parameters and table minima and maxima, so that one text
+ends of `e` are Exprs in `q0 q1 k0 k1 b h`, sizes, parameters and table minima and maxima. So one text
 serves the host driver, a kernel's prologue and a planner on a device.
 
 >>> from frisket.dsl.sugar import q, k

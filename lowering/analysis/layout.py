@@ -135,7 +135,7 @@ def analyse(
 
 def closed_form(expr: Expr, grid: Grid, scope: Scope) -> RowIntervals | None:
     """The intervals of a mask, bound and simplified, whose spans `analyse` writes as a formula, found without a row of
-    tiles; None where it has none, though one may leave 64 bits in a row."""
+    tiles. None where it has none, though one may leave 64 bits in a row."""
     intervals = _intervals(expr, grid, scope)
     has_formula = intervals is not None and intervals.formula is not None and _holds(intervals, grid, scope)
     return intervals if has_formula else None
@@ -228,7 +228,7 @@ def _holds(intervals: RowIntervals, grid: Grid, scope: Scope) -> bool:
 
 
 def _by_row(intervals: RowIntervals, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
-    """The records of rows whose keys are one interval per term; None where keys are not, or an end of an interval
+    """The tile ranges of rows whose keys are one interval per term. None where keys are not, or an end of an interval
     leaves 64 bits, which the mask itself need not."""
     try:
         if not (intervals.rowwise and _holds(intervals, grid, scope)):
@@ -355,7 +355,7 @@ class DecodeSpans:
 
     formula: Bounds | None
     axes: frozenset[str]  # "b", "h" if the mask knows them
-    terms: int  # visible ones; 0 where the keys that every query sees have a form of their own
+    terms: int  # visible ones; 0 where the keys that every query sees have a separate form
     always: IntegerProgram | None  # conditions that hold for the whole call
     ends: IntegerProgram  # of intervals, first and last in turn
     rises: IntegerProgram  # values that must not fall from query to query

@@ -1,7 +1,7 @@
 """The three one-sided questions about a mask over a rectangle, answered by Exprs.
 
 `always(m)`: true at every point. `never(m)`: true at none. `mixed(m)`: every tile inside holds a point of each.
-They speak of `q0 q1 k0 k1` (inclusive), `b h`, sizes, parameters and table minima and maxima; `mixed` also of
+They speak of `q0 q1 k0 k1` (inclusive), `b h`, sizes, parameters and table minima and maxima. `mixed` also reads
 `single` (the rectangle is one tile, or less) and `tk` (no tile inside is narrower than this many keys).
 
 >>> from frisket.dsl.sugar import q, k
@@ -10,7 +10,7 @@ They speak of `q0 q1 k0 k1` (inclusive), `b h`, sizes, parameters and table mini
 
 The mask is taken apart into a disjunction of conjunctions. Inside one conjunction, bounds on q, k and q - k are
 solved together (a difference-bound system in two variables is exact on the integers), so `q >= k & q - k < w`
-needs no luck; everything else is judged alone, which is sound.
+needs no luck. Everything else is judged alone, which is sound.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The closed-form layout of masks whose terms are bounds on q, k, q - k and on k by curves of q, row by row of tiles.
 
-For a conjunction of such bounds and a row of queries `q0..q1`, the keys that some query sees are one interval,
-and so are the keys that every query sees: four formulas, no search. For a disjunction the intervals of its terms
+For a conjunction of such bounds and a row of queries `q0..q1`, the keys that some query sees are one interval.
+So are the keys that every query sees: four formulas, no search. For a disjunction the intervals of its terms
 (and of the terms of its negation, for the tiles that hold an invisible point) are united by a sweep.
 
 Terms that bound the keys of each query in any order are laid out query by query. Where the keys of a row of tiles are
-not one interval per term (documents of queries and others of keys, windows from a table), the intervals of its
+not one interval per term, the intervals of its
 queries are written down and united. O(queries x terms), no tiles.
 """
 
@@ -186,8 +186,8 @@ def ends_of_rows(s: System) -> Interval:
 
 
 def visible_keys(s: System, lows: Sequence[Expr], highs: Sequence[Expr], nothing: Sequence[Expr]) -> Interval:
-    """The first and last key that some query of q0..q1 sees under the bounds of a conjunction and further bounds on k;
-    last < first where there is none, and where some condition of `nothing` holds."""
+    """The first and last key that some query of q0..q1 sees under the bounds of a conjunction and further bounds on k.
+    Last < first where there is none, and where some condition of `nothing` holds."""
     start, stop = ends_of_rows(s)
     first = reduce(maximum, (K0, *s.low["k"], *(start - d for d in s.high["d"]), *lows))
     last = reduce(minimum, (K1, *s.high["k"], *(stop - d for d in s.low["d"]), *highs))
@@ -222,7 +222,7 @@ def sweep(seen: Array, hidden: Array, columns: int) -> tuple[Array, Array, Array
 
 
 _QUERY = 60  # steps for an interval of a query, besides those of its ends
-_PIECES = 64  # runs of tiles a row may have before tiles are asked instead
+_PIECES = 64  # tile ranges a row may have before tiles are asked instead
 _BATCH = 1 << 19  # intervals held at a time
 
 

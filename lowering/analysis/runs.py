@@ -1,4 +1,4 @@
-"""Runs of tiles of one kind, and the span records that kernels read of them.
+"""Tile ranges of one kind, and the records that kernels read of them.
 
 >>> runs = Runs(*map(np.array, ([0, 0], [0, 0], [0, 2], [2, 3], [FULL, PARTIAL])))
 >>> bounds, count = records(runs, 1, 1)

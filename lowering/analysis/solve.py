@@ -215,8 +215,8 @@ DIRECTIONS = {(1, 0): "q", (0, 1): "k", (1, -1): "d"}  # by the factors of q and
 
 @memo(group="expressions")
 def position_bound(e: Expr) -> tuple[str, str, Linear] | None:
-    """A comparison of Ints as a bound on q, k or q - k that reads neither: (one of q, k and d; one of ge, le and eq;
-    the bound)."""
+    """A comparison of Ints as a bound on q, k or q - k. It is (one of q, k and d, one of ge, le and eq,
+    the bound). The bound reads neither q nor k."""
     if not is_int_comparison(e) or e.op == "ne":  # a hole bounds neither side
         return None
     op, form = relation(e.op, *e.args)

@@ -122,8 +122,8 @@ class Table:
         return ends[place - 1] if end == "first" else ends[place] - 1
 
     def rank(self, end: str, value: Array) -> Array:
-        """The first position whose entry is at least `value`, or the last whose entry is at most `value`, of a sorted
-        array whose last entry goes on without end, and whose first reaches back."""
+        """The first position whose entry is at least `value`, or the last whose entry is at most `value`. A sorted
+        array is read, whose last entry goes on without end, and whose first reaches back."""
         n = len(self.array)
         if end == "first":
             position = np.searchsorted(self.array, value, side="left")
@@ -261,7 +261,7 @@ Value = Callable[[Expr, Mapping[str, Array]], Array | None]
 
 @dataclass(frozen=True)
 class CommonIds:
-    """A clause of a mask: a box is EMPTY where no part's sets of queries and of keys have an entry in common, and
+    """A clause of a mask: a box is EMPTY where no part's sets of queries and of keys have an entry in common. There
     `rest`, the parts without sets, holds nothing."""
 
     parts: list[list[tuple[Array, Array]]]

@@ -41,14 +41,14 @@ _CHUNK = 1 << 15  # boxes classified in one go
 _POINTS = 1 << 18  # witnesses looked at in one go
 _FIRST = 64  # tiles whose points are looked at before those of others
 _BOX = 250  # steps for a box itself: its corners, its parts, its place among the runs
-_RUN = 500  # steps for a run of tiles in one row, which boxes fall into
+_RUN = 500  # steps for adjacent tiles in one row, which boxes fall into
 _COARSE = 4  # boxes of more than one tile may take one step in so many
 _WORTH = 16  # steps that decide boxes and tiles count for one in so many: borders and images are not given up
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The tiles of a crop: `q_len` x `kv_len` tokens from global position (q, k), in tiles of `block`; one slice per
+    """The tiles of a crop: `q_len` x `kv_len` tokens from global position (q, k), in tiles of `block`. One slice per
     (batch, head) that matters, with its own b, h, q and k origin."""
 
     q_len: int
@@ -194,7 +194,7 @@ class _Refined:
         self.done: list[Array] = [np.zeros((6, 0), np.int32)]
 
     def refine(self, boxes: Array, allowance: int) -> int:
-        """Decide boxes, level by level while they are few; many are decided part by part, each with its share of the
+        """Decide boxes, level by level while they are few. Many are decided part by part, each with its share of the
         steps, so that memory follows the answer and no part of the grid goes without. Gives the steps taken."""
         steps_taken = 0
         while n := boxes.shape[1]:

@@ -122,7 +122,7 @@ class Tiling:
 
     @cached_property
     def runs(self) -> RunTable:
-        """Runs of tiles of one kind, in CSR: `.row_ptr .start .stop .kind`, in tiles of keys, half-open."""
+        """Tile ranges of one kind, in CSR: `.row_ptr .start .stop .kind`, in tiles of keys, half-open."""
         return _table(self._runs, self.spans, self.rows)
 
     @cached_property
@@ -156,8 +156,8 @@ class Tiling:
 
     @cached_property
     def questions(self) -> dict[str, Expr]:
-        """The questions that the analysis asks of a rectangle `q0..q1` x `k0..k1` of positions, ends inclusive:
-        `always`, `never`, and `mixed` (every tile of it holds both; `tk` is the width of its narrowest tile)."""
+        """The questions that the analysis asks of a rectangle `q0..q1` x `k0..k1` of positions, ends inclusive.
+        They are `always`, `never`, and `mixed`: every tile holds both, and `tk` is the width of its narrowest tile."""
         return {"always": always(self.mask), "never": never(self.mask), "mixed": mixed(self.mask)}
 
     # -- facts ------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Tiling:
 
     @cached_property
     def facts(self) -> Facts:
-        """Facts that a kernel may rely on: runs of a row, gaps, formulas, and how the layout was found."""
+        """Facts that a kernel may rely on: tile ranges of a row, gaps, formulas, and how the layout was found."""
         r = self._runs
         line = r.slice * self.rows + r.row
         gaps = (line[1:] == line[:-1]) & (r.start[1:] != r.stop[:-1])

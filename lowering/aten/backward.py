@@ -1,10 +1,10 @@
 """Gradients of a LoopPlan on torch's library calls: five GEMMs per block, scores computed again.
 
-A GEMM of another shape has other last bits, and at large scores lse rounds away what they differ by: the weights of a
+A GEMM of another shape has other last bits, and at large scores lse rounds away the difference. So the weights of a
 row are normalised by their own sum, not by lse. The blocks are those of the forward (`lowering.aten`), the formulas
 those of `lowering.derive`. A lane is a range of key heads, walked by one thread in one order, so that dk, dv and
-captured gradients repeat bit for bit; where there are fewer key heads than threads, a lane is a part of the rows with
-sums of its own, added in order at the end.
+captured gradients repeat bit for bit. Where there are fewer key heads than threads, a lane is a part of the rows with
+separate sums, added in order at the end.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def backward(
     *,
     grad_names: frozenset[str],
 ) -> dict[str, Tensor]:
-    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
-    and dtype of the array, tables and slots of the plan ("t0", "s1") in float32, float64 when q is float64.
+    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`. "q", "k", "v" in the shape
+    and dtype of the array. Tables and slots of the plan ("t0", "s1") in float32, float64 when q is float64.
 
     The gradient of the sinks is the caller's (`lowering.derive`)."""
     import torch
@@ -78,7 +78,7 @@ class _Backward(AtenTiles):
         self.part = None if share is None else self.grouped(share.to(self.dtype))
         self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1).expand(lse.shape))
         self.out, self.dout = (self.grouped(self.worked(x)) for x in (out, dout))
-        # Sums, not isfinite: one pass without an array of its own; where a sum overflows, careful is only slower.
+        # Sums, not isfinite: one pass without another array; where a sum overflows, careful is only slower.
         self.careful |= not all(bool(x.sum().isfinite()) for x in (self.q, self.k, self.v, self.dout))
         self.derived = backward_of(self.plan)
         self.guard = self.careful or self.derived.guard  # 0 * inf is NaN where nothing is seen

@@ -1,6 +1,6 @@
 """Evaluates Exprs on torch tensors: the operator table of the aten backend, and expressions as short tile programs.
 
-The table is checked row by row against `dsl.evaluate`. Tiles are small, so Int is int64 here, as in the oracle;
+The table is checked row by row against `dsl.evaluate`. Tiles are small, so Int is int64 here, as in the reference;
 Float is the dtype of the scores.
 """
 
@@ -43,7 +43,7 @@ def _to_int(x: Tensor) -> Tensor:
     torch = _torch()
     if x.dtype == torch.bool:
         return x.long()
-    # trunc of +-2^62 at most, NaN to 0: what the oracle does, without a trap
+    # trunc of +-2^62 at most, NaN to 0: what the reference does, without a trap
     return x.nan_to_num(0.0, math.inf, -math.inf).clamp(-(2.0**62), 2.0**62).long()
 
 
@@ -104,7 +104,7 @@ def _method(name: str) -> Callable[..., Tensor]:
     return lambda x, *args: getattr(x, name)(*args)
 
 
-# Float operators that may overwrite their first argument when nobody else needs it
+# Float operators that may overwrite their first argument when no other operator needs it
 IN_PLACE: dict[str, Callable[..., Tensor]] = {
     **{n: _method(f"{n}_") for n in "neg abs add sub mul div".split()},
     **{n: _method(f"{n}_") for n in FLOAT_FUNCTIONS},
@@ -120,17 +120,19 @@ class Instruction:
     node: Expr
     nodes: tuple[Expr, ...]
     args: tuple[int, ...]
-    overwrites: bool  # the first argument is a Float nobody reads later
+    overwrites: bool  # the first argument is a Float that is not read later
 
 
 class TileProgram:
     """An expression ready to run on tiles: `TileProgram(e, dtype)(env, tables)`.
 
     `env` gives `b h q k`, sizes and slots as integers, floats or int64 tensors that broadcast; `score` as a
-    tensor, which is overwritten where that saves a pass.
+    tensor, which is overwritten where that saves a pass. Without `in_place` nothing is.
     """
 
-    def __init__(self, root: Expr, dtype: Any, known: Mapping[Expr, str] | None = None) -> None:
+    def __init__(
+        self, root: Expr, dtype: Any, known: Mapping[Expr, str] | None = None, *, in_place: bool = True
+    ) -> None:
         torch = _torch()
         self.dtype, self.dtypes = dtype, {BOOL: torch.bool, INT: torch.int64, FLOAT: dtype}
         self.known = dict(known or {})
@@ -143,16 +145,16 @@ class TileProgram:
             args = self._inputs(n)
             if n.op in ("add", "mul") and args and not self._fresh(args[0]):
                 args = args[::-1]  # the value that may be overwritten goes first
-            free = n.op in IN_PLACE and n.type is FLOAT and bool(args) and self._fresh(args[0])
+            free = in_place and n.op in IN_PLACE and n.type is FLOAT and bool(args) and self._fresh(args[0])
             ends = free and last[args[0]] == i and args.count(args[0]) == 1
             self.code.append(Instruction(n, args, tuple(at[a] for a in args), ends))
         readers = Counter(a for n in order for a in self._inputs(n))
-        # a product that is only added to an overwritten value goes there in one pass, without a tile of its own
+        # a product that is only added to an overwritten value goes there in one pass, without another tile
         added = {i.nodes[1] for i in self.code if i.node.op == "add" and i.overwrites}
         self.products = {n for n in added if n.op == "mul" and readers[n] == 1 and n not in self.known}
 
     def _fresh(self, node: Expr) -> bool:
-        """Whether the value of `node` is a tensor of its own (the score counts: it may be overwritten)."""
+        """Whether the value of `node` is a separate tensor (the score counts: it may be overwritten)."""
         computed = bool(node.args) and node.op not in ("lookup", "float")
         return node.type is FLOAT and (computed or node.name == "score") and node not in self.known
 
@@ -185,7 +187,7 @@ class TileProgram:
             return self._lookup(torch, node, args, tables[node.name])
         if node.op not in operators():
             raise LoweringError(f"the aten backend has no `{node.op}`; the planner rewrites it before lowering")
-        # A tensor beside a number stays so: no broadcasting, no promotion of float32 by a 0-d float64.
+        # A tensor with a number stays as it is: no broadcasting, no promotion of float32 by a 0-d float64.
         if isinstance(args[-1], _Product):
             x, (left, right) = args[0], args[1]
             fits = _fits(left.shape, x.shape) and _fits(right.shape, x.shape)

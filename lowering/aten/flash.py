@@ -1,8 +1,8 @@
 """torch's built-in flash kernel for the blocks it can compute: tall blocks without a predicate, and plain triangles,
-under unmodified scores. There the kernel, in tiles of its own and in one call, beats products of whole rows.
+under unmodified scores. There the kernel, in separate tiles and in one call, beats products of whole rows.
 
 It also takes masks and biases that see q and k through their distance alone, as ALiBi does. Mask and bias are one
-vector of numbers by distance. The kernel adds a matrix to its scores: where queries go from the last to the first, that
+vector of numbers by distance. The kernel adds a matrix to its scores. Where queries go from the last to the first, that
 matrix is a view of the vector, both of whose strides are 1. Nothing is written for a tile.
 """
 
@@ -43,7 +43,7 @@ class Fused:
 def takes(tiles: AtenTiles) -> bool:
     """Whether the kernel takes such arrays, and keeps every weight as it is."""
     g, plan = tiles.geometry, tiles.plan
-    changed = plan.keep_mask is not None or plan.weight is not None or tiles.stored
+    changed = plan.keep_mask is not None or plan.value_scale is not None or tiles.stored
     return not changed and g.head_dim == g.v_dim and bool(tiles.q.device.type == "cpu")
 
 

@@ -1,7 +1,7 @@
 """Runs a LoopPlan on torch's own library calls: nothing is compiled, no key or value is gathered or copied.
 
-For each row of tiles and each run of keys one batched GEMM over heads (or over rows of equal relative spans),
-a float32 softmax in base 2, the mask added on PARTIAL tiles only. Where the mask is a plain triangle and
+For each row of tiles and each run of keys one batched GEMM over heads (or over rows of equal relative spans).
+The softmax is in float32, base 2; the mask is added on PARTIAL tiles only. Where the mask is a plain triangle and
 there is no score mod, torch's built-in flash kernel does the block and the pieces are merged by their lse.
 """
 
@@ -43,9 +43,9 @@ def forward(
         fused = softmax_stats and sinks is None and not top
         if fused and bool((done.lse.abs() > FUSED).logical_and(done.lse.isfinite()).any()):
             results = done.everything(None, True, True)  # the flash kernel does not say the rounding error
-        # A NaN may come from a masked position: inf or NaN in K, where masks have to overwrite, not to be added, or in
-        # V, as in a cache that is used again. A sum has it too, in a twentieth of the time of a look at every element;
-        # infinities of both signs are no more than work done twice.
+        # A NaN may come from a masked position. It is inf or NaN in K, where masks have to overwrite, not to be added,
+        # or in V, as in a cache that is used again. A sum has it too, in a twentieth of the time of a look at every
+        # element; infinities of both signs are no more than work done twice.
         if not (done.careful and done.clean) and plan.mask is not None and bool(results[0].sum().isnan()):
             done = _Forward(inputs, (q, k, v), careful=True)
             done.clean = True

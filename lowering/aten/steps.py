@@ -4,8 +4,8 @@ Many masks repeat: a window's rows see equal spans, each one tile along; a prefi
 one `RowStep` whose K/V pieces are overlapping views, so that 57,000 small spans are not 57,000 steps of a Python loop.
 
 Threads each run whole blocks with single-threaded torch calls. A block is a dozen short library calls. Spreading each
-of them over all cores costs a barrier a call, and one late core (another process is enough) holds up every one of them;
-blocks are independent and need none.
+of them over all cores costs a barrier a call, and one late core (another process is enough) holds up every one of them.
+Blocks are independent and need none.
 """
 
 from __future__ import annotations

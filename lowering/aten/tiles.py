@@ -63,8 +63,8 @@ class AtenTiles:
         # as it is, where the processor has it: weights are rounded, sums stay float32.
         self.half = self.input_dtype == torch.bfloat16 and _fast_bfloat16()
         self.given_k, self.given_v = qkv[1:]
-        self.stored = bool(plan.page or plan.weight is not None or geometry.kv_dtype)  # they are read tile by tile
-        self.clean = self.stored  # values that nobody sees are 0: anything may stand in a cache where nothing is seen
+        self.stored = bool(plan.page or plan.value_scale is not None or geometry.kv_dtype)  # they are read tile by tile
+        self.clean = self.stored  # hidden values are 0: anything may stand in a cache where nothing is seen
         self.pages = tables[plan.pages].long() if plan.pages is not None else None
         self.q = self.grouped(self.worked(qkv[0]))
         self.k = qkv[1] if self.stored else self.worked(qkv[1])
@@ -77,7 +77,7 @@ class AtenTiles:
         self.still = plan.mask is not None and distance_only(plan.mask) and not vectors(geometry)
         self.score = self.keep_mask = None
         self.factor = self.unit  # of scaled products
-        self.weight = None if plan.weight is None else self.program(plan.weight)
+        self.weight = None if plan.value_scale is None else self.program(plan.value_scale)
         self.strips: dict[str, TileProgram] = {}
         if plan.score is not None:
             programs = _score_programs(plan.score, self.dtype, not vectors(geometry), self.unit)
@@ -228,7 +228,7 @@ class AtenTiles:
 
     def keys(self, x: Tensor, block: Block, piece: KeyPiece, dtype: Any = None) -> Tensor:
         """The keys [batch, width, dim] of a piece: always a view, of x or, where keys are stored, of a tile of them
-        that is converted to `dtype`; the rows of a sliding window overlap."""
+        that is converted to `dtype`. The rows of a sliding window overlap."""
         m, start = block.heads, piece.start
         heads = slice(m.kv, m.kv + m.count)
         if self.stored:
@@ -261,7 +261,7 @@ class AtenTiles:
 
     def disjoint_views(self, x: Tensor, block: Block, piece: KeyPiece) -> Iterator[tuple[slice, Tensor]]:
         """The entries of the block's batch axis whose keys do not overlap, and their views [n, width, dim] of x [batch,
-        kv_heads, kv_len, dim]: every addition to a view is counted once."""
+        kv_heads, kv_len, dim]. Every addition to a view is counted once."""
         if not block.by_row:
             yield slice(None), self.keys(x, block, piece)
             return
@@ -279,7 +279,7 @@ class AtenTiles:
         self, x: Tensor | None, block: Block, piece: KeyPiece, left: Tensor, right: Tensor, scale: float = 1.0
     ) -> None:
         """Add scale * left.T @ right to x, for left [batch, rows, width], right [batch, rows, dim] and the keys' part
-        of x [batch, kv_heads, kv_len, dim]; with `half`, left and right are bfloat16."""
+        of x [batch, kv_heads, kv_len, dim]. With `half`, left and right are bfloat16."""
         if x is None:
             return
         places = self.disjoint_views(x, block, piece)
@@ -306,7 +306,7 @@ class AtenTiles:
         return program(env, self.tables)
 
     def coordinates(self, block: Block, piece: KeyPiece, lo: int, hi: int, still: bool = False) -> dict[str, Any]:
-        """The global `b h q k` of keys [lo, hi) beside the block's queries, for cells [batch, group, height, width].
+        """The global `b h q k` of keys [lo, hi) and the block's queries, for cells [batch, group, height, width].
         `still`: all rows look alike, so the first one's coordinates do."""
         torch, g, m, step = self.torch, self.geometry, block.heads, block.step
         b0, h0, q0, k0 = g.origin
@@ -384,7 +384,7 @@ def _times(e: Expr, unit: float) -> Expr:
 
 
 def vectors(g: Geometry) -> bool:
-    """Whether the sequences of a batch begin at positions of their own."""
+    """Whether the sequences of a batch begin at different positions."""
     return not all(isinstance(x, int) for x in g.origin[2:])
 
 

@@ -35,8 +35,8 @@ Array = NDArray[Any]
 @dataclass(frozen=True, eq=False)
 class Packing:
     """Documents and one window for all of them. Document i has queries `r0[i] .. r1[i]` and keys `k0[i] .. k1[i]` of
-    the packed sequences; with n queries and m keys, its query u stands at m - n + u and sees keys from `left` before to
-    `right` after that place, -1 is no bound. It is fitted to queries `q` that see keys `first .. stop`, and `doc` is
+    the packed sequences. With n queries and m keys, its query u stands at m - n + u. It sees keys from `left` before to
+    `right` after that place; -1 is no bound. It is fitted to queries `q` that see keys `first .. stop`, and `doc` is
     the document of each of these; whether the flags show each of them just that, `fits` says."""
 
     q: Array
@@ -103,8 +103,8 @@ Number = int | Array  # one for all batch entries, or int64 [batch]
 
 @dataclass(frozen=True, eq=False)
 class Flags:
-    """The keys that queries see, in places of the call's arrays. Of n queries and m keys, query i is at e = i + m - n,
-    the last query at the last key ("bottom right"), and sees e - left .. e + right; None is no bound.
+    """The keys that queries see, in places of the call's arrays. Of n queries and m keys, query i is at e = i + m - n.
+    The last query is at the last key ("bottom right"). It sees e - left .. e + right; None is no bound.
 
     With `documents`, cu_seqlens of queries and of keys, int32 [2, documents + 1] over the packed batch, that holds of
     each document, n and m being its lengths. `keys` and `queries` are the places [start, stop) that are valid, None:
@@ -136,7 +136,7 @@ class Flags:
         return q, k
 
     def visible(self, geometry: Geometry) -> tuple[Array, Array]:
-        """The keys `[first, stop)` that every query sees, int64 [batch, q_len] each, places of its own batch entry."""
+        """The keys `[first, stop)` that every query sees, int64 [batch, q_len] each, places in its batch entry."""
         b, n, m = geometry.batch, geometry.q_len, geometry.kv_len
         at = np.broadcast_to(np.arange(n), (b, n))
         if self.documents is None:

@@ -13,7 +13,7 @@ documents, a prefix of valid keys. `form_of` proves that a mask is made of these
 >>> print(form_of(ProgramExprs((q >= k) | (k < 64))))
 `q >= k | k < 64` bounds neither q - k nor k, and compares no documents
 
-The proof is by CLAUSES: every term of the conjunction has to be one of them, and each says the same as the part that
+The proof is by CLAUSES: every term of the conjunction has to be one of them. Each says the same as the part that
 it becomes, for all positions, lengths and values of parameters. Whatever no clause takes is a reason to say no.
 """
 
@@ -41,8 +41,8 @@ class EngineForm:
     """A mask and a score mod in parts. A query q sees a key k where all of it holds:
 
     - `q - k >= x` for x in `low`, `q - k <= x` for x in `high`: Exprs of scalars and lengths, perhaps of b;
-    - `first <= k <= last` for the Exprs in `first` and `last`, and the same of q in `first_query` and `last_query`:
-      these read scalars, lengths, b, and for keys tables at the query, of packed sequences (`koff[segment(qoff, q)]`);
+    - `first <= k <= last` for the Exprs in `first` and `last`, and likewise for q in `first_query` and `last_query`.
+      These read scalars, lengths, b, and for keys tables at the query, of packed sequences (`koff[segment(qoff, q)]`);
     - equal values of each Expr in `document` at q and at k.
 
     The score is `factor * score`, capped to `softcap * tanh(score / softcap)`, plus `slope * distance`, in this order;
@@ -248,6 +248,8 @@ def _constant(e: Expr) -> bool:
 @memo(group="expressions")
 def form_of(exprs: ProgramExprs) -> EngineForm | NoForm:
     """The parts of a simplified mask and score mod, or the term that is none. None: everything visible, no mod."""
+    if exprs.weight is not None:
+        return NoForm(exprs.weight, "is a weight in place of the softmax")
     parts: dict[str, Exprs] = {}
     proofs: list[str] = []
     for term in () if exprs.mask is None else clauses(exprs.mask):

@@ -80,7 +80,7 @@ def printed(
     early: Collection[Expr] = (),
 ) -> Printed:
     """Print `roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
-    node of a level; the roots in `inner` are used per position, those in `early` too and computed as early as possible.
+    node of a level. The roots in `inner` are used per position, those in `early` too and computed as early as possible.
     Raises LoweringError for an operator without a row."""
     legal = {r: legalise(r, language) for r in roots}
     inner, early = ({legal[r] for r in some} for some in (inner, early))
@@ -112,7 +112,7 @@ def printed(
 
 def decisive(roots: Iterable[Expr]) -> set[Expr]:
     """The Floats that decide an Int or a Bool. A GPU's own division is off by some units in the last place, so the
-    floor of 41 / 41 may be 0, in tiles that were planned with 1; `tl.div_rn` rounds correctly."""
+    floor of 41 / 41 may be 0, in tiles that were planned with 1. `tl.div_rn` rounds correctly."""
     crossed = [n for n in walk(*roots) if n.type is not FLOAT and any(a.type is FLOAT for a in n.args)]
     return {n for n in walk(*crossed) if n.type is FLOAT}
 

@@ -4,8 +4,8 @@ JAX that computes them before.
 - An expression with a lookup that depends on `b h q` or on `b h k` alone (`doc[q]`, `table[doc[k]]`) is computed
   before the kernel, one value per query or key.
 - One that depends on `b h` alone (`slope[h]`) comes in as a scalar per batch and head.
-- One that depends on `b h` and `q - k` (`bias[h, bucket(k - q)]`, of a table of any size) is computed before, one
-  value per distance, and comes in as windows of distances, which become tiles.
+- One that depends on `b h` and `q - k` (`bias[h, bucket(k - q)]`, of a table of any size) is computed before: one
+  value per distance. It comes in as windows of distances, which become tiles.
 - A lookup whose indices are `q` and `k` up to a shift (`bias[h, q, k]`) comes in as tiles.
 - Any other lookup of `q` and `k` together (`sees[kind[q], kind[k]]`) is left to the kernel.
 
@@ -30,7 +30,8 @@ from .language import COMPARISON, Text
 
 LANGUAGE = replace(jnp_expr.LANGUAGE, name="pallas-tpu")
 Down = Literal["q", "k"]
-NAMES = {"score": "s", "scale": "SCALE"}  # variables that a kernel has by another name
+# variables that a kernel has by another name
+NAMES = {"score": "s", "scale": "SCALE", "total": "whole", "count": "many"}
 
 
 def mosaic(root: Expr) -> Expr:
@@ -83,7 +84,7 @@ class TableInputs:
             if not reads or e in self.outside():
                 continue
             # from the root down, so that the largest part that depends on one axis is one operand
-            used = uses(e) & {"q", "k", "score"}
+            used = uses(e) & {"q", "k", "score", "total", "count"}
             if not used:
                 self.heads[e] = f"of_head{len(self.heads)}"
             elif used == {"q"}:
@@ -197,7 +198,8 @@ def _shifted(e: Expr, name: str) -> bool:
 
 def roots(plan: LoopPlan) -> tuple[Expr, ...]:
     """The expressions that a forward kernel computes."""
-    return tuple(e for e in (plan.mask, plan.score, plan.keep_mask, plan.weight) if e is not None)
+    every = plan.mask, plan.score, plan.keep_mask, plan.value_scale, plan.counted, plan.divide
+    return tuple(e for e in every if e is not None)
 
 
 # -- text of a kernel ---------------------------------------------------------------------------------

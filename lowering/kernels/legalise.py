@@ -23,6 +23,7 @@ from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import OPERATORS, evaluate
 from frisket.dsl.ir import TRUE, Expr, build, conj, disj, lit, make, rebuild, walk
 from frisket.dsl.sugar import eq, function, maximum, minimum, ne, where
+from frisket.dsl.transfer import integral
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.dsl.work import wrapping
 from frisket.lowering.simplify.affine import natural
@@ -213,13 +214,16 @@ def _log1p(e: Expr, language: Language) -> Expr:
 def _pow(e: Expr, language: Language) -> Expr:
     """The power of two Floats as C's `pow` has it."""
     x, y = e.args
+    negative = (x < 0.0) | (eq(x, 0.0) & (1.0 / x < 0.0))
+    if (n := integral(y)) is not None:
+        size = function("exp2", y * function("log2", abs(x)))
+        return where(eq(n, 0), 1.0, where(negative, where(eq(n & 1, 1), -size, size), size))
     # an Int holds it, and Floats beyond it are even: float32 from 2**25 on, float64 from 2**54 on
     even = 2.0 ** (language.bits - 2)
     near = minimum(maximum(y, -even), even)
     integer = build("int", near)
     whole = eq(build("float", integer), near)
     odd = whole & eq(integer & 1, 1)
-    negative = (x < 0.0) | (eq(x, 0.0) & (1.0 / x < 0.0))
     size = function("exp2", y * function("log2", abs(x)))
     size = where(eq(abs(x), 1.0) & eq(y, y), 1.0, size)
     signed = where(negative & odd, -size, size)

@@ -180,7 +180,8 @@ def _filled(lines: list[str], finish: Callable[[str], str], holes: dict[str, Any
 
 
 def _end(lines: list[str], at: int, depth: int) -> int:
-    """The end of the block whose lines begin at `at`, deeper than `depth`; blank lines behind it are not its own."""
+    """The end of the block whose lines begin at `at`, deeper than `depth`; blank lines behind it do not belong to
+    it."""
     end = at
     for i in range(at, len(lines)):
         if lines[i].strip():

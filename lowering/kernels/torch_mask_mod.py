@@ -40,7 +40,7 @@ def mask_mod(
 ) -> str:
     """The source of a function `make(*tables)`, which gives a `mask_mod(b, h, q_idx, kv_idx)`.
 
-    `tables` are the shapes of the tables `mask` looks into, by the names it has for them (Float ones are float64);
+    `tables` are the shapes of the tables `mask` looks into, by the names it has for them (Float ones are float64).
     `reach` are what `b h q k` stay below, as far as that is known: an index inside its table is not clamped. `int64`
     widens the positions first, for a mask whose integers may leave 32 bits. Parameters and sizes are literals by now.
     """

@@ -1,12 +1,12 @@
 """Score mods of 16-bit inputs, rewritten so that constant factors are multiplied before the loops.
 
 A kernel has `score`, the product of a query and a key, and `scale`. For float32 inputs it computes `score * scale` and
-then the score mod, operator by operator. For 16-bit inputs the text may round in other places, as long as each rounding
-is one of float32: 2**-24 of a value, where an input was rounded by 2**-12 (float16) or 2**-9 (bfloat16). So
+then the score mod, operator by operator. For 16-bit inputs the text may round in other places, if each rounding
+is one of float32. That is 2**-24 of a value, where an input was rounded by 2**-12 (float16) or 2**-9 (bfloat16). So
 
 - `scale` joins the factors that are the same at every position, and they become one factor, computed once: `score / c`
-  is `score * (scale * (1 / c))`. A factor with a value for each key or query takes them too, as the scale of a stored
-  key does: `score * (scale * k_scale[k])` takes a multiplication for a key beside one for a pair;
+  is `score * (scale * (1 / c))`. A factor with a value for each key or query takes them too. So does the scale of a
+  stored key: `score * (scale * k_scale[k])` takes a multiplication for a key and one for a pair;
 - a quotient by a number that is the same at every position is a product with its reciprocal, at most 1.5 * 2**-23 of
   the quotient away. A division by a number that varies with the position stays, and so does a division that decides an
   Int or a Bool. Where a target's scalars do not divide, only a quotient by a literal is a product;
@@ -26,13 +26,17 @@ out of shared memory. The values equal those of one load for each position, bit 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol
 
-from frisket.dsl.ir import SCORE, Expr, build, lit, make, rebuild, substitute, uses, var, walk
+from frisket.dsl.ir import SCORE, Expr, build, find, fold, lit, make, rebuild, substitute, uses, var, walk
+from frisket.dsl.show import show
+from frisket.dsl.transfer import interval
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.derive import over
+from frisket.lowering.simplify import ProgramExprs
 
 from . import expr
 from .expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, decisive, levels
@@ -63,7 +67,7 @@ def in_products(
     root: Expr, when: Mapping[str, int] = LEVELS, forms: Collection[str] = FORMS, scale: Expr | None = SCALE
 ) -> Expr:
     """An Expr in which `score` is the scaled product, rewritten so that `score` is the product itself and `scale` a
-    factor, if there is one; `when` gives the levels of coordinates, `forms` the operators of `FORMS` that are
+    factor, if there is one. `when` gives the levels of coordinates, `forms` the operators of `FORMS` that are
     rewritten: quotients by numbers that are no literals, exp, distances.
 
     >>> from frisket.dsl.sugar import function
@@ -185,6 +189,86 @@ def last_factor(e: Expr) -> tuple[Expr, float]:
     return e, 1.0
 
 
+HALF = 65504.0  # the largest float16
+Ends = tuple[float, float]
+MONOTONE: dict[str, Callable[[float], float]] = {
+    "neg": lambda x: -x,
+    "exp": lambda x: math.exp(min(x, 700.0)) if x < math.inf else x,
+    "exp2": lambda x: 2.0 ** min(x, 1000.0) if x < math.inf else x,
+    "sqrt": lambda x: math.sqrt(max(x, 0.0)),
+}
+WITHIN: dict[str, Ends] = {"sigmoid": (0.0, 1.0), **dict.fromkeys("tanh erf sin cos sign".split(), (-1.0, 1.0))}
+CORNERS: dict[str, Callable[[float, float], float]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": min, "max": max,
+}  # fmt: skip
+
+
+def largest(e: Expr) -> float:
+    """A bound of the magnitude of a Float, whatever the score is; infinity where none is known.
+
+    >>> from frisket.dsl.sugar import function
+    >>> largest(2.0 * function("sigmoid", SCORE)), largest(SCORE)
+    (2.0, inf)
+    """
+    low, high = fold(e, _ends)[e]
+    return max(-low, high)
+
+
+def overflow_fact(exprs: ProgramExprs, values: Mapping[str, Any]) -> str:
+    """A sentence about an exponential of a weight that may be infinite in float32, or an empty text. `values` are those
+    of parameters.
+
+    >>> from frisket.dsl.sugar import function, minimum
+    >>> overflow_fact(ProgramExprs(weight=function("exp", SCORE)), {})
+    '`exp(score)` is infinite in float32 where `score` is above 88; bound it, such as by min(..., 60)'
+    >>> overflow_fact(ProgramExprs(weight=function("exp", minimum(SCORE, 8.0))), {})
+    ''
+    """
+    if exprs.weight is None:
+        return ""
+    weight = exprs.weight_of_score(True)
+    known = {n: lit(float(values[n.name])) for n in find(weight, "param") if n.type is FLOAT and n.name in values}
+    weight = substitute(weight, known)
+    ends: dict[Expr, Ends] = fold(weight, _ends)
+    for e in walk(weight):
+        most, exponent = _exponent_limit(e), e.args[-1] if e.args else e
+        if "score" in uses(exponent) and ends[exponent][1] > most:
+            where = f"`{show(e)}` is infinite in float32 where `{show(exponent)}` is above {most:.0f}"
+            return f"{where}; bound it, such as by min(..., {min(60, int(most * 0.7))})"
+    return ""
+
+
+def _exponent_limit(e: Expr) -> float:
+    """The largest exponent of an exponential that is finite in float32; infinity for other operators."""
+    if e.op in ("exp", "exp2"):
+        return 88.0 if e.op == "exp" else 127.0
+    base = e.args[0].name if e.op == "pow" and e.args[0].op == "lit" else 0
+    return 127.0 / math.log2(base) if base > 1 else math.inf
+
+
+def _ends(e: Expr, args: list[Ends]) -> Ends:
+    points: list[float] = []
+    if e.op == "lit" and e.type is FLOAT:
+        points = [e.name]
+    elif e.op == "float":
+        points = [math.nan if x is None else float(x) for x in interval(e.args[0])]
+    elif e.op in WITHIN:
+        return WITHIN[e.op]
+    elif e.op in MONOTONE:
+        points = [MONOTONE[e.op](x) for x in args[0]]
+    elif e.op == "pow" and e.args[1].op == "lit" and e.args[1].name % 2 == 0:
+        points = [0.0, math.inf]
+    elif e.op in CORNERS and e.args[0] is e.args[1] and e.op == "mul":
+        points = [0.0, *(x * x for x in args[0])]
+    elif e.op in CORNERS and e.type is FLOAT:
+        points = [CORNERS[e.op](x, y) for x in args[0] for y in args[1]]
+    elif e.op == "abs" and e.type is FLOAT:
+        points = [0.0, *map(abs, args[0])]
+    elif e.op == "where" and e.type is FLOAT:
+        points = [*args[1], *args[2]]
+    return (min(points), max(points)) if points and not any(map(math.isnan, points)) else (-math.inf, math.inf)
+
+
 Q_LINE, K_LINE, HERE = var("q_line"), var("k_line"), var("here")
 LINE = {Q_LINE: var("q"), K_LINE: var("k")}
 ALONG = {Q_LINE.name: COLUMN, K_LINE.name: COLUMN, HERE.name: POSITION}  # levels: a vector for each tile
@@ -206,7 +290,7 @@ def by_distance(root: Expr, when: Mapping[str, int]) -> Expr:
 
 
 def _along(e: Expr, when: Mapping[str, int]) -> bool:
-    """Whether a lookup depends on `q - k`, and beside it only on values that a program has one of."""
+    """Whether a lookup depends on `q - k`, and otherwise only on values that are single in a program."""
     return over((e,)) == "diagonal" and all(when.get(n, SCALAR) == SCALAR for n in uses(e) & {"b", "h"})
 
 

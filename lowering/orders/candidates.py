@@ -226,8 +226,8 @@ def candidates(mask: Expr, tables: Mapping[str, Array], length: int) -> Iterator
 
 
 def _of_coordinates(mask: Expr, tables: Mapping[str, Array], length: int) -> Iterator[Candidate]:
-    """Tiles of coordinates that are tables of the tokens, such as `row[q]` and `col[k]`, in one group of tokens after
-    another, by the tables that have to be equal, such as `img[q] == img[k]`."""
+    """Tiles of coordinates that are tables of the tokens, such as `row[q]` and `col[k]`. They go in one group of tokens
+    after another, by the tables that have to be equal, such as `img[q] == img[k]`."""
     read: dict[str, set[Expr]] = {}
     equal = set()
     for n in walk(mask):
@@ -318,8 +318,8 @@ def _of_chain(chain: tuple[int, ...], length: int) -> Iterator[Candidate]:
 def _tiles(
     axes: Sequence[OrderDigit], whole: OrderDigit | None
 ) -> tuple[list[OrderDigit], list[OrderDigit], list[tuple[int, ...]]]:
-    """The digits inside of tiles and those of tiles, and the shapes of tiles: powers of two, as square as the axes
-    allow, each level a multiple of the one before; `whole` is in every tile from the first on."""
+    """The digits inside of tiles and those of tiles, and the shapes of tiles. Sides are powers of two, as square as the
+    axes allow, each level a multiple of the one before; `whole` is in every tile from the first on."""
     size = [a.radix if a is whole else 1 for a in axes]
     inner = [whole] if whole else []
     shapes = []
@@ -405,7 +405,7 @@ def _coordinate(node: Expr, places: Mapping[str, Array], scalars: Mapping[str, A
 
 
 def numbered(x: Array) -> tuple[Array, Array]:
-    """The values of an array, each once, as they come, and the number of each element among them."""
+    """The values of an array, each once, in order of appearance, and the number of each element among them."""
     values, first, which = np.unique(x, return_index=True, return_inverse=True)
     order = np.argsort(first)
     return values[order], np.argsort(order)[which]
@@ -425,9 +425,9 @@ CHUNK = 1 << 22  # pairs evaluated at a time
 def by_graph(
     mask: Expr, scalars: Mapping[str, Any], tables: Mapping[str, Array], q_len: int, kv_len: int
 ) -> Iterator[tuple[Candidate, Candidate]]:
-    """Orders of queries and of keys for each table that both read: one order for both, where they read it alike, and
-    two of the bipartite graph of its rows and columns. The graph is the mask's, of batch entry 0 and head 0, at the
-    first position of each node."""
+    """Orders of queries and of keys for each table that both read. There is one order for both where they read it
+    alike, and two of the bipartite graph of its rows and columns. The graph is the mask's, of batch entry 0 and head 0,
+    at the first position of each node."""
     env = {**scalars, "b": 0, "h": 0, "B": 1, "H": 1, "Q_LEN": q_len, "KV_LEN": kv_len}
     lengths, seen = {"q": q_len, "k": kv_len}, set()
     for node in find(mask, "lookup"):

@@ -99,7 +99,7 @@ class PlannerBody:
                 self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)
         self.by_operator = self.leaves()
         self.built: dict[str, str] = {}  # what is made of a table first: text -> name
-        # an interval's k0 and k1 are the first and last key of the call, a piece's are its own
+        # an interval's k0 and k1 are the first and last key of the call, a piece's are those of the piece
         when = {"q0": ROW, "q1": ROW} if plan.seen else WHEN
         self.lines = printed(self.roots, language, self.leaf, lambda e, at: names.numbered("x"), when=when)
 

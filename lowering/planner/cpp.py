@@ -56,9 +56,9 @@ def table_types(plan: Planner) -> dict[str, Type]:
 
 
 def words(plan: Planner) -> dict[str, int]:
-    """The place of each part of the call, in 8-byte words: numbers and addresses of `HEAD` (from_b.. and bounds, count
-    are addresses; 64-bit where a slice begins, 32-bit records), the sizes B H Q_LEN KV_LEN, each scalar, and for each
-    table its address and `AXES` sizes; the whole length under ""."""
+    """The place of each part of the call, in 8-byte words. They are numbers and addresses of `HEAD` (from_b.., and
+    bounds, count are addresses: 64-bit where a slice begins, 32-bit records). Then come the sizes B H Q_LEN KV_LEN,
+    each scalar, and for each table its address and `AXES` sizes; the whole length under ""."""
     names = [*HEAD, *SIZES, *(f"scalar {n}" for n in plan.scalars)]
     places = {name: i for i, name in enumerate(names)}
     end = len(names)
@@ -143,7 +143,7 @@ class _CppBody(PlannerBody):
         at = self.places
         lines = [
             f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[:3])};  // lengths in tokens",
-            f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[3:7])};  // pieces and records of a row",
+            f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[3:7])};  // pieces and tile ranges in a row",
             f"const Int {', '.join(f'*{n} = (const Int *)word[{at[n]}]' for n in HEAD[7:11])};",
             f"int32_t {', '.join(f'*{n} = (int32_t *)word[{at[n]}]' for n in HEAD[11:])};",
             *(f"const Int {size} = word[{at[size]}];" for size in SIZES if size in self.free),

@@ -6,7 +6,7 @@ an interval of keys for each term. Elsewhere they are the questions `always`, `n
 evaluated: a tile that the Exprs leave open is PARTIAL, and so is a tile for which the list has no room, which
 `overflow` reports.
 
-Every literal of a term is read as bounds on k whose ends are the ends of some Expr over the queries `q0..q1`, so
+Every literal of a term is read as bounds on k whose ends are the ends of some Expr over the queries `q0..q1`. So
 the interval of a term holds every key that some query of the row sees, whatever the tables hold. Keys are found
 in sorted tables by search (`at_least above at_most under`), in offsets by lookup; no key is visited.
 
@@ -60,6 +60,8 @@ from frisket.lowering.simplify.rules_boolean import negate
 
 ROOM = 64  # pieces of a row of tiles that are held at once
 RECORDS = 16  # records per row where the mask does not say how few there are
+# of masks that list tiles, which may be anywhere in a row
+LISTED_ROOM, LISTED_RECORDS = 512, 128
 MOST = 16  # intervals of a mask; beyond, tiles are asked one by one
 BEYOND_POSITIONS = lit(1 << 30)  # beyond every position
 
@@ -68,7 +70,7 @@ BEYOND_POSITIONS = lit(1 << 30)  # beyond every position
 class Planner:
     """The planner of one mask; hashable, so that its text is printed once.
 
-    Exprs are of a row of tiles, queries `q0..q1`, and keys `k0..k1`. Without intervals, the questions decide."""
+    Exprs describe a row of tiles, queries `q0..q1`, and keys `k0..k1`. Without intervals, the questions decide."""
 
     mask: Expr
     seen: tuple[Interval, ...]  # the keys that some query of the row may see, for each term of the mask
@@ -93,9 +95,25 @@ class Planner:
     def tables(self) -> tuple[str, ...]:
         return tuple(_named(*self.roots))
 
+    @cached_property
+    def lists_tiles(self) -> bool:
+        """Whether a table has an entry for a query and a key, or several for one of them, as tables of chosen tiles."""
+
+        def entries(read: Expr) -> bool:
+            along = [uses(a) & {"q", "k"} for a in read.args if a.op == "lit" or not uses(a) <= {"b", "h"}]
+            return any(along) and len(along) > 1
+
+        return not self.seen and any(n.op == "lookup" and entries(n) for n in walk(self.mask))
+
+    @property
+    def room(self) -> int:
+        """The number of pieces of a row of tiles that are held at once."""
+        return LISTED_ROOM if self.lists_tiles else ROOM
+
     def records(self, columns: int) -> int:
         """The number of records a row may need, as far as the mask tells."""
-        enough = len(self.seen) + len(self.hidden) if self.seen else RECORDS
+        several = LISTED_RECORDS if self.lists_tiles else RECORDS
+        enough = len(self.seen) + len(self.hidden) if self.seen else several
         # a record has at least a tile, and a gap before the next
         return max(1, min(enough, -(-columns // 2)))
 
@@ -114,9 +132,9 @@ def _named(*roots: Expr) -> dict[str, None]:
 
 @dataclass(frozen=True)
 class DeviceSpans:
-    """Spans whose `bounds` and `count` are arrays of a framework, perhaps traced. `overflow` is a Bool array, of all
-    rows or row by row: some row had more pieces or runs than there is room for, and reads more tiles than it has to.
-    `order`, where it is known, are the rows of each slice with the longest first, int32 [slices, rows]."""
+    """Spans whose `bounds` and `count` are arrays of a framework, perhaps traced. `overflow` is a Bool array, for all
+    rows or row by row. It says that some row had more pieces or runs than there is room for, and reads more tiles than
+    it has to. `order`, where it is known, are the rows of each slice with the longest first, int32 [slices, rows]."""
 
     bounds: Any
     count: Any
@@ -281,8 +299,8 @@ _SEARCH: dict[str, tuple[Callable[[Expr, Expr], Expr], Callable[[Expr, Expr], Ex
 
 
 def points(e: Expr, sorted_: frozenset[str]) -> Expr:
-    """The intervals with the least and the greatest entry of a sorted table over a range of its last axis read at the
-    range's ends, and no index of a range farther than any table goes."""
+    """The intervals with the least and the greatest entry of a sorted table over a range of its last axis. They are
+    read at the range's ends, and no index of a range reaches farther than any table."""
 
     def change(n: Expr) -> Expr:
         if n.op not in ("range_min", "range_max"):

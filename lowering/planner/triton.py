@@ -1,7 +1,7 @@
 """Prints a device planner in Triton: the pieces, questions and records of `planner.arrays`, a few rows a program.
 
-The text defines `plan_spans`, and the kernels that make ready what it reads: `lines`, `windows` and `halves` for the
-least and greatest entries of tables over ranges, `longest_first` for the order of its rows. `PlannerText` says what
+The text defines `plan_spans`, and the kernels that prepare what it reads. These are `lines`, `windows` and `halves` for
+the least and greatest entries of tables over ranges, `longest_first` for the order of its rows. `PlannerText` says what
 `plan_spans` is called with.
 """
 
@@ -60,7 +60,7 @@ class TablePointer:
 
 @dataclass(frozen=True)
 class Ranged:
-    """The range tables of one table: least and greatest entries over ranges of `axes`, by the names of pointers;
+    """The range tables of one table: least and greatest entries over ranges of `axes`, by the names of pointers.
     `sizes` are the sizes of the axes, and the other axes, in order, number its `rows`."""
 
     source: str
@@ -75,7 +75,7 @@ class Ranged:
 @dataclass(frozen=True)
 class PlannerText:
     """The text of a planner's kernels, and the parameters of `plan_spans` besides `HEAD`, in their order: sizes of
-    SIZES, scalars as (user's name, type), tables, ranges; then ROWS and PIECES, how many it holds at once."""
+    SIZES, scalars as (user's name, type), tables, ranges. Then ROWS and PIECES, how many it holds at once."""
 
     text: str
     sizes: tuple[str, ...]

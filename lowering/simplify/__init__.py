@@ -1,6 +1,6 @@
 """Simplifies a mask and a score mod, and moves masks hidden in the score mod into the mask.
 
-A `-inf` branch of a score mod means masked: `where(c, s, -inf)` at any depth below operators that keep -inf, which are
+A `-inf` branch of a score mod means masked: `where(c, s, -inf)` at any depth below operators that keep -inf. These are
 branches, + of something provably finite, and * of something provably positive and finite. Others stay:
 `50 * tanh(-inf / 50)` is -50, not masked.
 """
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from frisket.dsl.ir import FALSE, NEG_INF, SCORE, TRUE, Expr, conj, disj, lit, make, uses
+from frisket.dsl.ir import FALSE, NEG_INF, SCORE, TOTAL, TRUE, Expr, conj, disj, lit, make, substitute, uses
 from frisket.dsl.show import show
-from frisket.dsl.sugar import where
-from frisket.dsl.transfer import DEEPEST, finite, positive
+from frisket.dsl.sugar import eq, where
+from frisket.dsl.transfer import DEEPEST, finite, nonnegative, positive
 from frisket.dsl.types import FLOAT
 
 from .canonical import Canonical, canonical
@@ -28,15 +28,20 @@ __all__ = ["RULES", "Canonical", "ProgramExprs", "Rule", "Simplifier", "canonica
 
 @dataclass(frozen=True)
 class ProgramExprs:
-    """The expressions of a program: its mask and its score mod; None for a part that changes nothing."""
+    """The expressions of a program; None for a part that changes nothing. Without a `weight` a row is a softmax.
+
+    A visible pair weighs `weight` of its modified score. A row is divided by `divide` of the sum of its weights and
+    of the number of keys that it sees, or by nothing. A pair whose modified score is -inf is hidden."""
 
     mask: Expr | None = None
     score: Expr | None = None
+    weight: Expr | None = None
+    divide: Expr | None = None
 
     @property
     def parts(self) -> tuple[Expr, ...]:
         """The expressions that there are."""
-        return tuple(e for e in (self.mask, self.score) if e is not None)
+        return tuple(e for e in (self.mask, self.score, self.weight, self.divide) if e is not None)
 
     @property
     def visible(self) -> Expr:
@@ -45,13 +50,27 @@ class ProgramExprs:
 
     def changed(self, change: Callable[[Expr], Expr]) -> ProgramExprs:
         """The expressions, each of them changed."""
-        return ProgramExprs(*(None if e is None else change(e) for e in (self.mask, self.score)))
+        all_ = self.mask, self.score, self.weight, self.divide
+        return ProgramExprs(*(None if e is None else change(e) for e in all_))
+
+    def weight_of_score(self, finite: bool) -> Expr:
+        """The weight of a visible pair as an expression in the score before the score mod. It is 0, and so are its
+        derivatives, where the modified score is -inf, unless all of these are known to be `finite`."""
+        assert self.weight is not None
+        if self.score is None:
+            return self.weight
+        weight = substitute(self.weight, {SCORE: self.score})
+        return weight if finite else where(eq(self.score, NEG_INF), 0.0, weight)
+
+    @property
+    def has_lse(self) -> bool:
+        """Whether the logarithm of a row's sum is the lse of attention: its parts merge by it."""
+        return self.weight is None or (self.divide is TOTAL and nonnegative(self.weight))
 
     def __str__(self) -> str:
         lines = [f"mask = {'true' if self.mask is None else show(self.mask)}"]
-        if self.score is not None:
-            lines.append(f"score = {show(self.score)}")
-        return "\n".join(lines)
+        others = {"score": self.score, "weight": self.weight, "divide": self.divide}
+        return "\n".join([*lines, *(f"{n} = {show(e)}" for n, e in others.items() if e is not None)])
 
 
 def prepare(
@@ -59,7 +78,7 @@ def prepare(
 ) -> ProgramExprs:
     """The simplified expressions; None for a mask that is always true and for a score mod that changes nothing.
 
-    `tables` says which Float tables hold only finite values: a bias beside a hidden mask needs it.
+    `tables` says which Float tables hold only finite values: a bias with a hidden mask needs it.
     """
     run = Simplifier()
     seen, rest = TRUE, run(exprs.score) if exprs.score is not None else SCORE
@@ -72,16 +91,17 @@ def prepare(
             break
         seen, rest = conj(seen, more), run(rest)
     whole = run(conj(exprs.visible, seen))  # together: terms of both may imply one another
+    weight, divide = (None if e is None else run(e) for e in (exprs.weight, exprs.divide))
     if counts is not None:
         counts.update(run.counts)
-    return ProgramExprs(None if whole is TRUE else whole, None if rest is SCORE else rest)
+    return ProgramExprs(None if whole is TRUE else whole, None if rest is SCORE else rest, weight, divide)
 
 
 FLOAT_ZEROS = (lit(0.0), lit(-0.0))
 
 
 def hoist(e: Expr, tables: Mapping[str, bool]) -> tuple[Expr, Expr]:
-    """A score mod as (visible, rest), e == where(visible, rest, -inf): `rest` is what a FULL tile runs."""
+    """A score mod as (visible, rest), e == where(visible, rest, -inf): `rest` is what a FULL tile computes."""
     if e is NEG_INF:
         return FALSE, e
     if e.depth > DEEPEST:

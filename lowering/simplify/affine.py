@@ -7,7 +7,7 @@ q - k <= 255
 q >= k
 
 The order of the operands of commutative operators is readable, and independent of how a mask was written. Structure
-decides first, then literals, and names only where nothing else tells two operands apart, so that neither the order of
+decides first, then literals, and names only where nothing else tells two operands apart. So neither the order of
 writing nor (but for such ties, see `canonical`) the user's names change a mask.
 
 >>> from frisket.dsl.sugar import k, q
@@ -64,7 +64,7 @@ def sort_key(e: Expr) -> tuple[Any, ...]:
 
     Int and Float: variables (q before k), then parameters, then the rest by the variables held, literals last.
     Bool: bounds on positions, then other comparisons, those of tables, what is no comparison, and what is made of
-    several; inside each kind those of both q and k first, then by depth and operator.
+    several. Inside each kind those of both q and k first, then by depth and operator.
     """
     key: tuple[Any, ...] = fill(e, "rank", _look).key
     return key

@@ -5,9 +5,9 @@
 >>> canonical(eq(lookup("doc", (k,)), lookup("doc", (q,))) & (k <= q) & (q - k < param("w")))
 Canonical(expr=q >= k & q - k < s0 & t0[q] == t0[k], names={'s0': 'w', 't0': 'doc'})
 
-Parameters are told apart as the vertices of a graph are: by type and rank, then by where they occur, then by where
-their neighbours occur, until nothing more is learnt (colour refinement). Where several still look alike, each of
-them is tried as the first and the smallest outcome kept. Parameters that look alike are nearly always
+Parameters are told apart as the vertices of a graph are (colour refinement). They differ by type and rank, then by
+where they occur, then by where their neighbours occur, until nothing more is learnt. Where several still look alike,
+each of them is tried as the first and the smallest outcome kept. Parameters that look alike are nearly always
 interchangeable, so that every choice gives the same Expr; past WORK looks at a node the user's names decide.
 """
 
@@ -118,7 +118,7 @@ def _settled(graph: _Graph, colours: Colours) -> tuple[bytes, list[str]]:
 
 
 class _Graph:
-    """The graph of an Expr: every node with its operands as labelled edges; the label is the place, or where places do
+    """The graph of an Expr: every node with its operands as labelled edges. The label is the place, or where places do
     not matter nothing in a conjunction and the coefficient in a sum."""
 
     def __init__(self, roots: Sequence[Expr], work: int) -> None:

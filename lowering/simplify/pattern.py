@@ -116,6 +116,6 @@ def rule(
     of: Type | None = None,
 ) -> Rule:
     """A row of a table of rules. `when`, and `after` if it is a function, get what the holes matched, in order of
-    appearance; where `before` is an operator name, `after` gets the node, if its first operand has the type `of`."""
+    appearance. Where `before` is an operator name, `after` gets the node, if its first operand has the type `of`."""
     frame = sys._getframe(1)  # tests name the line of a rule that is not proved
     return Rule(name, before, after, when, of, f"{frame.f_globals['__name__']}:{frame.f_lineno}")

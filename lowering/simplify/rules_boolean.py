@@ -181,8 +181,8 @@ def _intersect(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
 
 
 def substitute_equal(node: Expr) -> Expr | None:
-    """Substitution: beside doc[q] == doc[k] every other doc[k] is doc[q], and beside q // n == k // n every k % n is k
-    - n * (q // n); so too in a disjunction, beside !=."""
+    """Substitution: with doc[q] == doc[k] every other doc[k] is doc[q], and with q // n == k // n every k % n is k
+    - n * (q // n); so too in a disjunction, with !=."""
     if len(node.args) > _MANY:
         return None
     equal = {"and": "eq", "or": "ne"}[node.op]

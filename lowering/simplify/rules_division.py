@@ -88,7 +88,7 @@ def recombine(node: Expr) -> Expr | None:
 
 
 def recombined(form: Linear) -> Linear | None:
-    """Recombine quotient and remainder: a // d * d + a % d is a; a - a % d is a // d * d; a - a // d * d is a % d."""
+    """Recombine quotient and remainder: a // d * d + a % d is a. A - a % d is a // d * d; a - a // d * d is a % d."""
     for atom, f in form.terms:
         if atom.op not in ("mod", "floordiv") or not literal_value(atom.args[1]):
             continue

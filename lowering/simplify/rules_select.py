@@ -103,7 +103,7 @@ def _positions(op: str) -> list[object]:
 def compare_whole(e: Expr) -> Expr | None:
     """A comparison of whole Floats as one of Ints: float(x) - float(y) <= 1.0 is x - y <= 1.
 
-    An Int beside a Float is converted, so that `abs(floor(q / 6) - k // 6) <= 1.0` arrives as Float arithmetic on whole
+    An Int with a Float is converted, so that `abs(floor(q / 6) - k // 6) <= 1.0` arrives as Float arithmetic on whole
     numbers: exact there as in Ints, where the Ints are positions."""
     # bounded, as `integral` walks the tree and not the graph
     x, y = (integral(a, position) if a.depth < 40 else None for a in e.args)

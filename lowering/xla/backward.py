@@ -1,6 +1,6 @@
 """The backward of the XLA executor: the forward's rows and chunks again, scores recomputed, five matrix products.
 
-Gradients of keys, values and captured tables are carried through the loops and added to in place; nothing has the
+Gradients of keys, values and captured tables are carried through the loops and added to in place. Nothing has the
 size of the scores, and nothing is differentiated but the score mod's own formula (`lowering.derive`).
 """
 
@@ -36,10 +36,10 @@ def backward(
     *,
     grad_names: frozenset[str],
 ) -> dict[str, jax.Array]:
-    """The gradients of `grad_names`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents
-    of `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
-    shapes and dtypes of the arrays, a table's has its shape, a slot's is 0-d, both in float32, or float64 beside
-    float64. `lse` knows of the sinks, so that they are not read again; `softmax_stats` is the forward's fifth
+    """The gradients of `grad_names`, among "q", "k", "v" and the plan's names of tables and slots. They come from the
+    cotangents of `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and
+    v have the shapes and dtypes of the arrays, a table's has its shape, a slot's is 0-d, both in float32, or float64
+    with float64. `lse` knows of the sinks, so that they are not read again; `softmax_stats` is the forward's fifth
     result."""
     import jax.numpy as jnp
 
@@ -83,6 +83,8 @@ def _backward(
     out, lse, lse_residual, softmax_stats = results.out, results.lse, results.lse_residual, results.softmax_stats
     dout, dlse = cotangents.dout, cotangents.dlse
     slope = backward_of(static.plan).slope
+    if static.plan.weighted:  # what the caller makes of out is in both cotangents, see `lowering.xla.weighted`
+        out, softmax_stats = jnp.zeros_like(dout), None
     exact = out.astype(static.dtype)
     if softmax_stats is not None and softmax_stats.shape[3] > 2:
         exact = exact + unpack_out_residual(softmax_stats, out).astype(static.dtype)
@@ -99,17 +101,25 @@ def _backward(
         q_tile, dout_tile = t.queries(queries, tile_row) * static.scale, t.queries(dout, tile_row) * t.keep
         lse_tile, residual_tile, delta_tile = (t.lines(x, tile_row)[..., None] for x in (lse, lse_residual, delta))
         # a row that sees nothing may have any cotangent, NaN too
-        dout_tile = jnp.where((lse_tile == nowhere).reshape(*dout_tile.shape[:3], 1), 0, dout_tile)
+        dout_tile = (
+            dout_tile
+            if static.plan.weighted
+            else jnp.where((lse_tile == nowhere).reshape(*dout_tile.shape[:3], 1), 0, dout_tile)
+        )
         plain_q = finite(q_tile)
 
         def step(body: Any, chunk: Any, state: Any) -> Any:
             (dq, parts), whole = state
             k_tile, v_tile = (t.keys(x, tile_row, chunk[0], body.width) for x in (k, v))
-            s, env = t.scores(tile_row, body, chunk, q_tile, k_tile)
-            p, dp = jnp.exp(s - lse_tile - residual_tile), dot(dout_tile, v_tile, (3, 3)).reshape(s.shape)
+            s, env, seen = t.scores(tile_row, body, chunk, q_tile, k_tile)
+            p = s if static.plan.weighted else jnp.exp(s - lse_tile - residual_tile)
+            dp = dot(dout_tile, v_tile, (3, 3)).reshape(s.shape)
             weight = p
             if (survivors := t.survivors(env)) is not None:
                 weight, dp = jnp.where(survivors, p, 0), jnp.where(survivors, dp, 0)
+            if static.plan.weighted:
+                p = jnp.broadcast_to(seen, s.shape).astype(s.dtype)  # whether there is a gradient, as for a softmax
+                weight = jnp.where(p == 0, 0, weight)
             dm = jnp.where(p == 0, 0, p * (dp - delta_tile))  # 0 times NaN of dp would be NaN
             # a slope may be infinite where the weight is 0
             ds = dm if slope is None else jnp.where(p == 0, 0, dm * t.value(slope, env))

@@ -139,8 +139,8 @@ class CapturedGradient:
 
 
 def diagonals(x: Array, zeros: Array) -> Array:
-    """The sums along q - k of [n, rows, width], added to `zeros` [n, rows + width - 1]: entry i is q - k = i - (width -
-    1). Rows are added one by one, each one place further: XLA has no faster way, a skewed view takes ten times."""
+    """The sums along q - k of [n, rows, width], added to `zeros` [n, rows + width - 1]. Entry i is q - k = i - (width -
+    1). Rows are added one by one, each one place further. XLA has no faster way: a skewed view takes ten times."""
     from jax import lax
 
     n, rows, width = x.shape

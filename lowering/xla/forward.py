@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def forward(
     inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
 ) -> tuple[jax.Array, ...]:
-    """The forward: (out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from q
-    [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
-    `top` is the largest visible score, and with `lse_residual` a fourth array is the rounding error of lse: lse +
+    """The forward: (out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log). It takes
+    q [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
+    `top` is the largest visible score. With `lse_residual` a fourth array is the rounding error of lse: lse +
     lse_residual is what a backward subtracts from scores of any size. A fifth is then what rounding left out of `out`,
     see `pack_out_residual`. Float64 throughout where q is. The arrays, slots, tables and the origin may be traced, and
     the spans if they are `DeviceSpans`; shapes are the host's."""
@@ -61,22 +61,27 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
     def row(r: Any, results: Any) -> Any:
         tile_row = t.row(r)
         q_tile = t.queries(q, tile_row) * static.scale
-        least = t.full(t.part, float(np.finfo(static.dtype).min))
+        least = t.full(t.part, 0.0 if static.plan.weighted else float(np.finfo(static.dtype).min))
         empty = least, t.full(t.part, 0.0), t.full((*t.part, v_dim), 0.0)
 
         def step(body: Any, chunk: Any, state: Any) -> Any:
             """Add one chunk of keys to the running (max, sum, accumulator)."""
             top, total, acc = state
-            s, env = t.scores(tile_row, body, chunk, q_tile, t.keys(k, tile_row, chunk[0], body.width))
-            # `top` starts at the least finite number, so that -inf - top is -inf and never NaN
-            new = jnp.maximum(top, s.max(-1))
-            p, shrink = jnp.exp(s - new[..., None]), jnp.exp(top - new)
+            s, env, seen = t.scores(tile_row, body, chunk, q_tile, t.keys(k, tile_row, chunk[0], body.width))
+            if static.plan.weighted:  # in the place of `top` the visible keys are counted
+                visible = jnp.broadcast_to(t.counted(seen, env), s.shape)
+                new, p, shrink = top + visible.sum(-1, dtype=top.dtype), s, jnp.ones_like(top)
+            else:
+                # `top` starts at the least finite number, so that -inf - top is -inf and never NaN
+                new = jnp.maximum(top, s.max(-1))
+                p, shrink = jnp.exp(s - new[..., None]), jnp.exp(top - new)
             total = total * shrink + p.sum(-1)
             if (survivors := t.survivors(env)) is not None:
                 p = jnp.where(survivors, p, 0)
             v_tile = t.keys(v, tile_row, chunk[0], body.width)
             if body.partial:  # anything may stand where nothing is seen, as in a cache that is used again
-                v_tile = jnp.where((p == 0).all((2, 3))[..., None], 0, v_tile)
+                unseen = ~jnp.broadcast_to(seen, p.shape) if static.plan.weighted else p == 0
+                v_tile = jnp.where(unseen.all((2, 3))[..., None], 0, v_tile)
             if (weights := t.weights(env)) is not None:
                 p = jnp.where(p == 0, 0, p * weights)
             mixed = dot(p.reshape(*q_tile.shape[:3], -1), v_tile, (3, 2)).reshape(acc.shape)
@@ -123,6 +128,8 @@ def _written(t: XlaTiles, tile_row: TileRow, results: Any, state: Any, sinks: An
     from jax import lax
 
     top, total, acc = state
+    if t.static.plan.weighted:
+        return _divided(t, tile_row, results, state)
     highest = jnp.where(total == 0, -jnp.inf, top)
     if sinks is not None:
         sink = lax.dynamic_slice(sinks, (tile_row.h,), (t.static.heads,)).reshape(1, t.kvs, t.groups, 1)
@@ -138,3 +145,18 @@ def _written(t: XlaTiles, tile_row: TileRow, results: Any, state: Any, sinks: An
     parts = out, out - lax.reduce_precision(out, info.nexp, info.nmant)
     outs = [t.put_queries(whole, x, tile_row) for whole, x in zip(results[0], parts)]
     return outs, [t.put_lines(whole, x, tile_row) for whole, x in zip(results[1], rows)]
+
+
+def _divided(t: XlaTiles, tile_row: TileRow, results: Any, state: Any) -> Any:
+    """`_written` of a weighted row, whose state is (count, total, accumulator)."""
+    import jax.numpy as jnp
+
+    count, total, acc = state
+    divide, out = t.static.plan.divide, acc * t.keep
+    if divide is not None:
+        env = {**tile_row.env, "total": total[..., None], "count": count[..., None].astype(jnp.int32)}
+        divisor = jnp.broadcast_to(t.value(divide, env), out.shape[:-1] + (1,))
+        empty = (divisor == 0) | (count == 0)[..., None]
+        out = jnp.where(empty, 0, out / jnp.where(empty, 1, divisor))
+    outs = [t.put_queries(whole, x, tile_row) for whole, x in zip(results[0], (out, jnp.zeros_like(out)))]
+    return outs, [t.put_lines(whole, x, tile_row) for whole, x in zip(results[1], (total, count, count))]

@@ -1,9 +1,9 @@
 """Tiles and scores of the XLA executor's loops, inside the trace: where a row of tiles begins, its chunks of keys,
 tiles of the arrays, and scores. Tiles are [batch, kv head, head of the group, query, ...].
 
-The schedule is made on the host: the chunks of keys that each row of tiles visits, and the steps. A *body* is a fixed
-number of keys, with or without the predicate, so K and V are read by `dynamic_slice` of a static size while the trip
-counts are data: other values in a mask's tables do not recompile.
+The schedule is made on the host. It has the chunks of keys that each row of tiles visits, and the steps. A *body* is a
+fixed number of keys, with or without the predicate. So K and V are read by `dynamic_slice` of a static size while the
+trip counts are data: other values in a mask's tables do not recompile.
 
 Of traced spans nothing is listed in advance, since how many steps a row takes is a value. Step i of a row finds the
 segment it falls in by comparing i with the running number of steps.
@@ -110,7 +110,7 @@ def _segments(row: Ints, start: Ints, stop: Ints) -> Ints:
 
 def _cut(segments: Ints, partial: bool, block_k: int, widest: int) -> list[tuple[int, Ints]]:
     """The segments cut into [(width, pieces)] in tiles: one width for PARTIAL segments, whose last piece may be cut
-    short by the predicate; for FULL ones a wide piece and, for the remainder, a single tile."""
+    short by the predicate. For FULL ones a wide piece and, for the remainder, a single tile."""
     if not len(segments):
         return []
     length = segments[:, 2] - segments[:, 1]
@@ -212,7 +212,7 @@ ZERO = np.int32(0)  # the indices of a slice have one type
 
 @dataclass(frozen=True)
 class Static:
-    """The static arguments of the compiled function, beside the shapes of its arrays."""
+    """The static arguments of the compiled function, in addition to the shapes of its arrays."""
 
     plan: LoopPlan
     scale: float
@@ -237,7 +237,7 @@ class Static:
 
 
 class Numbers(NamedTuple):
-    """The data of a compiled function beside q, k and v; arrays."""
+    """The data of a compiled function in addition to q, k and v; arrays."""
 
     slots: tuple[Array, ...]
     tables: tuple[Array, ...]
@@ -449,24 +449,31 @@ class XlaTiles:
 
     def scores(
         self, row: TileRow, body: Body, chunk: tuple[Array, Array, Array], q_tile: Array, k_tile: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        """The (modified scores [batch, kv head, group, query, key], -inf where hidden; values Exprs read there)."""
+    ) -> tuple[Array, dict[str, Array], Array]:
+        """The (modified scores [batch, kv head, group, query, key], -inf where hidden; values Exprs read there; where
+        the mask shows a key). Of weighted rows the first are weights, 0 where hidden."""
         plan, (start, first, stop) = self.static.plan, chunk
         s = dot(q_tile, k_tile, (3, 3)).reshape(*self.part, body.width)
         local = start + self.jnp.arange(body.width, dtype=self.jnp.int32)
         env = {**row.env, "k": row.k_origin + local, "score": s}
         if plan.score is not None:
             s = self.jnp.broadcast_to(self.value(plan.score, env, rounded=True), s.shape)
+        seen = self.jnp.ones((), bool)
         if body.partial:
             seen = (local >= first) & (local < stop)
             if plan.mask is not None:
                 seen &= self.value(plan.mask, env)
-            s = self.jnp.where(seen, s, -self.jnp.inf)
-        return s, env
+            s = self.jnp.where(seen, s, 0 if plan.weighted else -self.jnp.inf)
+        return s, env, seen
 
     def value(self, e: Expr, env: Mapping[str, Array], rounded: bool = False) -> Array:
         # fused products of a compiler would round scores otherwise in forward and backward
         return evaluate(e, env, self.tables, **self.static.widths, rounded=rounded)
+
+    def counted(self, seen: Array, env: Mapping[str, Array]) -> Array:
+        """The positions whose keys a weighted row counts."""
+        counted = self.static.plan.counted
+        return seen if counted is None else seen & self.value(counted, env)
 
     def survivors(self, env: Mapping[str, Array]) -> Array | None:
         """The positions that dropout keeps; None: all."""
@@ -474,7 +481,7 @@ class XlaTiles:
 
     def weights(self, env: Mapping[str, Array]) -> Array | None:
         """The factors of weights, once summed; None: no factors."""
-        return None if self.static.plan.weight is None else self.value(self.static.plan.weight, env)
+        return None if self.static.plan.value_scale is None else self.value(self.static.plan.value_scale, env)
 
     @property
     def keep(self) -> Array | float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial, wraps
 from typing import Any, Literal, TypeVar, overload
@@ -17,6 +17,7 @@ from frisket.dsl.ir import names_of
 from frisket.dsl.notebook import table
 from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo, remember
+from frisket.lowering.dtypes import DOUBLE, FP8
 from frisket.lowering.plan import NOWHERE, PAGES, Geometry, Origin, Problem, Sizes
 from frisket.lowering.simplify import ProgramExprs
 from frisket.lowering.xla.promotion import usual_promotion
@@ -27,12 +28,21 @@ from frisket.runtime.backends.registry import check_name, choose, library, print
 from frisket.runtime.backends.stages import CompileRecord, PlanCompilation, Stages, new_history, records
 from frisket.runtime.calls import arrays as call_arrays
 from frisket.runtime.calls.arrays import Array, Arrays, Stored
-from frisket.runtime.calls.options import CALLS, CallArgs, Options, register, seed_of, sinks_of, stacked_values
+from frisket.runtime.calls.options import (
+    CALLS,
+    CallArgs,
+    Options,
+    check_aligned,
+    register,
+    seed_of,
+    sinks_of,
+    stacked_values,
+)
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, remap_positions
 from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.jax.attend import quickest_of
 from frisket.runtime.machine.caller import counting
-from frisket.runtime.machine.parameters import blank, kind_of, learns, part_of_expression, summary, traced
+from frisket.runtime.machine.parameters import blank, is_tensor, kind_of, learns, part_of_expression, summary, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import CallPlan, CheckedCall, FlatPlan, device_plan, results, split_host_device
 from frisket.runtime.plans.empty import check_bound, nothing
@@ -42,6 +52,8 @@ from frisket.runtime.torch.jagged import attend as jagged_attend
 from frisket.runtime.torch.spec import history_of, spec_of
 
 from .report import Report, interpreted, learned_values, report, report_gradients, report_later
+from .statistics import Statistics, Wanted
+from .weighted import Sums, average, check_sums, check_weighted, no_sums, summed, weighted_results
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 KEPT = 32  # attentions that one was made into: places it was moved to, arrays that were replaced
@@ -219,6 +231,15 @@ class Attention:
                     f"the plan holds `{self.paths[n][0]}`, which has been replaced since\n  make another with `plan`"
                 )
 
+    def with_total(self, q: Any, k: Any, v: Any, **call: Any) -> tuple[Any, Any]:
+        """(out, total) of a weighted call, outside of graphs. `call` has the other fields of `CallArgs`."""
+        return rows_of(self, CallArgs(q, k, v, **call))[:2]
+
+    @cached_property
+    def undivided(self) -> Attention:
+        """Attention whose rows `sums_of` takes, to undo their division."""
+        return self._over(replace(self.program, divide=average()))
+
     @property
     def mask(self) -> Any:
         """The `frisket.Mask`, or None."""
@@ -244,6 +265,10 @@ class Attention:
     def __call__(self, q: Array, k: Any, v: Any, *, return_max: bool, **keywords: Any) -> Any: ...
     @overload
     def __call__(
+        self, q: Array, k: Any, v: Any, *, return_sums: Literal[True], **keywords: Any
+    ) -> tuple[Array, Sums]: ...
+    @overload
+    def __call__(
         self, q: Array, k: Any, v: Any, *, return_lse: Literal[True], **keywords: Any
     ) -> tuple[Array, Array]: ...
     @overload
@@ -253,7 +278,8 @@ class Attention:
     def __call__(
         self, q: Any, k: Any, v: Any, *, plan: CallPlan | None = None, seed: Any = None, sinks: Any = None,
         return_lse: bool = False, return_max: bool = False, origin: Origin | None = None, sizes: Sizes | None = None,
-        layout: str | None = None, k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
+        layout: str | None = None, axes: str | None = None, q_scale: Any = None, k_scale: Any = None,
+        v_scale: Any = None, pages: Any = None, return_sums: bool = False, **params: Any,
     ) -> Any:  # fmt: skip
         """`att(q, k, v)`; `(out, lse)` with return_lse, `(out, max)` with return_max, `(out, lse, max)` with both.
 
@@ -267,20 +293,27 @@ class Attention:
           nothing.
         - lse [batch, heads, q_len]: the natural log of what the softmax divides by.
         - max [batch, heads, q_len]: the largest visible score of a query after the score mod, without sinks.
+        - `(out, sums)` with return_sums, of programs with a weight: `Sums` of each row, which `frisket.merge_sums`
+          adds to those of other keys. Arrays of float16 are computed in float32 then.
 
-        lse and max are float32, float64 beside float64, and -inf where a query sees nothing. Gradients flow from out
+        lse and max are float32, float64 with float64, and -inf where a query sees nothing. Gradients flow from out
         and lse to q, k, v, sinks and the Float parameters that only the score mod reads.
 
         - `params`: values of scalars and tables: those without a value, or other values for this call.
         - `plan`: a plan that `att.plan` made for these lengths.
         - `origin`, `sizes`: (b, h, q, k) where the arrays begin in the whole problem, and its lengths.
-        - `sinks`: [heads] or one number: extra logits in the softmax of every query, which have no value vector.
+        - `sinks`: sink logits, [heads] or one number: extra logits in the softmax of every query, without a value
+          vector. (Sink tokens are a mask: `sinks(n)` shows the first n tokens to every query.)
         - `seed`: 0 <= seed < 2**31, of dropout. Equal seeds drop the same positions of the whole problem on every
           backend. Without a seed torch draws one from its default generator; JAX needs one. Dropout that is not 0 is
           always applied: there is no training mode.
-        - `layout`: "bhsd" or "bshd", the order of axes; that of the framework unless given.
-        - `k_scale`, `v_scale`: keys and values may be int8, float8_e4m3fn or float8_e5m2 beside q of any Float. The
-          scales, float32 with all axes of k and v but the last, multiply them: one number for a token and head.
+        - `axes`: the axis order of q, k, v and out, "bhsd" or "bshd"; the framework's unless given. `layout` is its
+          older name.
+        - `k_scale`, `v_scale`: keys and values may be int8, float8_e4m3fn or float8_e5m2, with q in any floating dtype.
+          The scales, float32 with all axes of k and v but the last, multiply them: one number for a token and head.
+        - `q_scale`: q, k and v may all be float8_e4m3fn, which is experimental and for Hopper alone; out is bfloat16.
+          Each of the three scales, float32 [batch, heads], multiplies a head. q_scale and k_scale may scale blocks of
+          1, 2, 4, 8, ... tokens instead, with the axes of q and k: [batch, heads, blocks]. No scale is negative.
         - `pages`: int32 [batch, pages of a sequence]. k and v are pools then: torch [pages, kv_heads, tokens, dim], JAX
           [pages, tokens, kv_heads, dim], with a multiple of 16 tokens in a page. Key i of batch entry b is token i %
           tokens of page pages[b, i // tokens]. A page number outside the pool is read as the nearest page. Where
@@ -294,23 +327,39 @@ class Attention:
                 self._check_current(plan)
             if not call_arrays.in_graph(q):  # a graph reads the arrays again by `inputs` or `constants`
                 self = self.now(params)
-        if k_scale is not None or v_scale is not None or pages is not None:
-            params |= call_arrays.kv_inputs_of(k_scale, v_scale, pages)
+        if k_scale is not None or v_scale is not None or pages is not None or q_scale is not None:
+            params |= (kv_inputs := call_arrays.kv_inputs_of(k_scale, v_scale, pages, q_scale))
             if not call_arrays.in_graph(q):
-                call_arrays.refuse_name_clash({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
+                call_arrays.refuse_name_clash({call_arrays.WORDS[n]: x for n, x in kv_inputs.items()}, self.program)
+        # a call without the keyword enters no function for it
+        if axes is not None:
+            layout = call_arrays.axis_order(layout, axes)
+        of_call: Callable[..., Any] = results
+        if return_sums is not False:
+            check_sums(self.program.weight, return_sums, plan, return_lse, return_max)
+        # weights have a total in place of lse, and no sinks
+        if self.program.weight is not None:
+            check_weighted(self.program.exprs, sinks, return_lse, return_max)
+            of_call = weighted_results
         if params or isinstance(sinks, list | tuple):  # lists may hold tracers, and tensors that learn
             sinks, params = stacked_values(sinks, params)
         # half the time of CallArgs(...), which every call would notice
-        args = q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params
+        args = q, k, v, plan, seed, sinks, return_max or return_sums, origin, sizes, layout, params
         request = tuple.__new__(CallArgs, args)
         tensors = (q, k, v, sinks, *params.values()) if params else (q, k, v, sinks)
         logits = self.options.sinks
         if call_arrays.in_graph(*tensors) or (logits is not None and call_arrays.in_graph(q, logits)):
             if is_jagged(q):
-                return results(jagged_attend(self, request), return_lse, return_max)
-            from frisket.runtime.torch.graph import attend  # imports torch
+                if return_sums:
+                    raise no_sums("nested tensors")
+                return of_call(jagged_attend(self, request), return_lse, return_max)
+            from frisket.runtime.torch import graph  # imports torch
 
-            return results(attend(self, request, return_lse or return_max), return_lse, return_max)
+            if return_sums:
+                return graph.sums(self, request)
+            return of_call(graph.attend(self, request, return_lse or return_max), return_lse, return_max)
+        if return_sums:
+            return summed(self, request, rows_of)
         if isinstance(q, getattr(sys.modules.get("torch"), "Tensor", ())):
             outputs = operators_of("torch").attend(self, request, False, return_lse)
         elif call_arrays.symbolic(q, k, v, *params.values()):  # a Proxy has no framework
@@ -319,7 +368,7 @@ class Attention:
             return record(self, request, return_lse)
         else:
             outputs = attend_jax(self, request)
-        return results(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
+        return of_call(outputs, return_lse, return_max) if return_lse or return_max else outputs[0]
 
     def check_if_asked(self, call: CheckedCall, results: tuple[Any, Any, Any]) -> None:
         """Compare a call's results with the interpreter's, where FRISKET_CHECK=1."""
@@ -331,7 +380,7 @@ class Attention:
             report(self._as_run(call), *results[:2]).require()
 
     def _as_run(self, call: CheckedCall) -> CheckedCall:
-        """`call`, by the engine that runs it: dense attention beside it rounds what that engine rounds."""
+        """`call`, by the engine that runs it: dense attention to compare with rounds what that engine rounds."""
         proof = operators_of("torch").engine_call(call, self.options) if call.arrays.framework == "torch" else None
         return call if proof is None else replace(call, backend=proof.backend)  # engines round scores, too
 
@@ -354,7 +403,11 @@ class Attention:
         if plan is not None:
             self._check_plan(plan, params)
             plan = plan.stored_as(how)
-        backend = choose(self.options.backend, arrays.framework, arrays.device, arrays.dtype)
+        invariant = self.options.tuning.invariant
+        backend = choose(self.options.backend, arrays.framework, arrays.device, arrays.dtype, invariant)
+        # kernels of the CPU find the parts in keys that begin between two of them, but not in pages
+        if invariant and (PAGES in kv_inputs or not RECORDS[backend].any_origin):
+            check_aligned(geometry.origin)
         rate, sinks = self.options.dropout, self.options.sinks if sinks is None else sinks
         seed = seed_of(seed, rate, arrays.framework) if rate else None
         if sinks is not None:
@@ -372,9 +425,14 @@ class Attention:
                 # JAX reads copies of torch's tensors
                 captured = {**(self.learned if arrays.framework == "torch" else {}), **self.traced}
                 device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
-            plan = self._cached_plan(geometry, host, device_values, how)
+            double = self.program.weight is not None and arrays.dtype == DOUBLE
+            plan = self._cached_plan(geometry, host, device_values, how, double)
         # an empty call has no plan
         return CheckedCall(arrays, geometry, plan, backend, rate, seed, sinks, top, kv_inputs)
+
+    def _choose(self, framework: str, device: str, dtype: str = "") -> str:
+        """The backend of a call on such arrays."""
+        return choose(self.options.backend, framework, device, dtype, self.options.tuning.invariant)
 
     def run(self, call: CheckedCall) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call; top may be None where it is not asked for."""
@@ -394,7 +452,12 @@ class Attention:
         yield from map(call_arrays.framework_of, (request.sinks, request.seed, self.options.sinks, *params.values()))
 
     def _planned_geometry(
-        self, arrays: Arrays, plan: Any, origin: Origin | None, sizes: Sizes | None, scaled: Collection[str] = ()
+        self,
+        arrays: Arrays,
+        plan: Any,
+        origin: Origin | None,
+        sizes: Sizes | None,
+        scaled: Mapping[str, Any] = call_arrays.NO_SCALES,
     ) -> Geometry:
         """The geometry of a call with a plan, which is for these lengths."""
         if not isinstance(plan, Plan | FlatPlan):
@@ -408,7 +471,7 @@ class Attention:
             other = "bhsd" if arrays.layout == "bshd" else "bshd"
             raise ShapeError(
                 f"the plan is for (batch, heads, q_len, kv_len) = {want}, the arrays have {have}; "
-                + (f'layout="{other}" reads them so' if turned else "make a plan for these lengths")
+                + (f'axes="{other}" reads them so' if turned else "make a plan for these lengths")
             )
         return g
 
@@ -432,31 +495,110 @@ class Attention:
             raise ParameterError(f"the plan is for attention {have} dropout, this one is {want}\n  {remedy}")
 
     def _cached_plan(
-        self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None = None
-    ) -> CallPlan:
+        self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], how: Stored | None = None,
+        double: bool = False,
+    ) -> CallPlan:  # fmt: skip
         """A plan; its part that does not depend on the tables of this step is remembered."""
         # `work` knows plans with tables of the host by their entries, and a check tests the tables of each call
         numbers = all(type(x) in (bool, int, float) for x in host.values()) if host else True
         if not numbers or any(isinstance(x, np.ndarray) for x in g.origin) or Settings.read().check:
-            return self._new_plan(g, host, device_values, None, how)
+            return self._new_plan(g, host, device_values, None, how, double)
         scalars = tuple([(n, kind_of(x), x) for n, x in host.items()])  # 1, 1.0 and True are equal as keys
         shapes = [(n, call_arrays.framework_of(x), tuple(x.shape), x.dtype) for n, x in device_values.items()]
-        key = "plan", g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, how, scalars, *shapes
+        key = "plan", double, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, how, scalars, *shapes
         plan: CallPlan | None = self.calls.get(key)
         if plan is None:
-            plan = self._new_plan(g, host, device_values, None, how)
+            plan = self._new_plan(g, host, device_values, None, how, double)
             # without values: those of a step hold its graph, or its trace
             remember(self.calls, key, plan.with_tables({}) if device_values else plan, CALLS)
         return plan.with_tables(device_values) if device_values else plan
 
     def _new_plan(
-        self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], block: Any, how: Stored | None = None
-    ) -> CallPlan:
+        self, g: Geometry, host: dict[str, Any], device_values: dict[str, Any], block: Any, how: Stored | None = None,
+        double: bool = False,
+    ) -> CallPlan:  # fmt: skip
         dropout = bool(self.options.dropout)
         program = self.program if how is None else self.program.stored_as(how)
+        program = replace(program, double=True) if double else program
         if device_values:
             return device_plan(program, host, device_values, g.problem, block, Settings.read().check, dropout)
         return Plan(program.bind(host) if host else program, g.problem, dropout, partial(engines_text, self.options))
+
+    @counting
+    @of_now
+    def statistics(
+        self, q: Any, k: Any, v: Any, *, columns: bool = False, entropy: bool = False, argmax: bool = False,
+        top: int = 0, per: Literal["key", "query"] = "key", lse: Any = None, plan: CallPlan | None = None,
+        sinks: Any = None, origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None,
+        axes: str | None = None, q_scale: Any = None, k_scale: Any = None, v_scale: Any = None, pages: Any = None,
+        **params: Any,
+    ) -> Statistics:  # fmt: skip
+        """Return statistics of the weights of `att(q, k, v)`; only those that are asked for are computed.
+
+        >>> import torch, frisket as fk
+        >>> q, k, v = torch.randn(3, 1, 2, 64, 16)
+        >>> att = fk.compile("causal & window(8)")
+        >>> found = att.statistics(q, k, v, columns=True, entropy=True, argmax=True, top=4)
+        >>> found.columns.shape, found.entropy.shape, found.top.shape
+        (torch.Size([1, 2, 64]), torch.Size([1, 2, 64]), torch.Size([1, 2, 64, 4]))
+        >>> round(found.columns.sum().item()), bool((found.argmax == found.top[..., 0]).all())
+        (128, True)
+        >>> out, lse = att(q, k, v, return_lse=True)
+        >>> torch.allclose(att.statistics(q, k, v, lse=lse, columns=True).columns, found.columns, atol=1e-5)
+        True
+
+        - `columns` [batch, kv_heads, kv_len]: the weights of a key, summed over all queries of the query heads that
+          read it; with per="query" [batch, heads, kv_len], of each query head alone.
+        - `entropy` [batch, heads, q_len]: the sum of -p log p over the weights p of a query, in nats. The weight of a
+          sink logit is one of them.
+        - `argmax`, `argmax_weight` [batch, heads, q_len]: the place in k of the key with the largest score, and its
+          weight. Of equal scores the first one counts. Sink logits do not take part.
+        - `top`, `top_weight` [batch, heads, q_len, n]: place and weight of the n = `top` largest, the largest first.
+
+        Weights are those of the softmax, before dropout. A query that sees no key has the entropy 0, the key -1 and the
+        weight 0; so do entries of `top` behind the last visible key. Heads stand before lengths in JAX too.
+
+        Numbers are float32, float64 with float64. Gradients flow from them to q, k, sinks, and Float parameters that
+        only the score mod reads. One row of tiles is held at a time, in gradients too, never the scores of all pairs.
+
+        - `lse` [batch, heads, q_len]: what a call with return_lse=True gave. Weights are exp(score - lse) then: of an
+          lse of `merge`, weights among the keys of all parts. Columns take less time with it. Gradients flow through
+          it: give it as it came, not detached.
+        - Other keywords are those of a call. v has no influence.
+
+        With a `weight` in place of the softmax there are columns and argmax, of weights divided by the divisor. The
+        argmax is the key with the largest positive weight, and -1 where none is positive.
+
+        Raises `ParameterError` in graphs of torch (torch.compile, torch.func), and where a softmax is missing.
+        """
+        layout = call_arrays.axis_order(layout, axes)
+        chosen = Wanted.of(columns, entropy, argmax, top, per)
+        if self.program.weight is not None and (entropy or top or lse is not None or sinks is not None):
+            text = "entropy, top, lse and sinks belong to a softmax, and this program has a weight\n"
+            raise ParameterError(f"{text}  ask for columns and argmax alone")
+        params |= call_arrays.kv_inputs_of(k_scale, v_scale, pages, q_scale)
+        sinks, params = stacked_values(sinks, params)
+        # an lse of another call, or of `merge`, may have any shape
+        if lse is not None:
+            chosen.check_lse(lse, q, layout)
+        # the seed of an attention with dropout: any, since weights are those before dropout
+        request = CallArgs(q, k, v, plan, 0, sinks, False, origin, sizes, layout, params)
+        if isinstance(q, getattr(sys.modules.get("torch"), "Tensor", ())):
+            from frisket.runtime.torch.statistics import statistics as of_torch
+
+            return of_torch(self._unordered, request, lse, chosen)
+        from frisket.runtime.jax.statistics import statistics as of_jax
+
+        return of_jax(self._unordered, request, lse, chosen)
+
+    @cached_property
+    def _unordered(self) -> Attention:
+        """The attention that reads arrays as they are, by a backend with tiles."""
+        record = RECORDS.get(self.options.backend or "")
+        oracle = record is not None and record.oracle
+        if type(self) is Attention and not oracle:
+            return self
+        return self._logs(Attention(self.program, replace(self.options, backend=None) if oracle else self.options))
 
     @counting
     @usual_promotion()
@@ -486,7 +628,7 @@ class Attention:
         device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
         x = next(iter(device_values.values()), None)
         framework = call_arrays.framework_of(x) or "torch"
-        backend = choose(self.options.backend, framework, call_arrays.device_of(x, framework)) if device_values else ""
+        backend = self._choose(framework, call_arrays.device_of(x, framework)) if device_values else ""
         if device_values and RECORDS[backend].loads:  # planned by the call, whose tiles are known
             plan = self._cached_plan(g, host, device_values)
         else:
@@ -579,20 +721,22 @@ class Attention:
         self, q: Any = None, k: Any = None, v: Any = None, *, q_len: int = 4096, kv_len: int | None = None,
         batch: int = 1, heads: int = 1, kv_heads: int | None = None, head_dim: int = 64, v_dim: int | None = None,
         dtype: str = "float32", backend: str | None = None, origin: Origin = NOWHERE, sizes: Sizes | None = None,
-        layout: str | None = None, arch: str | None = None, k_scale: Any = None, v_scale: Any = None,
-        pages: Any = None, **params: Any,
+        layout: str | None = None, axes: str | None = None, arch: str | None = None, q_scale: Any = None,
+        k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
     ) -> Stages:  # fmt: skip
         """The stages of the mask and score mod on the way to a kernel, a printable field each. Triton's tiles are for
         `arch`, say "sm_90" or "gfx942", or this machine's GPU. q, k, v, scales and pages: how keys are stored."""
-        program, kv_inputs = self.program.bind(params), call_arrays.kv_inputs_of(k_scale, v_scale, pages)
+        layout = call_arrays.axis_order(layout, axes)
+        program, kv_inputs = self.program.bind(params), call_arrays.kv_inputs_of(k_scale, v_scale, pages, q_scale)
         if kv_inputs and q is None:
             raise ParameterError("scales and pages are those of q, k and v: give them, too")
         if q is not None:
             arrays = call_arrays.arrays(q, k, v, layout, pages=pages)
             g = arrays.geometry(self.options.scale, self.options.enable_gqa, origin, sizes, kv_inputs)
             program = program.stored_as(call_arrays.kv_format(arrays, g, kv_inputs)[0])
-            name = backend or choose(self.options.backend, arrays.framework, arrays.device)
             dtype = arrays.dtype
+            eight = dtype if dtype == FP8 else ""  # few backends take it
+            name = backend or self._choose(arrays.framework, arrays.device, eight)
         else:
             kv_len = q_len if kv_len is None else kv_len
             factor = head_dim**-0.5 if self.options.scale is None else self.options.scale
@@ -614,10 +758,11 @@ class Attention:
             name = quickest(name, plan, g, dtype, self.options)
         elif backend is None:
             name = quickest_of(name, plan, g, dtype, self.options)
+        options = replace(self.options, backend=backend or self.options.backend)
         compilation = PlanCompilation(
-            plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned,
+            plan, name, g, dtype, options, arch=arch, sinks=sinks, learned=self.learned,
             framework=where[0], engines="" if chosen is None else str(chosen),
-            as_written=ProgramExprs(*(getattr(p, "shown", None) for p in (program.mask, program.score))),
+            as_written=ProgramExprs(*(getattr(p, "shown", None) for p in program.every_part)),
         )  # fmt: skip
         chose = backend or self.options.backend or Settings.read().backend
         return (compilation if q is None or chose else compilation.now()).stages()
@@ -630,27 +775,46 @@ class Attention:
     def check(
         self, q: Any, k: Any, v: Any, *, plan: CallPlan | None = None, seed: Any = None, sinks: Any = None,
         gradients: bool = True, origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None,
-        k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
+        axes: str | None = None, q_scale: Any = None, k_scale: Any = None, v_scale: Any = None, pages: Any = None,
+        **params: Any,
     ) -> Report:  # fmt: skip
         """Compare a call and its gradients, for random cotangents, with the float64 reference. Gradients are of q, k,
         v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises `MismatchError`
         when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
+        layout = call_arrays.axis_order(layout, axes)
         if self.rereads:  # inside the pullback of a check no variable of flax can be read
             self = self._over(self.program.fixed())
         sinks, params = stacked_values(sinks, params)
-        kv_inputs = call_arrays.kv_inputs_of(*map(unwrapped, (k_scale, v_scale, pages)))
+        kv_inputs = call_arrays.kv_inputs_of(*map(unwrapped, (k_scale, v_scale, pages, q_scale)))
         q, k, v, seed, sinks, *values = map(unwrapped, (q, k, v, seed, sinks, *params.values()))
         params = dict(zip(params, values, strict=True))
-        gradients &= not kv_inputs and k.dtype == q.dtype  # stored keys are for the forward alone
+        # stored keys are for the forward alone, and so are queries of 8 bits
+        gradients &= not kv_inputs and k.dtype == q.dtype and not str(q.dtype).endswith(FP8)
         params |= learned_values(self.program, q, params) if gradients and plan is None else {}
         call = self.call(CallArgs(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **kv_inputs}))
         if gradients and RECORDS[call.backend].has_gradients(call.arrays.framework):
             how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}
-            outcome = report_gradients(partial(self, return_lse=True, **how), self._as_run(call), params)
+            attend: Callable[..., Any] = partial(self, return_lse=True, **how)
+            if self.program.weight is not None:
+
+                def with_total(q: Any, k: Any, v: Any, seed: Any = None, **params: Any) -> Any:
+                    return self.with_total(q, k, v, seed=seed, params=params, **how)
+
+                attend = with_total
+            outcome = report_gradients(attend, self._as_run(call), params)
         else:
             outcome = report(self._as_run(call), *self.run(call)[:2])
         outcome.require()
         return outcome
+
+
+def rows_of(att: Attention, request: CallArgs) -> tuple[Any, Any, Any]:
+    """(out, total, count) of a weighted call, outside of graphs; count where `divide` reads it, else any array."""
+    now = att.now(request.params) if att.rereads else att
+    if is_tensor(request.q):
+        return operators_of("torch").attend(now, request, False, True)  # type: ignore[no-any-return]
+    rows: tuple[Any, Any, Any] = attend_jax(now, request)
+    return rows
 
 
 @memo(2)

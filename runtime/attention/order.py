@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BLOCK, MOVING = (128, 64), 100.0  # of a GPU: a tile's queries and keys; pairs that take as long as moving a row
 CPU = (64, 32), 10.0  # of a CPU
-PARTIAL = 1.25  # the time of a border tile, in full ones
+PARTIAL = 1.25  # the time of a partial tile, in full ones
 WORTH = 1.1  # gains below are left alone
 # Candidates are compared on tiles of queries: how many, the queries of each that are looked at, and how many candidates
 # are left then, whose tiles are counted.
@@ -88,7 +88,7 @@ class Order:
         return x if (at := self._axis(x, axis, keys)) is None else take(x, self._indices[keys, True], at)
 
     def _permuted(self, x: Any, axis: int, keys: bool = False, back: bool = False) -> Any:
-        """`apply`, or `undo` where it goes `back`, whose gradient is gathered too; JAX has no forward mode of it."""
+        """`apply`, or `undo` where it goes `back`, whose gradient is gathered too."""
         if self._still(keys):
             return x
         at = self._axis(x, axis, keys) or 0
@@ -201,8 +201,8 @@ def reorder(
     sorted (`doc[q] == doc[k]`) gives the order of its values; a table of pairs (`blocks[q // 16, k // 16]`) gives one
     by its graph, where scipy is installed. Keys may move where queries stay. The analysis counts the tiles of each
     candidate, of `block` (queries, keys) in tokens. A tile costs its number of positions, and a partial tile 1.25 times
-    that. Moving a row of q, k, v or the result costs `moving` positions: some 100 on a GPU, 10 on a CPU, and 0 for a
-    model that keeps its tokens in order. An order that gains less than a tenth is not used.
+    that. Moving a row of q, k, v or the result costs `moving` positions. That is some 100 on a GPU, 10 on a CPU, and 0
+    for a model that keeps its tokens in order. An order that gains less than a tenth is not used.
 
     `frisket.compile(mask, reorder=order)` moves the arrays of each call and puts the result back. A model that moves
     its tokens once, at its input, calls `frisket.compile(mask).at(**order.coordinates)`. Batch entry 0 and head 0 are

@@ -22,7 +22,7 @@ from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.backends.stages import Stages
-from frisket.runtime.calls.arrays import NATURAL, by_dynamo, device_of, framework_of, in_graph
+from frisket.runtime.calls.arrays import NATURAL, axis_order, by_dynamo, device_of, framework_of, in_graph
 from frisket.runtime.calls.options import CallArgs, Options
 from frisket.runtime.calls.program import CallProgram, remap_positions
 from frisket.runtime.machine.caller import counting
@@ -35,8 +35,9 @@ from frisket.runtime.torch.jagged import is_jagged
 
 from .attention import KEPT, Attention
 from .order import BLOCK, CPU, MOVING, Order, reorder
+from .weighted import Sums
 
-BORDERS = 4  # border tiles are many from one in so many on
+BORDERS = 4  # partial tiles are many from one in so many on
 WORTH_ON_CPU = 1.25  # by the model of its time, which is off by a quarter for some masks
 LENGTH_AXIS = {"bhsd": 2, "bshd": 1}
 
@@ -55,8 +56,8 @@ class OrderedAttention(Attention):
     keys: remainders by 4
       tiles of 128 x 64: 1,056 before, 272 after; gain 3.5
 
-    Results, gradients and dropout are those of the same call without an order, to rounding. With "auto" each pair of
-    lengths has the order that `frisket.reorder` finds, and none where none is cheaper; a table of the mask that comes
+    Results, gradients and dropout equal those of a call without an order, to rounding. With "auto" each pair of
+    lengths has the order that `frisket.reorder` finds, and none where none is cheaper. A table of the mask that comes
     with a call is looked at, so it lives on the host. An order holds the mask's values, and one by a table holds it
     whole: no parameter of it can be given to a call then. `at` gives an attention without an order.
     """
@@ -130,10 +131,13 @@ class OrderedAttention(Attention):
         return entry
 
     def __call__(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        """The call in its order; arguments and results as of `Attention.__call__`, without plan, origin, sizes, pages
+        """The call in its order. Arguments and results as of `Attention.__call__`, without plan, origin, sizes, pages
         and scales: those are of places in longer sequences, and an order is of whole ones."""
         refuse_parts(q, options)
-        layout = options.get("layout") or NATURAL.get(framework_of(q) or "torch", "bshd")
+        # the axis of tokens is needed before the call checks its arguments
+        layout = axis_order(options.get("layout"), options.get("axes")) or NATURAL.get(
+            framework_of(q) or "torch", "bshd"
+        )
         axis = LENGTH_AXIS.get(layout, 2)
         if any(len(x.shape) < 4 or framework_of(x) == "numpy" for x in (q, k, v)):  # `run` calls this with all axes
             return super().__call__(q, k, v, **options)
@@ -149,6 +153,9 @@ class OrderedAttention(Attention):
         result = att(move(q, axis), k, v, **options)
         if not isinstance(result, tuple):
             return move(result, axis, back=True)
+        if isinstance(result[1], Sums):
+            out, sums = (move(x, axis, back=True) for x in (result[0], result[1].numerator))
+            return out, Sums(sums, *(move(x, 2, back=True) for x in result[1][1:]))
         # lse and max have lengths last in both layouts
         return move(result[0], axis, back=True), *(move(x, 2, back=True) for x in result[1:])
 
@@ -194,7 +201,8 @@ class OrderedAttention(Attention):
         q_len = sizes.get("q_len", 4096)
         kv_len = sizes.get("kv_len") or q_len
         if q is not None:
-            axis = LENGTH_AXIS[sizes.get("layout") or NATURAL[framework_of(q) or "torch"]]
+            layout = axis_order(sizes.get("layout"), sizes.get("axes")) or NATURAL[framework_of(q) or "torch"]
+            axis = LENGTH_AXIS[layout]
             q_len, kv_len = q.shape[axis], k.shape[axis]
         params = {n: x for n, x in sizes.items() if n in self.program.names}
         order, *both = self._at(q_len, kv_len, "cpu" if q is None else _device(q), params)
@@ -220,7 +228,7 @@ def timed(order: Order) -> Order:
 
 
 def _tile(order: Order) -> tuple[int, int] | None:
-    """The tile of native kernels where many tiles are border tiles, which take less time when they are small: 64 keys
+    """The tile of native kernels where many tiles are partial, which take less time when they are small. 64 keys
     took 0.89 to 0.95 of the time of 128 there, forward and backward, and 1.03 where a sixtieth are."""
     if BORDERS * order.after.partial < order.after.visited:
         return None
@@ -233,7 +241,7 @@ def _device(x: Any) -> str:
     return device_of(x, framework_of(x) or "torch")
 
 
-WHOLE = ("plan", "origin", "sizes", "pages", "k_scale", "v_scale")
+WHOLE = ("plan", "origin", "sizes", "pages", "q_scale", "k_scale", "v_scale")
 
 
 def refuse_parts(q: Any, options: Mapping[str, Any]) -> None:
@@ -250,7 +258,7 @@ def refuse_parts(q: Any, options: Mapping[str, Any]) -> None:
 
 
 def ordered(program: CallProgram, order: Order) -> CallProgram:
-    """The program of arrays in an order: positions by a formula, or by tables, of which the mask has its own."""
+    """The program of arrays in an order: positions by a formula, or by tables, where the mask has separate tables."""
     if not order.coordinates:
         return program
     remapped = remap_positions(program, order.coordinates)

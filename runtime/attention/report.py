@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import BackendError, MismatchError, ParameterError
 from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
-from frisket.lowering.dtypes import DOUBLE, HALVES, SINGLE, accumulate
+from frisket.lowering.dtypes import DOUBLE, FP8, HALVES, SINGLE, accumulate, result_of
 from frisket.lowering.kernels.features import DENSE
 from frisket.lowering.plan import PAGES, RATE, SEED, Geometry, survives
 from frisket.runtime.backends.base import RECORDS
@@ -100,7 +100,8 @@ class Report:
 @dataclass(frozen=True)
 class CheckedGradients:
     """The cotangents of a check: `dout` as out, `dlse` [batch, heads, q_len], and the gradients that came of them: "q",
-    "k", "v", "sinks" and the names of tables and scalars; all of the framework, in the layout of the call, or None."""
+    "k", "v", "sinks" and the names of tables and scalars. All are arrays of the framework, in the layout of the call,
+    or None."""
 
     dout: Any
     dlse: Any
@@ -133,6 +134,10 @@ def report(
     rounded, draws = replace(call, rounded=_rounded(arrays), stored=stored), _orders(q, k, out.size)
     want, want_lse = dense.attention(q, k, v, call)
     plain = [dense.attention(*these, v, rounded) for these in draws]
+    if arrays.dtype == FP8:  # numbers of 8 bits and their products are exact, and weights are rounded, then out
+        half = rounding(arrays.q, result_of(FP8))
+        eight = replace(call, weights=dense.in_8_bits)
+        plain = [(half(x), y) for x, y in (dense.attention(*these, v, eight) for these in draws)]
     gradients, norms = _NO_GRADIENTS
     if cotangents is not None:
         dout = turn(to_numpy(cotangents.dout), arrays.layout, "bhsd")
@@ -148,7 +153,7 @@ def report(
 
         gradients, norms = _gradient_errors(got, both, draws, dout, dlse)
     unit = 1.0  # of lse: products of 16 bits are exact in float32, so that dense attention errs by less than lse's ulp
-    if arrays.dtype in HALVES and "scores" not in stored:
+    if arrays.dtype in (*HALVES, FP8) and "scores" not in stored:
         unit = max(1.0, float(np.abs(want_lse).max(initial=0.0, where=np.isfinite(want_lse))))
     ours = float(_errors(out, want)[0]), float(_errors(lse, want_lse)[0]) / unit
     theirs = [(float(_errors(x, want)[0]), float(_errors(y, want_lse)[0]) / unit) for x, y in plain]
@@ -255,7 +260,8 @@ def _errors(got: Array, want: Array) -> Array:
 
 
 def oracle(arrays: Arrays, call: dense.DenseCall, kv_inputs: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) in float64."""
+    """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) in float64. Of weighted rows the last two are
+    the sum of the weights and the number of visible keys."""
     q, k, v = dequantize_and_gather(arrays, kv_inputs)
     return *dense.attention(q, k, v, call), dense.top(q, k, call)
 
@@ -270,7 +276,7 @@ def interpreted(call: CheckedCall) -> tuple[Any, Any, Any]:
     out, *rows = oracle(arrays, reference, call.kv_inputs)
     real = accumulate(arrays.dtype)
     lse, top = (from_numpy(x, arrays.q, real) for x in rows)
-    return from_numpy(turn(out, "bhsd", arrays.layout), arrays.q), lse, top
+    return from_numpy(turn(out, "bhsd", arrays.layout), arrays.q, result_of(arrays.dtype)), lse, top
 
 
 def _check_pages(call: CheckedCall, program: CallProgram) -> None:
@@ -289,7 +295,7 @@ def _check_pages(call: CheckedCall, program: CallProgram) -> None:
 
 
 def report_gradients(attend: Callable[..., Any], call: CheckedCall, params: Mapping[str, Any]) -> Report:
-    """The result of a call and its gradients beside the interpreter's. `attend` gives (out, lse)."""
+    """The result of a call and its gradients compared with the reference's. `attend` gives (out, lse)."""
     learned = {n: x for n, x in params.items() if n in call.plan.program.learnable and framework_of(x)}
     # what the mask reads, too, has no gradient
     fixed = {n: x for n, x in params.items() if n not in learned}
@@ -299,7 +305,7 @@ def report_gradients(attend: Callable[..., Any], call: CheckedCall, params: Mapp
 
 
 def learned_values(program: CallProgram, like: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The Float parameters that only the score mod reads, as arrays beside `like`: gradients flow to those."""
+    """The Float parameters that only the score mod reads, as arrays that go with `like`: gradients flow to those."""
     have = {**program.scalars, **program.tables, **params}
     real = accumulate(like.dtype)
     names = [n for n in program.learnable if n in have and n not in ("q", "k", "v")]

@@ -1,4 +1,4 @@
-"""`fk.warm`: native kernels compiled into the cache before the first call that needs them."""
+"""`fk.warm`: kernels compiled into the cache before the first call that needs them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from frisket.lowering.dtypes import HALVES, SUMS
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import automatic, reason
 from frisket.runtime.backends.stages import compiled
+from frisket.runtime.backends.triton.ahead import rows_of
 from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.cpp_build import build_ahead
@@ -64,8 +65,15 @@ class Warmed:
         return "\n".join(f"{x.state:6} {x.seconds:4.1f} s  {' '.join([x.kernel, *x.why.split()])}" for x in self.rows)
 
 
-def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framework: str = "torch") -> Warmed:
-    """Compile the native kernels of later calls into the cache on disk, with one compiler for each core.
+def warm(
+    masks: Any,
+    *shapes: Mapping[str, Any],
+    gradients: bool = True,
+    framework: str = "torch",
+    arch: str | None = None,
+) -> Warmed:
+    """Compile the kernels of later calls into the cache on disk, with one compiler for each core. They are native
+    kernels of the CPU, or with `arch` those of a GPU, which need not be here.
 
     >>> import frisket as fk
     >>> report = fk.warm("causal & window(256)", {"q_len": 1024, "head_dim": 32}, gradients=False)
@@ -77,6 +85,9 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
       numbers, and dtype. A size that is left out is that of `Attention.source`; without `shapes`, all are.
     - `gradients`: whether the kernels of gradients are compiled too.
     - `framework`: "torch" or "jax", whose arrays the calls take.
+    - `arch`: the architecture of a GPU, such as "sm_90" or "gfx942". Triton compiles the kernels of torch calls on it
+      into its own folder (TRITON_CACHE_DIR, or ~/.triton/cache); no GPU is needed. A later process with that folder,
+      the same version of Triton and such a GPU does not recompile.
 
     The report has a row for each kernel. The row of a kernel that cannot be compiled, or whose backend does not run
     here, says why. A mask that no call could take raises the call's error.
@@ -85,9 +96,14 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
         raise ParameterError(f"framework={framework!r}: write 'torch' or 'jax'")
     kernels: dict[str, str] = {}
     rows: list[WarmRow] = []
-    for mask in masks if isinstance(masks, list | tuple) else [masks]:
-        att = mask if isinstance(mask, Attention) else compile(mask)
-        for shape in map(_sizes, shapes or ({},)):
+    attentions = [x if isinstance(x, Attention) else compile(x) for x in listed(masks)]
+    if arch is not None:
+        if framework != "torch":
+            raise ParameterError(f"arch={arch!r} is for calls of torch: XLA compiles the kernels of JAX's calls")
+        calls = [(att, sizes) for att in attentions for sizes in map(sizes_of, shapes or ({},))]
+        return Warmed(tuple(WarmRow(*row) for row in rows_of(calls, gradients, arch)))
+    for att in attentions:
+        for shape in map(sizes_of, shapes or ({},)):
             for name, source, why in _kernels(att, shape, gradients, framework == "torch"):
                 if source:
                     kernels.setdefault(source, name)  # masks and shapes may share a kernel
@@ -103,6 +119,10 @@ def warm(masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framewo
         return Warmed((*rows, *pool.map(_row, kernels.values(), kernels)))
 
 
+def listed(masks: Any) -> list[Any]:
+    return list(masks) if isinstance(masks, list | tuple) else [masks]
+
+
 def _row(name: str, source: str) -> WarmRow:
     start = time.perf_counter()
     try:
@@ -112,7 +132,7 @@ def _row(name: str, source: str) -> WarmRow:
     return WarmRow(name, state, time.perf_counter() - start, why)
 
 
-def _sizes(shape: Mapping[str, Any]) -> dict[str, Any]:
+def sizes_of(shape: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(shape, Mapping):
         raise ParameterError(f"a shape is {shape!r}; it is a dict of sizes, and several shapes are several arguments")
     if unknown := [*(shape.keys() - SIZES)]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from glob import glob
@@ -19,6 +19,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from frisket.dsl.errors import BackwardError
 from frisket.grammar.memo import memo
+from frisket.lowering.architectures import GPUS
+from frisket.lowering.dtypes import FP8
 from frisket.lowering.kernels.features import Features, missing
 from frisket.runtime.machine import settings
 from frisket.runtime.machine.modules import loaded, pip_install
@@ -71,6 +73,8 @@ class Executors:
     rows: bool = False  # they read rows by the inputs' `rows`; arrays are permuted for others, see `calls.arrays`
     forward = ModuleFunction[Callable[..., Any]](required=True)
     backward = Optional("backward_path")
+    tangent = Optional()  # (inputs, q, k, v, tangents of these or None): results of the forward, with tangents
+    columns = Optional()  # (inputs, q, k, lse): the weights of each key, summed over queries
     refuses = Optional()
     refuses_gradients = Optional()
     # (inputs, dtype of q, dtype of k, names of tables that come with each call): runs calls that differ from one in
@@ -78,6 +82,8 @@ class Executors:
     repeat = Optional()
     # (inputs, device, grad_names): raises before a forward whose gradients the backward would refuse
     checks_gradients = Optional()
+    # (prepared call, arrays, seed, grad_names): compiles the kernels of a first call and of its gradients together
+    compiles = Optional()
     # (inputs, dtype of q, dtype of k): compiles the forward before the first call; library calls run where it cannot
     build = Optional()
 
@@ -117,11 +123,11 @@ class Backend:
     text = Optional()
     # (plan, target, geometry, dtype, direction, permuted) -> the text of a kernel for the disk
     ahead = Optional()
-    # of torch (CallPlan, geometry, dtype), of JAX (LoopPlan, geometry, dtype, narrow): see `instead`
+    # of torch (CallPlan, geometry, dtype, arch=""), of JAX (LoopPlan, geometry, dtype, narrow): see `instead`
     pays = Optional()
     compile_reports = Optional()  # registers, spills and shared memory, by compiling ahead of time
     executors: Mapping[str, Executors] = field(default_factory=dict)  # by framework
-    oracle: bool = False  # the float64 interpreter runs calls, without kernels and gradients
+    oracle: bool = False  # the float64 reference runs calls, without kernels and gradients
     # of engines, see the folder `engines`: (flags, call) -> what would be called, or why it cannot
     engine: Callable[[Any, Any], Any] | None = None
     takes_plans: bool = False  # an engine with kernels of plans, as generated ones are
@@ -146,7 +152,8 @@ class Backend:
     # of each row, for the backward: the rounding error of lse, or the offset and the sum of its exponentials
     stats_kind: Literal["", "lse_residual", "offset"] = ""
     exact_delta: bool = False  # delta is not taken from the rounded out; JAX: see `pack_out_residual` of `lowering.xla`
-    int64: bool = False  # kernels have Ints of 64 bits, in JAX without jax_enable_x64 too
+    any_origin: bool = False  # keys of `invariant` calls may begin anywhere, not only at a multiple of `ALIGNED`
+    int64: bool = False  # kernels compute Ints in 64 bits, in JAX without jax_enable_x64 too
     plans: Literal["", "host", "device"] = ""  # tables of the host are planned by its own planner where it is named
     operators: tuple[str, ...] = ()  # names in `frisket.operations`
 
@@ -203,7 +210,7 @@ class Backend:
     def refused_dtype(self, dtype: str) -> str:
         """A reason why arrays of a dtype are not taken here, by the kernels or by their interpreter."""
         # another backend may run what kernels lack that calls take by themselves: `backend_on` of `jax.attend` asks
-        if (self.rank is None or self.is_engine) and dtype in self.features:
+        if (self.rank is None or self.is_engine or dtype == FP8) and dtype in self.features:
             return missing(self.features, dtype=dtype)
         lacks = {} if self.interpreter is None else self.interpreter.features
         return lacks[dtype] if dtype in lacks and self.interpreted else ""
@@ -310,15 +317,18 @@ def capability_of(platform: str) -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
-def neither_hopper_nor_blackwell(printed: str, claim: str) -> str:
-    """A reason why kernels of which `claim` says where they run do not run on torch's GPU."""
+def neither_hopper_nor_blackwell(printed: str, claim: str, names: Sequence[str]) -> str:
+    """A reason why kernels for the architectures `names`, as `claim` says, do not run on torch's GPU."""
     if not nvidia():
         return f"no GPU of NVIDIA is visible to torch; {printed} can be printed all the same"
     import torch
 
     have = torch.cuda.get_device_capability()
-    why = f"{claim} compute capabilities 9.0 and 10.0; this GPU has {have[0]}.{have[1]}: take backend='triton'"
-    return "" if have in ((9, 0), (10, 0)) else why
+    known = [divmod(GPUS[n].capability, 10) for n in names]
+    *first, last = (f"{major}.{minor}" for major, minor in known)
+    listed = f"{', '.join(first)} and {last}"
+    why = f"{claim} compute capabilities {listed}; this GPU has {have[0]}.{have[1]}: take backend='triton'"
+    return "" if have in known else why
 
 
 def no_gpu() -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BackendError, nearest
+from frisket.lowering.dtypes import FP8
+from frisket.lowering.kernels.features import missing
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.options import AS_CHOSEN
 from frisket.runtime.machine.caller import warn_once
@@ -12,6 +15,7 @@ from frisket.runtime.machine.settings import Settings
 
 from .base import LIBRARY, RECORDS, Backend, backends_of, named, names, ranked
 
+ORDER = "equal bits in any batch"
 MEANT = dict.fromkeys(("cuda", "gpu", "rocm", "hip"), "triton") | dict.fromkeys(("tpu", "pallas"), "pallas-tpu")
 MEANT |= {"cpu": "cpp", "c++": "cpp", "jax": "xla", "torch": "aten"}  # devices and frameworks, and their backends
 
@@ -67,12 +71,15 @@ def check_name(name: str | None) -> None:
         raise BackendError(f"no backend {name!r}{hint}; there are {', '.join(names())}")
 
 
-def choose(name: str | None, framework: str, device: str, dtype: str = "") -> str:
+def choose(name: str | None, framework: str, device: str, dtype: str = "", invariant: bool = False) -> str:
     """The backend of a call: the keyword, else FRISKET_BACKEND, else by framework and device. Raises where it does not
-    take arrays of this framework, device or dtype."""
+    take arrays of this framework, device or dtype, or does not give rows one order of sums in `invariant` calls."""
     name = name or Settings.read().backend
     if name is None:
         backend = RECORDS[automatic(framework, device)]
+        # the one that takes queries of 8 bits in its place
+        others = [b for b in backends_of(framework) if b.instead == backend.name and dtype not in b.features]
+        backend = next((b for b in others if dtype == FP8 and not b.reason(framework)), backend)
     else:
         check_name(name)
         backend = named(name, framework)
@@ -80,7 +87,23 @@ def choose(name: str | None, framework: str, device: str, dtype: str = "") -> st
         _check_takes(backend, framework, device)
     if (backend.features or backend.interpreter) and (why := backend.refused_dtype(dtype)):
         raise BackendError(why)
+    if invariant:
+        backend = _with_one_order(backend, framework, device, name is not None)
     return backend.name
+
+
+def _with_one_order(backend: Backend, framework: str, device: str, named: bool) -> Backend:
+    """The backend, or where none is `named` the first of the platform whose rows have one order of sums."""
+    others = () if named else ranked(framework, device)
+    fit = (
+        b
+        for b in others
+        if ORDER not in b.features and not (lowerable(b.name) if framework == "jax" else b.reason(framework))
+    )
+    backend = backend if ORDER not in backend.features else next(fit, backend)
+    if why := missing(backend.features, needed=[ORDER]):
+        raise BackendError(why)
+    return backend
 
 
 def _check_takes(backend: Backend, framework: str, device: str) -> None:
@@ -110,8 +133,8 @@ def automatic(framework: str, device: str) -> str:
 
 
 def quickest(name: str, plan: CallPlan, geometry: Any, dtype: str, options: Options) -> str:
-    """The generated kernels that run a call on tensors of torch whose first choice is `name`: those of another backend
-    where its record says that they are faster, and nobody asks for kernels or tiles by name."""
+    """The generated kernels that run a call on tensors of torch whose first choice is `name`. They are those of another
+    backend where its record says that they are faster, and no kernel or tile is named."""
     named = options.backend or Settings.read().backend or options.tile or options.tuning != AS_CHOSEN
     if named or options.rows is not None:
         return name
@@ -145,16 +168,29 @@ def target_of(
     """The tiles and warps of a backend for a call, likely ones without a plan; `arch` is a GPU's if not `device`'s."""
     record = RECORDS[backend]
     if record.call_target is not None:
-        return record.call_target(plan, geometry, dtype, options.tile, options.tuning, device, arch)
+        target = record.call_target(plan, geometry, dtype, options.tile, options.tuning, device, arch)
+        # no device has run it: it takes part where the backend is named
+        named = backend in (options.backend, Settings.read().backend)
+        return target if named or getattr(target, "fused", None) is None else replace(target, fused=None)
     kernel: Any = None if plan is None or record.target is None else plan.work((128, 128)).plan
     return target_on(backend, kernel, geometry, dtype, options.tile, plan is not None and plan.narrow)
 
 
-def target_on(backend: str, plan: Any, geometry: Any, dtype: str, tile: tuple[int, int] | None, narrow: bool) -> Target:
-    """The tiles of a call with this LoopPlan, or the caller's. `narrow`: smaller ones, as rows see few keys."""
+def target_on(
+    backend: str,
+    plan: Any,
+    geometry: Any,
+    dtype: str,
+    tile: tuple[int, int] | None,
+    narrow: bool,
+    invariant: bool = False,
+) -> Target:
+    """The tiles of a call with this LoopPlan, or the caller's. `narrow`: smaller ones, as rows see few keys.
+    `invariant`: with one order of sums for each row."""
     record = RECORDS[backend]
     if record.target is not None:
-        return record.target(plan, geometry, dtype, tile, narrow)  # type: ignore[no-any-return]
+        order = {"invariant": True} if invariant else {}  # that few backends have
+        return record.target(plan, geometry, dtype, tile, narrow, **order)  # type: ignore[no-any-return]
     return Target(backend, *(tile or record.tiles(geometry, dtype, narrow)))
 
 

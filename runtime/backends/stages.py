@@ -1,5 +1,5 @@
 """Stages: a printable record of the steps from a text to a kernel, in the order of docs/how-it-works.md, for a plan, a
-geometry and a backend; FRISKET_SHOW, and why a call compiled."""
+geometry and a backend. FRISKET_SHOW, and why a call compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from frisket.dsl.notebook import sections
+from frisket.dsl.program import ROOTS
 from frisket.dsl.show import show
+from frisket.lowering.kernels.units import overflow_fact
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.calls.options import Options
@@ -36,10 +38,10 @@ class Stages:
     mask = causal
 
     `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score mod,
-    `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the `source` of the
+    `facts` and `layout` of the analysis. The `plan` every backend shares, the `target` chosen, and the `source` of the
     kernel, empty for backends that run library calls. `engines` says which kernel of a vendor runs instead of a
     generated one, and why others do not. `awaits` is the backend that runs after FRISKET_COMPILE has compiled its
-    kernel.
+    kernel. `overflow` says which exponential of a weight may be infinite; `text("facts")` has it.
     """
 
     expr: ProgramExprs
@@ -52,6 +54,7 @@ class Stages:
     rules: Counter[str] = field(default_factory=Counter)
     engines: str = ""
     awaits: str = ""
+    overflow: str = ""
 
     def text(self, name: str) -> str:
         """The text of one stage."""
@@ -66,6 +69,8 @@ class Stages:
                 lines[0] += f", until the kernel of {self.awaits} is compiled"
             # kernels of gradients may have tiles different from those of the forward
             lines += [f"    {n}: {_launch(part)}" for n in ("dq", "dkv", "dv") if (part := getattr(t, n))]
+            if fused := getattr(t, "fused", None):
+                lines.append(f"    dq, dk and dv in one kernel: {_launch(fused)}, where its text is below")
             return "\n".join(lines)
         shown = str(getattr(self, name))
         if name == "simplified" and self.rules:
@@ -74,6 +79,8 @@ class Stages:
         if name == "facts" and self.layout is not None:
             questions = self.layout.questions
             shown += "".join(f"\n{n:9} {show(questions[n])}" for n in ("always", "never"))
+        if name == "facts" and self.overflow:
+            shown += f"\noverflow  {self.overflow}"
         return shown or "library calls"
 
     def _repr_html_(self) -> str:
@@ -86,13 +93,14 @@ class Stages:
 
 
 def _launch(t: Target) -> str:
-    return f"{t.block_q} queries x {t.block_k} keys, {t.num_warps} warps, {t.num_stages} stages"
+    measured = f"; tile {where}" if (where := getattr(t, "measured", "")) else ""
+    return f"{t.block_q} queries x {t.block_k} keys, {t.num_warps} warps, {t.num_stages} stages{measured}"
 
 
 @dataclass(frozen=True)
 class PlanCompilation:
     """A plan compiled for one geometry and backend, a stage when it is first asked for. `learned` are the user's names
-    of what gradients flow to beside the arrays; `arch` is a GPU's, where it is not that of `device`."""
+    of what gradients flow to besides the arrays; `arch` is a GPU's, where it is not that of `device`."""
 
     plan: CallPlan
     backend: str
@@ -116,14 +124,14 @@ class PlanCompilation:
 
     @cached_property
     def work(self) -> Any:
-        """The plan's work for the tiles of the target; an engine has tiles of its own."""
+        """The plan's work for the tiles of the target; an engine chooses its tiles."""
         engine = RECORDS[self.backend].engine is not None
         block = (128, 128) if engine else (self.target.block_q, self.target.block_k)
         return self.plan.work(block, proofs=RECORDS[self.backend].guarded)
 
     @cached_property
     def kernel(self) -> tuple[str, Target]:
-        """The text and target of the kernel; the text of the planner where there is one beside library calls."""
+        """The text and target of the kernel; the text of the planner where there is one besides library calls."""
         if RECORDS[self.backend].engine is not None:
             return "", Target(self.backend, 0, 0)
         emit, text, target = RECORDS[self.backend].text, "", self.target
@@ -137,7 +145,8 @@ class PlanCompilation:
         written, work = self.as_written or self.plan.host_program.exprs, self.work
         source, target = self.kernel
         steps = written, work.simplified, work.facts, work.layout, work.plan, target, source
-        return Stages(*steps, work.rules, self.engines, self.awaits)
+        overflow = overflow_fact(work.simplified, self.plan.host_program.scalars)
+        return Stages(*steps, work.rules, self.engines, self.awaits, overflow)
 
     def now(self) -> PlanCompilation:
         """The compilation of library calls where FRISKET_COMPILE lets no call wait for the kernel; else this one."""
@@ -186,7 +195,7 @@ def record(att: Any, call: CheckedCall, began: float, backend: str) -> None:
     step of decoding with a growing cache comes here: texts and comparisons with other keys are made by `records`."""
     program, device_values = call.plan.host_program, call.plan.device_values
     values = {**program.scalars, **program.tables, **device_values, **call.kv_inputs}
-    parts = (("mask", program.mask), ("score", program.score))
+    parts = [(n, p) for n, p in zip(ROOTS, program.every_part, strict=True) if p is not None or n in ("mask", "score")]
     chosen = "" if att.options == USUAL else ", ".join(f"{n} {x}" for n, x in att.options.chosen())
     key = {
         **{n: None if p is None else (p.expr, (*sorted(p.params),)) for n, p in parts},
@@ -214,7 +223,7 @@ def records(history: Iterable[Any]) -> list[CompileRecord]:
     """The records of a history, each compared with the most similar key before it."""
     compiles: list[CompileRecord] = []
     for _, at, what, seconds, key in list(history):
-        key = key | {n: str(key[n] and show(*key[n])) for n in ("mask", "score")}
+        key = key | {n: str(key[n] and show(*key[n])) for n in ROOTS if n in key}
         others = [x.key for x in reversed(compiles)]
         differing = [(tuple(n for n in key if (type(key[n]), key[n]) != (type(x.get(n)), x.get(n))), x) for x in others]
         new, before = min(differing, key=lambda pair: len(pair[0]), default=(tuple(key), {}))

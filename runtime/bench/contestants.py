@@ -2,9 +2,9 @@
 
 Contestants in JAX, on the CPU, a GPU or a TPU: frisket's backends, `dot_product_attention`, splash attention.
 
-Layouts beside those of others: torch's `create_block_mask`, splash attention's `process_mask`.
+Layouts compared with those of others: torch's `create_block_mask`, splash attention's `process_mask`.
 
-First calls: cold, with what was compiled on disk, and at other lengths. Each contestant in processes of its own. A
+First calls: cold, with what was compiled on disk, and at other lengths. Each contestant in separate processes. A
 process runs `python -m frisket.runtime.bench.contestants JOB`, the cost of one first call. JOB is a pickle of a
 contestant's name, a stage and contests of other lengths. It prints one JSON object: the seconds of a second call,
 and of the first beyond it. For each other length it has the seconds and compilations of a first call.
@@ -256,7 +256,7 @@ def _flash(device: str, contest: Contest) -> Call:
     return _call(contest, device, partial(flash_attn_func, causal=not contest.everything, **inside), swap=True)
 
 
-REST = 0.1  # arrays of every pair go back to the system after an answer: 60 ms that are nobody else's
+REST = 0.1  # arrays of every pair go back to the system after an answer: 60 ms that count for no contestant
 
 
 def jax_stage(device: str) -> Stage:
@@ -507,7 +507,7 @@ def timed(
 
 
 def warm_up_stage(stage_name: str, device: str) -> None:
-    """Run the work that a framework does once in a process, whoever computes first."""
+    """Run the work that a framework does once in a process, before anything is timed."""
     if stage_name == "torch":
         import torch
 
@@ -587,7 +587,7 @@ def first_calls(
             firsts.out[c.name] = c.missing
             continue
         try:
-            c.prepare(contests[0])  # compiles nothing: it says whether there are words for it
+            c.prepare(contests[0])  # does not compile: it says whether there are words for it
         except Exception as error:
             firsts.out[c.name] = failure_text(error)
             continue

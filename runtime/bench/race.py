@@ -140,7 +140,7 @@ def row(times: Times, ours: Sequence[str] = OURS) -> dict[str, Any]:
 
 
 def median_ratio(above: list[float], below: list[float]) -> tuple[float, float, float]:
-    """The median over rounds of above / below, and the 95 % interval of that median by order statistics: the
+    """The median over rounds of above / below, and the 95 % interval of that median by order statistics. These are the
     ranks that a binomial of n fair draws leaves with at most 2.5 % on either side."""
     ratios = sorted(a / b for a, b in zip(above, below, strict=True))
     n, tail, rank = len(ratios), 0.5 ** len(ratios), 0
@@ -280,7 +280,7 @@ class Stage:
 
 
 def standard(sizes: Sizes) -> list[Contest]:
-    """The masks that are raced where nobody names one: causal, a window, packed documents, score mods, an image."""
+    """The masks that are raced by default: causal, a window, packed documents, score mods, an image."""
     n = sizes.kv_len
     doc = np.sort(np.random.default_rng(0).integers(0, 16, n)).astype(np.int32)  # sorted: one document behind another
     slope = np.exp2(-8 * np.arange(1, sizes.heads + 1) / sizes.heads).astype(np.float32)
@@ -331,7 +331,7 @@ class Race(ContestResult):
         return entry | ({"notes": dict(self.out)} if self.out else {})
 
     def default(self) -> str | None:
-        """Ours that is taken where nobody asks for another, among those that were timed."""
+        """Ours that is taken by default, among those that were timed."""
         return next((n for n in self.ours if self.times.get(n)), None)
 
     def ratio(self, name: str) -> tuple[float, float, float] | None:
@@ -386,7 +386,7 @@ def failure_text(error: Exception) -> str:
 
 def disagreeing(contest: Contest, results: dict[str, Any], ours: Collection[str], stage: Stage) -> dict[str, str]:
     """Contestants whose results are not right, and how far off they are. They are held against the interpreter for
-    some rows, then everything against ours; of gradients the interpreter says nothing here, so that those that differ
+    some rows, then everything against ours. Of gradients the interpreter says nothing here, so that those that differ
     from ours are named as differing."""
     bad: dict[str, str] = {}
     sizes = contest.sizes

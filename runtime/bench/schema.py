@@ -9,13 +9,13 @@
             "goals": {"at least": {"ratios": {"flex / native": 1.75}}}}}}}}
 
 Figures are medians over rounds by what is counted and by whom, or by what varies along the row. A ratio names both
-sides; it is the median over rounds, with the 95 % interval of that median (of fewer than six rounds, with their range)
+sides. It is the median over rounds, with the 95 % interval of that median (of fewer than six rounds, with their range)
 where one was taken, or the median alone.
-"peer / ours" is above 1 where ours is faster. `rounds` of the settings is null where nobody wrote it down. A row may
-hold rows of its own, one for each length, say. `notes` are words: why there is no figure, or how it came about. `run`
+"peer / ours" is above 1 where ours is faster. `rounds` of the settings is null where it was not recorded. A row may
+hold inner rows, one for each length, say. `notes` are words: why there is no figure, or how it came about. `run`
 is the date, machine and versions of a row, and `rounds` what was read in each round, such as the clock of a GPU.
 
-A chart has the time of everybody beside ours, with the interval of the ratio. A row of results is a row of marks:
+A chart has the time of every contestant and ours, with the interval of the ratio. A row of results is a row of marks:
 at 1 ours, to the right who is slower, to the left who is faster.
 """
 
@@ -85,7 +85,7 @@ class Goal:
 
 
 def goals(row: Mapping[str, Any]) -> Iterator[Goal]:
-    """The goals of a row beside what was measured; those whose figure is not there are left out."""
+    """The targets of a row and what was measured; those whose figure is not there are left out."""
     for side, quantities in row.get("goals", {}).items():
         for quantity, bounds in quantities.items():
             for name, bound in bounds.items():
@@ -118,7 +118,7 @@ def _rows(rows: Any, where: str) -> None:
             for quantity, bounds in _named(quantities, f"{path}.goals.{side}"):
                 measured = row.get("ratios" if quantity == "ratios" else "figures", {})
                 if quantity != "ratios" and quantity not in measured:
-                    raise ParameterError(f"{path}.goals.{side}: there are no figures in {quantity!r}")
+                    raise ParameterError(f"`{path}.goals.{side}`: there are no figures in {quantity!r}")
                 for who, value in _named(bounds, f"{path}.goals.{side}.{quantity}"):
                     _number(value, f"{path}.goals.{side}.{quantity}.{who}")
 

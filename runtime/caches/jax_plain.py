@@ -21,6 +21,8 @@ from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
 from frisket.lowering.dtypes import BYTES, FLOATS
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.statistics import Statistics
+from frisket.runtime.calls.options import refuse_parts
 from frisket.runtime.machine.parameters import traced
 from frisket.runtime.sharding.partition import names_of, spec_of, split_as
 
@@ -32,7 +34,7 @@ finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
 
 
 def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: Any) -> dict[str, Any]:
-    """k, v and, beside 8 bits, their scales, for (rows, places, kv_heads)."""
+    """k, v and, with 8 bits, their scales, for (rows, places, kv_heads)."""
     v_dim = head_dim if v_dim is None else v_dim
     if any(int(n) < 1 for n in (*shape, head_dim, v_dim)):
         raise ShapeError(f"a cache of {shape}, head_dim {head_dim} and v_dim {v_dim}; every size is at least 1")
@@ -49,7 +51,7 @@ def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: 
 
 @dataclass(frozen=True, eq=False)
 class JaxCache:
-    """The base of JAX caches, which are pytrees: these arrays, `lengths`, and what each kind has beside them."""
+    """The base of JAX caches, which are pytrees: these arrays, `lengths`, and what each kind adds."""
 
     k: jax.Array
     v: jax.Array
@@ -79,6 +81,26 @@ class JaxCache:
         if counts is not None:
             check_same_tokens(q, k, "bshd")
         return out, cache
+
+    @usual_promotion()
+    def statistics(
+        self: Any, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any
+    ) -> Statistics:
+        """Statistics of the weights of `attend`, which takes the same arguments.
+
+        >>> import frisket as fk, jax.numpy as jnp
+        >>> from frisket.caches.jax import KVCache
+        >>> x = jnp.ones((1, 3, 2, 16))
+        >>> cache = KVCache.create(1, 8, 2, 16).append(x, x)
+        >>> float(cache.statistics(fk.compile("causal"), x, columns=True).columns[0, 0].sum().round())
+        3.0
+
+        `columns=True`, `entropy=True`, `argmax=True`, `top=4`, `per=` and `lse=` are those of `Attention.statistics`.
+        Columns and named keys count places of a row in the order of tokens, also where these are in pages, and slots of
+        a ring. Padding has the results of a query that sees no key."""
+        run, params = positions.statistics_run(params)
+        found: Statistics = read(att, q, self, counts, tree, params, getattr(self, "pages", None), run)
+        return found
 
     @usual_promotion()
     def truncate(self: Any, lengths: Any) -> Any:
@@ -185,8 +207,12 @@ def slots(lengths: jax.Array, counts: jax.Array, new: int, end: int) -> jax.Arra
     return jnp.where(i < counts[:, None], lengths[:, None] + i, end + i)  # different places, as indices are unique
 
 
-def read(att: Attention, q: jax.Array, cache: Any, counts: Any, tree: Any, params: Any, pages: Any = None) -> Any:
-    """Attention of the last tokens' queries to what a cache, with its `pages`, stores at places that are positions."""
+def read(
+    att: Attention, q: Any, cache: Any, counts: Any, tree: Any, params: Any, pages: Any = None,
+    run: Callable[..., Any] = Attention.__call__,
+) -> Any:  # fmt: skip
+    """Attention of the last tokens' queries to what a cache, with its `pages`, stores at places that are positions; or
+    what another function of an attention and a call gives."""
     arrays, lengths, capacity = {**cache.arrays, "pages": pages}, cache.lengths, cache.capacity
     batch = len(lengths)
     check_queries(att, q, arrays["k"], "bshd", batch, params, tree)
@@ -197,15 +223,18 @@ def read(att: Attention, q: jax.Array, cache: Any, counts: Any, tree: Any, param
         where, more = of_tree(jnp.asarray(tree), jnp.arange(new), jnp.int32)
         tables |= more
     # lengths of the cache, not of q: more new tokens are no other mask
-    return call(att, where, q, arrays, tables, {"sizes": (batch, heads, capacity, capacity), **params})
+    return call(att, where, q, arrays, tables, {"sizes": (batch, heads, capacity, capacity), **params}, run)
 
 
-def call(att: Attention, where: PositionMap, q: jax.Array, arrays: Arrays, tables: Arrays, params: Arrays) -> Any:
+def call(
+    att: Attention, where: PositionMap, q: Any, arrays: Arrays, tables: Arrays, params: Arrays,
+    run: Callable[..., Any] = Attention.__call__,
+) -> Any:  # fmt: skip
     """Attention of q to the arrays of a cache, which hold what `where` says by `tables`."""
     placed_att = placed(att, where)
     present = {n: x for n, x in arrays.items() if x is not None}
     known = {n: x for n, x in tables.items() if n in placed_att.program.names}  # a mask need not ask for all
-    return placed_att(q, present.pop("k"), present.pop("v"), **present, **known, **params)
+    return run(placed_att, q, present.pop("k"), present.pop("v"), **present, **known, **params)
 
 
 @jax.tree_util.register_dataclass
@@ -263,7 +292,7 @@ class KVCache(JaxCache):
 
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attention of the last tokens of every sequence: q [batch, new, heads, head_dim] are the queries of the last
-        `counts` tokens (None: as many as q has); out likewise with v_dim, 0 at padding. `params` as in a call of `att`,
+        `counts` tokens (None: as many as q has). Out likewise with v_dim, 0 at padding. `params` as in a call of `att`,
         `return_lse=True` among them.
 
         With `tree` the last tokens are a tree of drafts: parents, int [new] or [batch, new], -1 for a root. A draft
@@ -272,9 +301,9 @@ class KVCache(JaxCache):
         return read(att, q, self, counts, tree, params)
 
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
-        """Keep some of the last `drafted` tokens (a number, or int [batch]) of every sequence: those on `path` int
-        [batch, m], nodes of the tree in the order of the tree. `counts` int [batch] says how many entries of the path
-        are used."""
+        """Keep some of the last `drafted` tokens (a number, or int [batch]) of every sequence. They are those on `path`
+        int [batch, m], nodes of the tree in the order of the tree. `counts` int [batch] says how many entries of the
+        path are used."""
         path, start, counts = pathed(self, path, drafted, counts)
         rows = jnp.arange(self.batch)[:, None], start[:, None] + path
         tokens = jax.tree.map(lambda x: x[rows], self.arrays)
@@ -289,7 +318,7 @@ Axes = str | tuple[str, ...] | None
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class ShardedKVCache(JaxCache):
-    """A `KVCache` with positions split over the devices of a mesh axis: of n devices, device i holds positions [i *
+    """A `KVCache` with positions split over the devices of a mesh axis. Of n devices, device i holds positions [i *
     capacity / n, (i + 1) * capacity / n) of every sequence.
 
     >>> import numpy as np, frisket as fk
@@ -305,7 +334,7 @@ class ShardedKVCache(JaxCache):
 
     `append` writes only on the device that owns a position, and sends nothing. `attend` runs on every device over its
     positions, and merges results by collectives of the size of out: one maximum and two sums. Queries and new tokens
-    are whole on every device of `axis`; `batch_axis` and `head_axis` name mesh axes, one or several, that split the
+    are whole on every device of `axis`. `batch_axis` and `head_axis` name mesh axes, one or several, that split the
     batch and the heads too: `batch_axis=("dp", "fsdp"), axis="sp", head_axis="tp"` is the layout `P(("dp", "fsdp"),
     "sp", "tp", None)`. Tables of masks and score mods are whole on every device, and are read at global b, h, q and k.
     """
@@ -399,9 +428,13 @@ class ShardedKVCache(JaxCache):
         """Attend like `KVCache.attend`, without trees."""
         if params.pop("tree", None) is not None:
             raise ParameterError("drafts of a tree are not for several devices; take a KVCache")
+        refuse_parts(att.options, "a cache on several devices")
         check_queries(att, q, self.k, "bshd", self.batch, params)
         if params.get("return_max"):
             raise ParameterError("results of several devices are merged; there is no max")
+        if att.program.weight is not None and not (att.program.exprs.has_lse and not params.get("return_sums")):
+            text = "devices merge parts of a row by their lse, and this attention has a weight without one"
+            raise ParameterError(f"{text}\n  take a KVCache, or divide positive weights by `total`")
         return_lse = params.pop("return_lse", False)
         where = positions.SHARD if counts is None else positions.SHARD_PADDED
         batch, new, heads, _ = q.shape
@@ -430,6 +463,15 @@ class ShardedKVCache(JaxCache):
         run = self._mapped(look, (specs, queries, rows, rows, spec_of()), results)
         out, lse = run(self.arrays, q, starts, self.lengths, params)
         return (out, lse) if return_lse else out
+
+    def statistics(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Statistics:
+        """Refused: each device has the keys of its positions alone.
+
+        >>> ShardedKVCache.statistics(None, None, None)
+        Traceback (most recent call last):
+        frisket.dsl.errors.ParameterError: statistics are not for several devices; take a KVCache
+        """
+        raise ParameterError("statistics are not for several devices; take a KVCache")
 
     def _first(self, axis: Axes, mine: int) -> Any:
         return jnp.int32(0) if axis is None else lax.axis_index(axis) * mine

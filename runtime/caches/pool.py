@@ -1,7 +1,7 @@
 """Pages of a pool, handed out to sequences: the host's bookkeeping of paged caches, without their arrays.
 
 Rows of a paged cache and its pool must count the same tokens: `keep` changes the cache alone. Every row of a cache has
-five numbers beside its length, and a pool has a `SequenceTable`; `seated` compares the two before anything is written.
+five numbers besides its length, and a pool has a `SequenceTable`; `seated` compares the two before anything is written.
 `keep` cannot change the pool: `jax.jit` has no host to call, and a pool serves all layers.
 """
 
@@ -281,7 +281,7 @@ Rows = NDArray[np.int32]
 
 @dataclass
 class SequenceEntry:
-    """The record that a pool keeps of one sequence beside its pages and its length."""
+    """The record that a pool keeps of one sequence besides its pages and its length."""
 
     number: int  # no other sequence has it
     cuts: int = 0  # how often the pool has truncated it

@@ -2,7 +2,7 @@
 Also the checks before anything is stored, with equal words for every framework.
 
 One mask serves prefill, chunked prefill and decode: it speaks of positions in the sequence, and arrays of a cache
-hold some of them, in an order of their own. `placed` gives the same attention in places:
+hold some of them, in another order. `placed` gives the same attention in places:
 
 >>> import frisket as fk
 >>> placed(fk.compile("causal & window(64)"), APPENDED)
@@ -14,6 +14,7 @@ Tables of a call with it, Int [batch]: `cache_start`, the position of the first 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -29,6 +30,7 @@ from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
 from frisket.lowering.dtypes import BYTES, FLOATS
 from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.statistics import Statistics, Wanted
 from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.machine.parameters import traced
@@ -37,10 +39,16 @@ from frisket.runtime.masks.mask import Mask, mask
 Params = Mapping[str, Any]  # keywords of a call of the attention
 START, END, NEW = "cache_start", "cache_end", "cache_new"
 DEPTH, ANCESTORS = "cache_depth", "cache_ancestors"
+FROM, RING_PAGE = "cache_from", 16  # where an `invariant` ring begins to read keys, and the tokens that it calls a page
+DROPPED = "cache_dropped"  # tokens of a ring between its sinks and the oldest that it holds
 BATCH, HEAD, FIRST = "cache_batch", "cache_head", "cache_first"  # numbers: where the part of a device begins
 # requests of a serving engine, one after another: keys [LOW, HIGH) of a query's request, and the query's position AT
 LOW, HIGH, SHIFT, AT = "request_low", "request_high", "request_shift", "request_at"
-POSITIONS = (START, END, DEPTH, FIRST, LOW, HIGH, SHIFT, AT)
+# queries of several rows over a prefix that these rows share: the row of a query, its position, and how many tokens of
+# the prefix it sees. The tokens behind the prefix begin at SKIP
+ROW, PLACE, STOP, SKIP = "cache_row", "cache_place", "cache_stop", "cache_skip"
+BLOCK = "cache_block"  # which block of its sequence is read at a place: some are left out
+POSITIONS = (START, END, DEPTH, DROPPED, FROM, FIRST, LOW, HIGH, SHIFT, AT, ROW, PLACE, STOP, SKIP, BLOCK)
 LONGEST = 1 << 28  # tokens of a sequence: planners of 32 bits hold their differences
 HORIZON = 1 << 20  # positions that are looked at to find how far back a mask sees
 SINK_KEYS = 1024  # keys at the start of a sequence that a mask may show at any distance, as sinks
@@ -49,13 +57,15 @@ SINK_KEYS = 1024  # keys at the start of a sequence that a mask may show at any 
 @dataclass(frozen=True)
 class PositionMap:
     """Texts: the position at place q of the queries, the position at place k of the keys, and `seen`, a mask of the
-    places that hold a token. `b` and `h` are the batch entry and the head, for a part of a batch and of heads."""
+    places that hold a token. `b` and `h` are the batch entry and the head, for a part of a batch and of heads. Where
+    the mask of the user shows every key, it need not be `masked` by more than `seen`."""
 
     q: str
     k: str
     seen: str
     b: str = "b"
     h: str = "h"
+    masked: bool = True
 
 
 # new tokens are stored behind the earlier ones
@@ -69,35 +79,172 @@ _PART = f"k + {FIRST}", f"k + {FIRST} < {END}[b]", f"b + {BATCH}", f"h + {HEAD}"
 SHARD = PositionMap(APPENDED.q, *_PART)
 SHARD_PADDED = replace(SHARD, seen=f"{SHARD.seen} & q < {END}[b] - {START}[b]")
 
-# a tree of draft tokens behind the prefix: its depth gives a token its position; it sees the prefix and its ancestors
-_DRAFT = f"{START}[b] + {DEPTH}"
-TREE = PositionMap(
-    f"{_DRAFT}[q]",
-    f"k if k < {START}[b] else {_DRAFT}[k - {START}[b]]",
-    f"k < {END}[b] & tree({ANCESTORS}, {START}[b])",
-)
-# every sequence has another tree
-_HERE = f"k < {END}[b] & (k < {START}[b] | {ANCESTORS}[b, q, k - {START}[b]])"
-TREES = PositionMap(f"{_DRAFT}[b, q]", f"k if k < {START}[b] else {_DRAFT}[b, k - {START}[b]]", _HERE)
-
-# requests of any lengths in one row of queries and one of keys: query q is at position request_at[q] of its request,
-# whose keys are at places request_low[q] to request_high[q], the one of position p at p + request_shift[q]
+# Requests of any lengths in one row of queries and one of keys. Query q is at position request_at[q] of its request.
+# The keys of that are at places request_low[q] to request_high[q], the one of position p at p + request_shift[q].
 REQUESTS = PositionMap(f"{AT}[q]", f"k - {SHIFT}[q]", f"k >= {LOW}[q] & k < {HIGH}[q]")
 # the same with one query of every request, which are the batch: no query's tile reaches over keys of two requests
 STEPS = PositionMap(f"{AT}[b]", f"k - {SHIFT}[b]", f"k >= {LOW}[b] & k < {HIGH}[b]")
 
 
-def ring(slots: int, padded: bool = False) -> PositionMap:
-    """A ring of the last `slots` tokens: slot s holds the last position p < cache_end with p = s (mod slots).
+PREFIX = PositionMap(f"{PLACE}[b, q]", "k", f"k < {STOP}[b, q]", f"{ROW}[b, q]")
+# all queries are behind the whole prefix, and none is padding
+WHOLE_PREFIX = replace(PREFIX, seen=f"k < {STOP}[b]")
+# and the mask shows every earlier key: from step to step the same keys are seen
+SEEN_PREFIX = replace(WHOLE_PREFIX, masked=False)
 
-    `padded`: queries past the last of a sequence see nothing."""
-    seen = PADDED.seen if padded else APPENDED.seen
-    return PositionMap(APPENDED.q, f"{END}[b] - 1 - ({END}[b] - 1 - k) % {slots}", seen)
+
+def behind_prefix(places: PositionMap) -> PositionMap:
+    """Places without the first `cache_skip` tokens of each row."""
+    return replace(places, seen=f"{places.seen} & k >= {SKIP}[b]")
 
 
-def ring_before(slots: int) -> PositionMap:
-    """A ring as it is before `cache_new` tokens of every sequence, those of the queries, are written."""
-    return PositionMap(APPENDED.q, ring(slots).k, f"{APPENDED.seen} & q < {NEW}[b]")
+def of_blocks(page: int, kv_heads: int, group: int) -> PositionMap:
+    """Chosen blocks of `page` tokens: the batch are the key heads of a sequence, sequence by sequence, and the heads of
+    the call a `group` of query heads.
+
+    >>> of_blocks(16, kv_heads=1, group=2).k
+    'cache_block[b, k // 16] * 16 + k % 16'
+    """
+    position = f"{BLOCK}[b, k // {page}] * {page} + k % {page}"
+    return PositionMap(APPENDED.q, position, f"{position} < {END}[b]", h=f"b % {kv_heads} * {group} + h")
+
+
+def tree_places(each: bool, token: str = "k") -> PositionMap:
+    """A tree of drafts behind the prefix: a draft's position is that of the first one plus its depth, and it sees the
+    prefix and its ancestors. `each`: every sequence has another tree. `token`: which one place k holds."""
+    row, draft = "b, " if each else "", f"{START}[b] + {DEPTH}"
+    node = f"{token} - {START}[b]"
+    seen = f"{token} < {START}[b] | {ANCESTORS}[{row}q, {node}]"
+    position = f"{token} if {token} < {START}[b] else {draft}[{row}{node}]"
+    return PositionMap(f"{draft}[{row}q]", position, f"k < {END}[b] & ({seen})")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The slots of a ring: the first `sinks` tokens stay, and the last `window` share the slots behind them.
+
+    >>> ring = Ring(window=4, sinks=2)
+    >>> [ring.slot(position) for position in range(10)]
+    [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
+
+    Up to `drafts` of the last tokens may be taken back: what they overwrote counts as gone from the start. Without
+    `absolute`, positions count the tokens that the ring holds, as in StreamingLLM."""
+
+    window: int
+    sinks: int = 0
+    drafts: int = 0
+    absolute: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that leave no ring."""
+        for name, least in (("window", 1), ("sinks", 0), ("drafts", 0)):
+            n = getattr(self, name)
+            if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < least:
+                raise ShapeError(f"{name}={n!r} of a ring; it is a number of tokens, {least} or more")
+        if self.drafts >= self.window:
+            text = f"drafts={self.drafts} leave nothing before them in a ring of window={self.window} tokens"
+            raise ShapeError(f"{text}\n  make the window larger: what the mask sees, and the drafts")
+        if not isinstance(self.absolute, bool):
+            raise ParameterError(f"absolute={self.absolute!r}; give True or False")
+
+    slots = property(lambda self: self.sinks + self.window, doc="Tokens that the ring holds of a sequence.")
+
+    def slot(self, position: Any) -> Any:
+        """The slot of a position, for a number or an array of any framework."""
+        turn = self.sinks + (position - self.sinks) % self.window
+        return turn if not self.sinks else position + (position >= self.sinks) * (turn - position)
+
+    @property
+    def token(self) -> str:
+        """The token in slot k, the last one before `cache_end` that belongs there."""
+        last = f"{END}[b] - 1 - ({END}[b] - 1 - k) % {self.window}"
+        return f"(k if k < {self.sinks} else {last})" if self.sinks else f"({last})"
+
+    def places(self, seen: str = APPENDED.seen) -> PositionMap:
+        """The positions of queries and slots, of which those that are `seen` hold a token."""
+        return self.inside(PositionMap(APPENDED.q, self.token, seen))
+
+    def in_order(self, padded: bool) -> PositionMap:
+        """The positions of keys that are read in their order, from position `cache_from` of each sequence on."""
+        held, token = (PADDED if padded else APPENDED).seen.removeprefix("k "), f"k + {FROM}[b]"
+        return PositionMap(APPENDED.q, token, f"{token} >= {END}[b] - {self.slots} & {token} {held}")
+
+    def check_order(self, att: Attention, tree: Any, rotary: Any) -> None:
+        """Refuse what keys in the order of their positions are not read for."""
+        lacks = [("sinks", self.sinks), ("absolute=False", not self.absolute), ("a tree", tree is not None)]
+        lacks += [
+            ("rotary", rotary is not None),
+            ("tile", att.options.tile is not None),
+            (f"window={self.window}", self.window % RING_PAGE != 0),
+        ]
+        if why := next((name for name, there in lacks if there), ""):
+            raise ParameterError(
+                f"an attention with invariant=True reads no ring with {why}: keys have the order of positions\n"
+                f"  make a ring of a multiple of {RING_PAGE} tokens without it, or take a KVCache or PagedKVCache"
+            )
+
+    def before(self) -> PositionMap:
+        """The positions of slots before `cache_new` tokens of every sequence, those of the queries, are written."""
+        return self.places(f"{APPENDED.seen} & q < {NEW}[b]")
+
+    def inside(self, places: PositionMap, chunk: bool = False) -> PositionMap:
+        """Positions as this ring counts them, of slots or of a `chunk`: it has sinks only where nothing is dropped."""
+        if self.absolute:
+            return places
+        dropped = f"{DROPPED}[b]" if chunk or not self.sinks else f"({DROPPED}[b] if k >= {self.sinks} else 0)"
+        return replace(places, q=f"{places.q} - {DROPPED}[b]", k=f"({places.k}) - {dropped}")
+
+    def tables(self, start: Any, end: Any) -> dict[str, Any]:
+        """Tables of places, int32 [batch]: the first query's position, and how many tokens are stored."""
+        tables = {START: start, END: end}
+        return tables if self.absolute else {**tables, DROPPED: (end - self.slots).clip(0)}
+
+    def counted(self, tables: Params, nodes: Any, slots: Any, take: Callable[[Any, Any, int], Any]) -> tuple[Any, Any]:
+        """The positions of queries [batch, nodes] and of slots [batch, slots] as numbers, for a rotation of what is
+        read. `nodes` and `slots` are 0, 1, ... in the framework of the tables, whose `take` gathers along an axis."""
+        start, end = tables[START][:, None], tables[END][:, None]
+        late = slots >= self.sinks
+        keys = slots + late * (end - 1 - (end - 1 - slots) % self.window - slots)
+        queries = start + nodes
+        if DEPTH in tables:
+            depth = tables[DEPTH] + 0 * start  # [batch, nodes], also where all sequences have one tree
+            queries, node = start + depth, (keys - start).clip(0, len(nodes) - 1)
+            keys = keys + (keys >= start) * (start + take(depth, node, 1) - keys)
+        dropped = tables[DROPPED][:, None] if DROPPED in tables else 0
+        # slots without a token, which no query sees, have a position too
+        return queries - dropped, (keys - late * dropped).clip(0)
+
+    def no_room(self, att: Attention, new: int, params: Params) -> str:
+        """A reason why new tokens do not fit, or an empty text."""
+        return no_room(att, self.window, new, params, self.sinks, self.drafts)
+
+    def require_room(self, att: Attention, new: int, params: Params) -> None:
+        """Raise `ShapeError` unless the ring, `new` tokens just written, holds all that `att` with `params` sees."""
+        if why := self.no_room(att, new, params):
+            raise ShapeError(why)
+
+    def check_tree(self, tree: Any, nodes: int = 1) -> None:
+        """Refuse a tree of more nodes than can be taken back."""
+        if tree is not None and nodes > self.drafts:
+            text = f"drafts overwrite the oldest tokens of a ring, and this one has room for {self.drafts}"
+            raise ParameterError(f"{text}\n  make it with drafts=<nodes of the largest tree>, or take a KVCache")
+
+    def refuse_shorter(self) -> None:
+        """The error of sequences that become shorter by more than `drafts`."""
+        most = f"at most {self.drafts} of its last can be taken back" if self.drafts else "it can only be emptied"
+        text = f"a ring has overwritten its oldest tokens: {most}"
+        raise ParameterError(f"{text}\n  make it with drafts=<the most that are taken back>, or take a KVCache")
+
+
+def turned(rotary: Callable[[Any, Any], Any], x: Any, at: Any) -> Any:
+    """Queries or keys as the user's `rotary` turns them at their positions [batch, tokens]."""
+    if not callable(rotary):
+        raise ParameterError(f"rotary is a {type(rotary).__name__}; give a function of x and positions that turns x")
+    result = rotary(x, at)
+    if tuple(getattr(result, "shape", ())) != tuple(x.shape):
+        text = f"rotary(x, positions) {_described(result)} for x of the shape {tuple(x.shape)}"
+        raise ShapeError(f"{text}; it gives x turned by the positions {list(at.shape)} of its tokens, in x's shape")
+    return result
 
 
 def placed(att: Attention, places: PositionMap) -> Attention:
@@ -112,31 +259,32 @@ def placed(att: Attention, places: PositionMap) -> Attention:
 def _placed(att: Attention, places: PositionMap) -> Attention:
     occupied = mask(places.seen)
     positions = {n: x for n in "bhqk" if (x := getattr(places, n)) != n}
-    seen = occupied if att.mask is None else att.mask.at(**positions) & occupied
+    seen = att.mask.at(**positions) & occupied if places.masked and att.mask is not None else occupied
     ranks = {n: rank for n, (rank, _) in names_of(seen.expr).items() if n in POSITIONS and rank is not None}
     known = {n: Declared(rank, INT, most=LONGEST) for n, rank in ranks.items()}
     seen = Mask(seen.expr, seen.params, replace(seen.origin, declared={**seen.origin.declared, **known}))
-    return Attention(CallProgram(seen, att.score and att.score.at(**positions), unwritten=True), att.options)
+    score, weight, divide = (p and p.at(**positions) for p in att.program.every_part[1:])
+    return Attention(CallProgram(seen, score, unwritten=True, weight=weight, divide=divide), att.options)
 
 
-def require_room(att: Attention, slots: int, new: int, params: Params) -> None:
-    """Raise `ShapeError` unless a ring of `slots` tokens, `new` just written, holds all `att` with `params` sees."""
-    if why := no_room(att, slots, new, params):
-        raise ShapeError(why)
-
-
-def no_room(att: Attention, slots: int, new: int, params: Params) -> str:
-    """A reason why new tokens do not fit, or an empty text.
+def no_room(att: Attention, slots: int, new: int, params: Params, sinks: int = 0, drafts: int = 0) -> str:
+    """A reason why new tokens do not fit a ring of the first `sinks` and the last `slots` tokens, or an empty text.
 
     Parts of the mask that read tables are left out of the question, which makes the answer safe, not exact; positions
     are looked at up to 2**20."""
-    return _reason(att, params, _no_room, slots, new)
+    return _reason(att, params, _no_room, slots, new, sinks, drafts)
 
 
 def not_served(att: Attention, params: Params) -> str:
     """A reason why a serving engine cannot run `att` for requests that share a batch and are read in chunks, or an
-    empty text: positions of a batch and lengths change at every step, and a chunk has no later tokens to see."""
+    empty text. Positions of a batch and lengths change at every step, and a chunk has no later tokens to see."""
     return _reason(att, params, _not_served)
+
+
+def hides_earlier(att: Attention, params: Params, capacity: int) -> str:
+    """A reason why a query of `att` with `params` may not see all earlier keys, at positions below `capacity`, or an
+    empty text. A mask that reads tables or lengths counts as one that hides keys."""
+    return _reason(att, params, _hides_earlier, capacity)
 
 
 def _reason(att: Attention, params: Params, ask: Callable[..., str], *sizes: int) -> str:
@@ -164,9 +312,24 @@ def _not_served(program: CallProgram) -> str:
     return ""
 
 
-def _no_room(program: CallProgram, slots: int, new: int) -> str:
-    room = f"with {new} new ones keeps {max(slots - new, 0)} before them" if new else f"keeps {slots} before new ones"
-    statement = f"a ring of {slots} tokens {room}"
+def _hides_earlier(program: CallProgram, capacity: int) -> str:
+    seen = program.mask
+    if seen is None:
+        return ""
+    if seen.unbound or seen.tables or {"b", "h", "B", "H", "Q_LEN", "KV_LEN"} & uses(seen.expr):
+        return "the mask reads more than positions and numbers"
+    try:
+        answer: Any = mask("q > k").implies(seen, capacity, capacity)
+    except FrisketError as error:
+        return f"whether the mask shows all earlier keys is not known: {error}"
+    return "" if answer else "the mask hides {3} from query {2}".format(*answer.witness)
+
+
+def _no_room(program: CallProgram, slots: int, new: int, sinks: int, drafts: int) -> str:
+    reach = slots - max(new, drafts)
+    what = f"{new} new ones" if new >= drafts else f"{drafts} drafts"
+    room = f"with {what} keeps {max(reach, 0)} before them" if new or drafts else f"keeps {slots} before new ones"
+    statement = f"a ring of {slots} tokens{f' and the first {sinks}' if sinks else ''} {room}"
     help = "make the ring larger, the chunk shorter, or add `& window(w)` to the mask"
     for part in program.parts:
         if sizes := sorted({"Q_LEN", "KV_LEN"} & uses(part.expr)):
@@ -174,14 +337,22 @@ def _no_room(program: CallProgram, slots: int, new: int) -> str:
     known = _of_numbers(program.mask)
     if known is None:
         return f"{statement}, and nothing but tables says how far back the mask sees\n  {help}"
+
+    def far(first: int) -> Any:
+        """Whether keys from the position `first` on are seen from farther than the ring reaches."""
+        behind = known & f"k >= {first}" if first else known
+        answer: Any = behind.implies(f"q - k <= {reach}", HORIZON, HORIZON)
+        return None if answer else answer
+
     try:
-        answer: Any = known.implies(f"q - k <= {slots - new}", HORIZON, HORIZON)
+        answer = far(sinks)
     except FrisketError as error:
         return f"{statement}; how far back the mask sees is not known: {error}\n  {help}"
-    if answer:
+    if answer is None:
         return ""
-    if (known & f"k >= {SINK_KEYS}").implies(f"q - k <= {slots - new}", HORIZON, HORIZON):
-        help = "the first keys stay visible, and a ring drops them: use a KVCache or a PagedKVCache"
+    if far(SINK_KEYS) is None:
+        first = bisect_left(range(SINK_KEYS), True, key=lambda n: far(n) is None)
+        help = f"the first {first} keys stay visible: make the ring with sinks={first}, which keeps them"
     _, _, q, k = answer.witness
     return f"{statement}, and the mask lets query {q} see key {k}, {q - k} before it\n  {program.mask}\n  {help}"
 
@@ -195,9 +366,23 @@ def _of_numbers(seen: Mask | None) -> Mask | None:
     return reduce(and_, known) if known else None
 
 
-OF_CACHE = "origin", "sizes", "plan", "layout", "k_scale", "v_scale", "pages"  # keywords that a cache sets itself
-CALL_KEYWORDS = "return_lse", "return_max", "sinks"  # beside parameters
+OF_CACHE = "origin sizes plan layout axes k_scale v_scale pages".split()  # keywords that a cache sets itself
+CALL_KEYWORDS = "return_lse", "return_max", "sinks", "return_sums"  # with parameters
+ASKED = "columns", "entropy", "argmax", "top", "per", "lse"  # keywords of `statistics` that `attend` does not have
 HEADS = {"bhsd": 1, "bshd": 2}  # where they are in a shape
+
+
+def statistics_run(params: dict[str, Any]) -> tuple[Callable[..., Statistics], dict[str, Any]]:
+    """The statistics that the keywords of a call of a cache ask for, as a function of an attention and the arguments of
+    a call, and the other keywords."""
+    chosen = {n: x for n, x in params.items() if n in ASKED}
+    columns, entropy, argmax = (chosen.get(n, False) for n in ASKED[:3])
+    Wanted.of(columns, entropy, argmax, chosen.get("top", 0), chosen.get("per", "key"))
+
+    def run(att: Attention, q: Any, k: Any, v: Any, **keywords: Any) -> Statistics:
+        return att.statistics(q, k, v, **keywords, **chosen)
+
+    return run, {n: x for n, x in params.items() if n not in ASKED}
 
 
 def check_attention(att: Any, params: Collection[str]) -> None:
@@ -263,9 +448,10 @@ def check_tree(parents: Any, batch: int, new: int) -> None:
         raise ShapeError(f"node {node} of a tree leads back to itself, and no way up to a root: {known.tolist()}")
 
 
-def of_tree(parents: Any, places: Any, int32: Any) -> tuple[PositionMap, dict[str, Any]]:
-    """The positions of a tree of drafts whose node i hangs below parents[..., i], -1 for a root, and its tables:
-    whether node j is node i or above it, Bool [..., n, n], and depths int32 [..., n], 0 for a root.
+def of_tree(parents: Any, places: Any, int32: Any, token: str = "k") -> tuple[PositionMap, dict[str, Any]]:
+    """The positions of a tree of drafts whose node i hangs below parents[..., i], -1 for a root, and its tables.
+    These say whether node j is node i or above it, Bool [..., n, n], and depths int32 [..., n], 0 for a root. Place k
+    holds `token`.
 
     `places` are 0 to n - 1 and `int32` the dtype, of the framework of `parents`."""
     above = (parents[..., None] == places) | (places[:, None] == places)
@@ -273,7 +459,7 @@ def of_tree(parents: Any, places: Any, int32: Any) -> tuple[PositionMap, dict[st
         reach = above * 1.0  # torch multiplies no matrices of Bools, nor of ints on GPUs
         above = (reach @ reach) > 0
     tables = {ANCESTORS: above, DEPTH: above.sum(-1, dtype=int32) - 1}
-    return TREE if parents.ndim == 1 else TREES, tables
+    return tree_places(parents.ndim == 2, token), tables
 
 
 def check_path(path: Any, drafted: Any, counts: Any, lengths: Any) -> None:
@@ -301,12 +487,6 @@ def check_same_tokens(q: Any, k: Any, layout: str) -> None:
         raise ShapeError(f"q has {q.shape[at]} tokens, k and v {k.shape[at]}; here they have as many, a query for each")
 
 
-def refuse_tree(tree: Any) -> None:
-    """Refuse a tree of drafted tokens in a ring cache."""
-    if tree is not None:
-        raise ParameterError("drafts of a tree would overwrite the oldest tokens of a ring; take a KVCache")
-
-
 def check_new(k: Any, v: Any, layout: str, batch: int, kv_heads: int, head_dim: int, v_dim: int) -> int:
     """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim], or with heads behind tokens, and v."""
     new: Any = None
@@ -318,7 +498,12 @@ def check_new(k: Any, v: Any, layout: str, batch: int, kv_heads: int, head_dim: 
         if shape != want:
             axes = "batch, kv_heads, new" if layout == "bhsd" else "batch, new, kv_heads"
             text = f"{name} {_described(x)}; new tokens for this cache are [{axes}, dim] = "
-            raise ShapeError(f"{text}[{', '.join(map(str, want))}]")
+            text += f"[{', '.join(map(str, want))}]"
+            # values of another size than keys, as in latent attention, are asked for when the cache is made
+            sized = name == "v" and shape[:-1] == want[:-1]
+            raise ShapeError(
+                text + (f"\n  for values of this size make the cache with v_dim={shape[-1]}" if sized else "")
+            )
     return int(new)
 
 

@@ -14,7 +14,7 @@ struct Array {  // of k or v
 };
 
 struct Append {  // words of torch_plain.py, in this order
-    int64_t batch, heads, given, rows, room, ring, width;
+    int64_t batch, heads, given, rows, room, ring, width;  // ring: the last places of a row, which tokens share in turn
     const int32_t *lengths, *counts, *pages;  // counts 0: all are real; pages [batch, width], 0: a row of its own
     int64_t from, to, bytes;  // which dtypes, by their number below; of an entry of what is given
     Array arrays[2];
@@ -27,7 +27,8 @@ static bool place(const Append &a, int64_t b, int64_t i, int64_t *row, int64_t *
     const int64_t at = int64_t(a.lengths[b]) + i;
     if (at < 0 || (a.pages && at / a.room >= a.width)) return false;
     *row = a.pages ? a.pages[b * a.width + at / a.room] : b;
-    *token = a.pages || a.ring ? at % a.room : at;
+    const int64_t first = a.room - a.ring;  // tokens that stay
+    *token = a.pages ? at % a.room : a.ring && at >= first ? first + (at - first) % a.ring : at;
     return *row >= 0 && *row < a.rows && *token < a.room;
 }
 

@@ -1,4 +1,4 @@
-"""The base of torch's caches, and the plain cache: every sequence has a row of its own.
+"""The base of torch's caches, and the plain cache: every sequence has a separate row.
 
 First the work that caches of torch do with arrays: 8 bits and their scales, and new tokens written to their places.
 The new tokens of a step on the CPU are written by one function in C++.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any, NamedTuple, Self
 
@@ -21,6 +21,7 @@ from frisket.dsl.errors import BackwardError, CapacityError, ParameterError, Sha
 from frisket.grammar.memo import memo
 from frisket.lowering.dtypes import FLOATS
 from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.statistics import Statistics
 from frisket.runtime.backends.cpp.torch import LARGE, huge
 from frisket.runtime.calls.arrays import WORDS, in_graph, kv_inputs_of
 from frisket.runtime.machine import cpp_build as native_build
@@ -30,6 +31,7 @@ from frisket.runtime.torch.decode import DecodeCall, step_of
 
 from . import positions
 from .positions import PositionMap, check_path, check_queries, check_same_tokens, of_tree, placed
+from .torch_cascade import PrefixPart, plan_of
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
 Known = list[int] | None  # a number for each sequence; None where only a device knows them
@@ -47,7 +49,7 @@ def stored_dtype(dtype: torch.dtype | str, known: tuple[torch.dtype, ...] = (*PL
 
 
 def zeros(*size: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """New zeros; on a CPU in huge pages, since a step that reads pages of a pool looks many addresses up: with pages
+    """New zeros; on a CPU in huge pages, since a step that reads pages of a pool looks many addresses up. With pages
     of 16 to 128 tokens it took 0.6 to 0.8 of the time in float32 and bfloat16, and as long as before in int8."""
     buffer = torch.empty(size, dtype=dtype, device=device)
     # fake tensors and other subclasses have no memory to advise
@@ -94,14 +96,15 @@ class WrittenTokens(NamedTuple):
         return x.transpose(1, 2)[self.row, self.token].transpose(1, 2)
 
 
-def written_tokens(counts: Tensor, new: int, most: int | None = None) -> WrittenTokens:
-    """The first `counts` [batch] of `new` tokens, of them the last `most`."""
+def written_tokens(counts: Tensor, new: int, most: int | None = None, first: Tensor | None = None) -> WrittenTokens:
+    """The first `counts` [batch] of `new` tokens, of them the `first` [batch] and the last `most`."""
     row = torch.where(counts > 0, torch.arange(len(counts), device=counts.device), counts.argmax())[:, None]
     real = counts[row].long()
     token = torch.minimum(torch.arange(new, device=counts.device), (real - 1).clamp_min(0))
     if most is not None and new > most:
         # a slot gets one token: of two, index_copy_ writes either
-        token = torch.maximum(token, (real - most).clamp_min(0))
+        last = torch.maximum(token, (real - most).clamp_min(0))
+        token = last if first is None else torch.where(token < first[row], token, last)
     return WrittenTokens(row, token, (counts > 0).any())
 
 
@@ -166,11 +169,12 @@ TO = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 MAX_NATIVE_TOKENS = 64  # new tokens: for more, operations of torch take no longer and use all threads
 
 
-def native_append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | None, ring: bool) -> bool:
-    """Whether new tokens k [batch, kv_heads, new, head_dim] and v, or the first `counts` int32 [batch] of them, now are
-    in the buffers `has` of a cache, behind those that are there, quantised where it has 8 bits. False, and nothing is
-    written, where operations of torch have to do it: beside another dtype, on a GPU, in a graph, without a compiler,
-    many tokens, and where there is no place for them."""
+def native_append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | None, ring: int = 0) -> bool:
+    """Whether new tokens are in the buffers `has` of a cache: k [batch, kv_heads, new, head_dim] and v, or the first
+    `counts` int32 [batch] of them. They are behind those that are there, quantised where it has 8 bits. False, and
+    nothing is written, where operations of torch have to do it. That is with another dtype, on a GPU, in a graph,
+    without a compiler, many tokens, and where there is no place for them. `ring`: the last places of a row, which
+    tokens share in turn."""
     keys, dtype = has["k"], k.dtype
     batch, heads, new, dim = k.shape
     plain = keys.dtype == dtype
@@ -253,7 +257,8 @@ class TorchCache(nn.Module):
     first: Tensor
     capacity: int  # tokens of a sequence, at most
     room: Any  # tokens of a sequence that there is a place for, one number or int32 [batch]
-    slots: int | None  # of a ring: how many tokens are kept
+    slots: int | None  # of a ring: how many tokens are kept behind its first ones
+    _token = "k"  # the token in place k
 
     def __init__(self, shape: CacheShape) -> None:
         super().__init__()
@@ -286,7 +291,7 @@ class TorchCache(nn.Module):
         return self.k.dtype
 
     def known(self) -> Known:
-        """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
+        """Lengths as numbers of the host; None where only a device knows them, which the host does not wait for."""
         # a buffer on a CPU is read without waiting
         return self.lengths.tolist() if self.lengths.is_cpu else self._host
 
@@ -327,12 +332,12 @@ class TorchCache(nn.Module):
     def append(self, k: Tensor, v: Tensor, counts: Any = None) -> Self:
         """Store new tokens behind those that are there, in place.
 
-        k [batch, kv_heads, new, head_dim] and v [batch, kv_heads, new, v_dim], in any floating dtype; with 8 bits each
+        k [batch, kv_heads, new, head_dim] and v [batch, kv_heads, new, v_dim], in any floating dtype. With 8 bits each
         vector gets a float32 scale, its largest magnitude over the dtype's largest number. `counts` [batch] says how
         many of the new tokens of each sequence are real, those in front; None: all.
 
-        `CapacityError` where there is no room, and nothing is stored. Where `counts` live on a GPU nobody waits for
-        them: what does not fit is dropped, and `overflowed` [batch] is true there from then on."""
+        `CapacityError` where there is no room, and nothing is stored. Where `counts` live on a GPU the host does not
+        wait for them: what does not fit is dropped, and `overflowed` [batch] is true there from then on."""
         return self._store(k, v, self._new(k, v), counts)
 
     def _new(self, k: Tensor, v: Tensor) -> int:
@@ -349,18 +354,18 @@ class TorchCache(nn.Module):
         known = self.known()
         more = self._grown(known, new, counts)
         number = None if isinstance(more, int) else more
-        if not native_append(self._buffers, k, v, number, self.slots is not None):
+        if not native_append(self._buffers, k, v, number, self.slots or 0):
             self._append(known, new, number, k, v)
         self.lengths.add_(more)
         return self
 
     def attend(self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attention of the last tokens of every sequence: q [batch, heads, new, head_dim] are the queries of the
-        `counts` last ones (None: of as many as q has); out likewise with v_dim, 0 at padding. `params` as in a call of
+        `counts` last ones (None: of as many as q has). Out likewise with v_dim, 0 at padding. `params` as in a call of
         `att`, `return_lse=True` among them.
 
         With `tree` the last tokens are a tree of drafts: parents, int [new] or [batch, new], -1 for a root. A draft
-        sees what is before the tree, its ancestors and itself, as far as the mask lets it, and its position is that of
+        sees what is before the tree, its ancestors and itself, as far as the mask lets it. Its position is that of
         the first draft plus its depth."""
         self._check(att, q, tree, params)
         return self._attend(att, q, counts, tree, params)
@@ -374,10 +379,30 @@ class TorchCache(nn.Module):
             check_same_tokens(q, k, "bhsd")
         return self.append(k, v, counts)._attend(att, q, counts, tree, params)
 
+    def statistics(
+        self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any
+    ) -> Statistics:
+        """Statistics of the weights of `attend`, which takes the same arguments.
+
+        >>> import frisket as fk, torch
+        >>> from frisket.caches.torch import KVCache
+        >>> cache, x = KVCache.create(1, 8, 2, 16), torch.ones(1, 2, 3, 16)
+        >>> _ = cache.append(x, x)
+        >>> cache.statistics(fk.compile("causal"), x, columns=True).columns[0, 0].sum().round().item()
+        3.0
+
+        `columns=True`, `entropy=True`, `argmax=True`, `top=4`, `per=` and `lse=` are those of `Attention.statistics`.
+        Columns and named keys count places of a row in the order of tokens, also where these are in pages, and slots of
+        a ring. Padding has the results of a query that sees no key."""
+        run, params = positions.statistics_run(params)
+        self._check(att, q, tree, params)
+        places, tables = self._places_of(q, counts, tree)
+        return self._statistics(run, placed(att, places), q, tables, params)
+
     def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
-        """Keep some of the last `drafted` tokens (a number, or int [batch]) of every sequence: those on `path` int
-        [batch, m], nodes of the tree in its order, behind one another; `counts` int [batch] says how many entries of
-        the path are meant."""
+        """Keep some of the last `drafted` tokens (a number, or int [batch]) of every sequence. They are those on `path`
+        int [batch, m], nodes of the tree in its order, behind one another; `counts` int [batch] says how many entries
+        of the path are meant."""
         path = torch.as_tensor(path, device=self.k.device)
         if path.ndim != 2 or path.shape[0] != self.batch or path.is_floating_point():
             raise ShapeError(f"path is {path.dtype} {tuple(path.shape)}; it is nodes, integers [{self.batch}, m]")
@@ -435,9 +460,13 @@ class TorchCache(nn.Module):
         if first is not None:
             self._write(lambda store, x: store.narrow(2, first, new).copy_(x), k, v)
             return
-        real = None if number is None else written_tokens(number, new, self.slots)
+        real = None if number is None else written_tokens(number, new, self.slots, self._sinks_free())
         at = (self._ragged(new) if real is None else self._standing(self.lengths, real)).reshape(-1)
         self._write(lambda store, x: write(store, at, x, real), k, v)
+
+    def _sinks_free(self) -> Tensor | None:
+        """How many of the next tokens stay as the first ones, [batch]; None: none of them."""
+        return None
 
     def _standing(self, start: Tensor, real: WrittenTokens) -> Tensor:
         """The places of tokens behind `start`; where none is real, of any that there are."""
@@ -476,32 +505,62 @@ class TorchCache(nn.Module):
 
     def _attend(self, att: Attention, q: Tensor, counts: Any, tree: Any, params: dict[str, Any]) -> Any:
         """`attend`, of queries that fit."""
+        places, tables = self._places_of(q, counts, tree)
+        return self._read(placed(att, places), q, tables, params)
+
+    def _places_of(self, q: Tensor, counts: Any, tree: Any) -> tuple[PositionMap, dict[str, Tensor]]:
+        """The places of the last tokens' queries and of the stored keys, and the tables of these places."""
         number = q.shape[2] if counts is None else counts_of(counts, self.batch, q.shape[2], q.device)[0]
         lengths = self.lengths
         tables = {positions.START: lengths - number, positions.END: lengths}
-        places = self._places(counts is not None)
-        if tree is not None:
-            nodes = torch.arange(q.shape[2], device=q.device)
-            places, more = of_tree(torch.as_tensor(tree, device=q.device), nodes, torch.int32)
-            tables |= more
-        return self._read(placed(att, places), q, tables, params)
+        if tree is None:
+            return self._places(counts is not None), tables
+        nodes = torch.arange(q.shape[2], device=q.device)
+        places, more = of_tree(torch.as_tensor(tree, device=q.device), nodes, torch.int32, self._token)
+        return places, tables | more
 
-    def _read(self, att: Attention, q: Tensor, tables: dict[str, Tensor], params: dict[str, Any]) -> Any:
-        """Attention of queries to stored keys, by an attention of places."""
-        has: dict[str, Any] = self._buffers
-        qkv, sizes = (q, has["k"], has["v"]), self._sizes(q)
+    def _read(
+        self,
+        att: Attention,
+        q: Tensor,
+        tables: dict[str, Tensor],
+        params: dict[str, Any],
+        prefix: PrefixPart | None = None,
+        arrays: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Attention of queries to stored keys, by an attention of places. `prefix` has other pages than the cache's;
+        `arrays` are read in place of the cache's."""
+        has: Mapping[str, Any] = arrays or self._buffers
+        if prefix is not None:
+            has = {**has, "pages": prefix.pages}
+        qkv, sizes = (q, has["k"], has["v"]), self._sizes(q) if prefix is None else prefix.sizes
         tables = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
         kv_inputs = kv_inputs_of(has["k_scale"], has["v_scale"], has["pages"])
         program_params = {n: x for n, x in params.items() if n not in positions.CALL_KEYWORDS} if params else params
-        lse, top, sinks = map(params.get, positions.CALL_KEYWORDS)
+        lse, top, sinks, sums = map(params.get, positions.CALL_KEYWORDS)
         logits = att.options.sinks if sinks is None else sinks
         # a prepared step has no gradient, and no operators for a graph
         call = logits is not None and (in_graph(q, logits) or (torch.is_grad_enabled() and learns(logits)))
+        # of weighted rows a step gives the total in the place of lse, and the count of keys in that of the top
+        call |= bool(sums) or (att.program.weight is not None and bool(lse or top or sinks is not None))
         step = None if call else step_of(self._steps, att, qkv, sizes, kv_inputs, tables, program_params)
         if step is None:
-            more: dict[str, Any] = {**{WORDS[n]: x for n, x in kv_inputs.items()}, **tables, **params}
+            more: dict[str, Any] = {**{WORDS[n]: x for n, x in kv_inputs.items()}, **params}
+            if prefix is not None and prefix.plans is not None:
+                return att(*qkv, plan=plan_of(prefix, att, qkv, tables), **more)
+            more |= tables
             return att(*qkv, sizes=sizes, **more)
         return results(step(qkv, kv_inputs, tables, sinks, bool(lse), bool(top)), bool(lse), bool(top))
+
+    def _statistics(
+        self, run: Callable[..., Statistics], att: Attention, q: Tensor, tables: dict[str, Tensor],
+        params: dict[str, Any], arrays: Mapping[str, Any] | None = None,
+    ) -> Statistics:  # fmt: skip
+        """Statistics of queries and stored keys, by an attention of places; `arrays` as for `_read`."""
+        has: Mapping[str, Any] = arrays or self._buffers
+        kv_inputs = {WORDS[n]: x for n, x in kv_inputs_of(has["k_scale"], has["v_scale"], has["pages"]).items()}
+        known = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
+        return run(att, q, has["k"], has["v"], sizes=self._sizes(q), **kv_inputs, **known, **params)
 
     def _sizes(self, q: Tensor) -> Any:
         """The sizes of the whole problem: equal for a prompt, a chunk and a step."""
@@ -526,7 +585,7 @@ class TorchCache(nn.Module):
                 return converted.to(stored_dtype(converted.dtype, PLAIN)).contiguous()
             return (converted if converted.dtype == x.dtype else x.to(converted.device)).contiguous()
 
-        self._host = self.known()  # to a device that nobody waits for
+        self._host = self.known()  # to a device that the host does not wait for
         return super()._apply(convert, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:

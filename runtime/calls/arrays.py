@@ -3,8 +3,8 @@
 A `TokenPermutation` says where arrays hold the queries and keys of an attention in another order. Keys and values may
 be as caches store them: in 8 bits, with a scale for every token and head, in pages of a pool.
 
-Scales and pages come with every call, like dropout's seed; what is static of them is a part of the program, so that
-kernels read them as they read any table: the scale of a key is in the score, that of a value is `LoopPlan.weight`.
+Scales and pages come with every call, like dropout's seed. What is static of them is a part of the program, so that
+kernels read them as they read any table. The scale of a key is in the score, that of a value is `LoopPlan.value_scale`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes import c_char, string_at
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from hashlib import sha256
+from operator import mul
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,8 +31,8 @@ from frisket.dsl.ir import SCORE, Expr, lookup, substitute, var
 from frisket.dsl.program import entries_of
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.dtypes import BYTES, FLOATS, OPERANDS, SINGLE, accumulate
-from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, PAGES, V_SCALE, Geometry, Origin, Pages, Sizes
+from frisket.lowering.dtypes import BYTES, FLOATS, FP8, OPERANDS, SINGLE, accumulate
+from frisket.lowering.plan import FIRST, K_SCALE, KV_INPUTS, PAGES, Q_SCALE, V_SCALE, Geometry, Origin, Pages, Sizes
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.modules import loaded
 from frisket.runtime.machine.parameters import check_plain, learns, traced
@@ -38,6 +41,7 @@ Array = TypeVar("Array")  # torch's Tensor or JAX's Array, whichever was brought
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
 HEADS_AXIS = {"bhsd": 1, "bshd": 2}  # the axis of heads
 NATURAL = {"torch": "bhsd", "jax": "bshd"}
+NO_SCALES: Mapping[str, Any] = MappingProxyType({})
 COPIED = 1 << 26  # bytes of a table, at most, that is copied to be compared: no dense mask of 16,384 x 16,384
 # in an error; torch's own attention computes both readings alike
 UNBATCHED = {("torch", 3): "\n  q[None] has one batch entry, q[:, None] one head; k and v likewise"}
@@ -56,7 +60,7 @@ def framework_of(x: Any) -> str | None:
 def in_graph(x: Any, *others: Any) -> bool:
     """Whether someone watches or records what torch does to `x`: then one operator has to stand for a call, for what
     kernels do to memory is not seen. True in torch.compile, torch.export, make_fx, torch.jit.trace, torch.func and
-    under every mode of torch's dispatcher, of fake and meta tensors and other subclasses, and beside `others` of
+    under every mode of torch's dispatcher, of fake and meta tensors and other subclasses. Also with `others` of
     classes whose tensors may have no memory, such as DTensor."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -131,10 +135,20 @@ def version_of(x: Any, *, wait: bool = False) -> Any:
     return version_of(x.cpu()) if wait and not x.is_cpu else object()  # a new object equals no other
 
 
+def axis_order(layout: str | None, axes: str | None) -> str | None:
+    """The axis order of a call: `axes`, or `layout`, its older name."""
+    # equal values are refused too: a call with both was not meant
+    if layout is not None and axes is not None:
+        raise ParameterError(
+            f"layout is {layout!r} and axes is {axes!r}: both name the axis order\n  write axes={axes!r} alone"
+        )
+    return layout if axes is None else axes
+
+
 def check_layout(layout: str) -> None:
     if not isinstance(layout, str) or layout not in LAYOUTS:  # a list has no hash
         known = " or ".join(f'"{n}" {shape}' for n, shape in LAYOUTS.items())
-        raise ShapeError(f"layout is {layout!r}; it is {known}")
+        raise ShapeError(f"the axis order is {layout!r}; it is {known}")
 
 
 @dataclass(frozen=True)
@@ -178,14 +192,14 @@ class Arrays:
         enable_gqa: bool,
         origin: Origin | None = None,
         sizes: Sizes | None = None,
-        scaled: Collection[str] = (),
+        scaled: Mapping[str, Any] = NO_SCALES,
     ) -> Geometry:
-        """The sizes of the call, or `ShapeError`; `scaled` has K_SCALE and V_SCALE where there are such."""
+        """The sizes of the call, or `ShapeError`; `scaled` has the scales that there are."""
         (b, h, s, d), (kb, hkv, n, kd), (vb, hv, vn, dv) = (
             _ordered(x.shape, self.layout) for x in (self.q, self.k, self.v)
         )
         shapes = "".join(f"\n  {name} {tuple(getattr(self, name).shape)}" for name in "qkv")
-        shapes += f'\n  read as {LAYOUTS[self.layout]}; layout="bhsd" or "bshd" says otherwise'
+        shapes += f'\n  read as {LAYOUTS[self.layout]}; axes="bhsd" or "bshd" says otherwise'
         if self.pages:
             (kb, n), (vb, vn) = self._paged(b, (kb, n), (vb, vn), shapes)
         for what, wrong in (
@@ -207,11 +221,42 @@ class Arrays:
             start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
         whole: Any = None if sizes is None else tuple(map(as_int, sizes))
         factor = d**-0.5 if scale is None else scale_of(scale, known=True)  # never d = 0, which was refused
-        k = v = OPERANDS[self.kv_dtype or self.dtype]
-        if scaled:  # one scale for each token and head
-            k = replace(k, scale_block=(1, d)) if K_SCALE in scaled else k
-            v = replace(v, scale_block=(1, dv)) if V_SCALE in scaled else v
-        return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, OPERANDS[self.dtype], k, v)
+        q, k = OPERANDS[self.dtype], OPERANDS[self.kv_dtype or self.dtype]
+        v = k
+        if scaled:
+            # one scale for each token and head, unless queries have 8 bits
+            q, k, v = (
+                replace(x, scale_block=(self.tokens(name, scaled[name]) or length, width)) if name in scaled else x
+                for x, name, length, width in ((q, Q_SCALE, s, d), (k, K_SCALE, n, d), (v, V_SCALE, n, dv))
+            )
+        return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, q, k, v)
+
+    def tokens(self, name: str, scale: Any) -> int:
+        """The tokens that share a scale, 0 where all of a head do; `ShapeError` for a scale of another shape."""
+        array, shape = getattr(self, OF[name]), tuple(scale.shape)
+        if self.dtype != FP8:
+            if name == Q_SCALE:
+                raise ShapeError(f"q_scale is for q of {FP8}, and q is {self.dtype}\n  multiply q by its scale")
+            return 1
+        batch, heads, length, _ = _ordered(array.shape, self.layout)
+        if shape == (batch, heads):
+            return 0
+        if name == V_SCALE:
+            raise ShapeError(
+                f"v_scale has the shape {shape}; with q of {FP8} it has one number for every head of v, "
+                f"{(batch, heads)}\n  weights are rounded to 8 bits, and summed with values of one scale"
+            )
+        blocks = shape[3 - HEADS_AXIS[self.layout]] if len(shape) == 3 else 0
+        tokens = tokens_of(length, blocks)
+        want = (batch, heads, blocks) if self.layout == "bhsd" else (batch, blocks, heads)
+        if shape != want or not tokens:
+            axes = "[batch, heads, blocks]" if self.layout == "bhsd" else "[batch, blocks, heads]"
+            raise ShapeError(
+                f"{WORDS[name]} has the shape {shape}; it has one number for every head of {OF[name]}, "
+                f"{(batch, heads)}, or {axes} with one for every block of 1, 2, 4, 8, ... tokens: "
+                f"{-(-length // 128)} blocks of 128 in {length} tokens"
+            )
+        return tokens
 
     def _paged(self, batch: int, k: tuple[int, int], v: tuple[int, int], shapes: str) -> tuple[tuple[int, int], ...]:
         """(batch, keys) of k and of v, for (pages, tokens of a page) of their pools."""
@@ -240,7 +285,7 @@ def arrays(
     exported: bool = False,
 ) -> Arrays:
     """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in. k and v may
-    have 8 bits beside q; without a scale, 8-bit integers are used as they are. With `exported` batch
+    have 8 bits while q has more; without a scale, 8-bit integers are used as they are. With `exported` batch
     and lengths may be symbols of `jax.export`. Arrays of numpy become JAX's where q, k or v is. Arrays of JAX and numpy
     without a batch axis get one."""
     if layout is not None:
@@ -267,7 +312,7 @@ def arrays(
             "(jax.numpy.asarray(q)), or use frisket.reference for numpy"
         )
     if framework == "numpy" and layout is None:
-        raise ShapeError('numpy arrays have no natural layout; give layout="bhsd" or layout="bshd"')
+        raise ShapeError('numpy arrays have no usual axis order; give axes="bhsd" or axes="bshd"')
     for name, x in qkv.items():
         if framework == "torch" and (x.is_nested or x.layout is not sys.modules["torch"].strided):
             raise ShapeError(_not_dense(name, x))
@@ -286,10 +331,12 @@ def arrays(
             )
     dtypes = {n: str(x.dtype).removeprefix("torch.") for n, x in qkv.items()}
     narrow = dtypes["k"] == dtypes["v"] and dtypes["k"] in BYTES
-    if len(set(dtypes.values())) > 1 and not narrow:
+    if len(set(dtypes.values())) > 1 and not (narrow and dtypes["q"] in FLOATS):
         raise ShapeError(f"q, k and v have dtypes {', '.join(dtypes.values())}; convert them to one")
-    if dtypes["q"] not in FLOATS:
-        raise ShapeError(f"q, k and v are {dtypes['q']}; attention takes {', '.join(FLOATS)}")
+    if dtypes["q"] not in (*FLOATS, FP8):
+        raise ShapeError(f"q, k and v are {dtypes['q']}; attention takes {', '.join(FLOATS)}, or {FP8} for all three")
+    if dtypes["q"] == FP8 and pages is not None:
+        raise ShapeError(f"q is {FP8}, and no kernel reads pages with such a q; cast q to bfloat16")
     if framework == "torch" and not q.device == k.device == v.device:
         check_devices(q, k, v)
     # traced pages have a shape, too
@@ -361,11 +408,16 @@ def from_numpy(x: NDArray[Any], like: Any, dtype: str | None = None) -> Any:
     return x.astype(like.dtype if dtype is None else dtype)
 
 
+_of_graphs: dict[int, Any] = {}  # what captured graphs need, by id
+
+
 def uploaded(x: Any, device: Any) -> Any:
     """A numpy array on a device of torch, for calls on any stream: on a GPU it is there when this returns. The copy has
-    a stream of its own, so that no one waits for the work that others hold."""
+    a separate stream, so that no one waits for the work that others hold."""
     torch = sys.modules["torch"]
     host = torch.from_numpy(np.array(x))
+    if device.type == "meta":  # of a call that is laid out and not run
+        return torch.empty_like(host, device=device)
     if device.type != "cuda":
         return host.to(device)
     if torch.cuda.is_current_stream_capturing():
@@ -373,11 +425,29 @@ def uploaded(x: Any, device: Any) -> Any:
             "a captured graph cannot copy from the host, and this call does\n"
             "  run it once before the capture, with the same shapes: what is copied is kept"
         )
-    copies = _copies(device)
-    with torch.cuda.stream(copies):
-        copy = host.to(device)  # waits for this stream alone
+
+    def copied() -> Any:
+        with torch.cuda.stream(_copies(device)):
+            return host.to(device)  # waits for this stream alone
+
+    # torch warms up CUDA graphs with the memory of this thread in their pool, and what is in the pool goes with them
+    with ThreadPoolExecutor(1) as other:
+        copy = other.submit(copied).result()
     copy.record_stream(torch.cuda.current_stream(device))  # else its memory may be another tensor's before a kernel ran
     return copy
+
+
+def capturing(device: Any) -> bool:
+    """Whether work that is launched on a device of torch becomes a part of a CUDA graph."""
+    return (
+        device is not None and device.type == "cuda" and bool(sys.modules["torch"].cuda.is_current_stream_capturing())
+    )
+
+
+def keep_for_graphs(owner: Any) -> None:
+    """Keep an object that a captured graph needs, with its copies of the host's arrays, as long as the process runs.
+    Replays read memory by its address, and torch does not say when a graph is gone."""
+    _of_graphs[id(owner)] = owner
 
 
 @memo(group="once")
@@ -385,9 +455,9 @@ def _copies(device: Any) -> Any:
     return sys.modules["torch"].cuda.Stream(device)
 
 
-def rounding(like: Any) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """Rounds numpy arrays to the dtype of `like`."""
-    return lambda x: to_numpy(from_numpy(x, like))
+def rounding(like: Any, dtype: str | None = None) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    """Rounds numpy arrays to the dtype of `like`, or to the one named."""
+    return lambda x: to_numpy(from_numpy(x, like, dtype))
 
 
 def named(n: Any) -> bool:
@@ -487,14 +557,29 @@ def take(x: Any, index: Index, axis: int, inverse: Index | None = None, scratch:
     return np.take(x, index, axis=axis) if home is None else loaded(home).take(x, index, axis, inverse, scratch)
 
 
-WORDS = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}  # as a call has them
+# as a call has them
+WORDS = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages", Q_SCALE: "q_scale"}
+OF = {Q_SCALE: "q", K_SCALE: "k", V_SCALE: "v"}  # the array that a scale multiplies
+
+
+def tokens_of(length: int, blocks: int) -> int:
+    """The power of two that cuts a length into so many blocks; 0 where none does. The last block may be shorter.
+
+    >>> tokens_of(1000, 8), tokens_of(1000, 1000), tokens_of(1000, 7)
+    (128, 1, 0)
+    """
+    if not 0 < blocks <= length:
+        return 0
+    tokens = 1 << (-(-length // blocks) - 1).bit_length()
+    return tokens if -(-length // tokens) == blocks else 0
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The static description of stored keys and values: which scales there are, tokens of a page (0: no pages), the
-    axes of scales, how many query heads share a key head, and the b, h and k of the arrays' first entries (k None: one
-    for each batch entry)."""
+    """The static description of stored keys and values. It has which scales there are, tokens of a page (0: no pages),
+    the axes of scales, and how many query heads share a key head. Also the b, h and k of the arrays' first entries (k
+    None: one for each batch entry). With queries of 8 bits, `tokens` lists the scales: the source of each table, and
+    how many tokens share a number, 0 for all of a head. `first_q` is the q of the first query."""
 
     k_scale: bool
     v_scale: bool
@@ -502,17 +587,33 @@ class Stored:
     layout: str
     group: int
     first: tuple[int, int, int | None]
+    tokens: tuple[tuple[str, int], ...] = ()
+    first_q: int = 0
 
     def scored(self, mod: Expr | None) -> Expr | None:
-        """A score mod that takes the score of a stored key."""
-        if not self.k_scale:
+        """A score mod that takes the score of a stored key, or of a query of 8 bits."""
+        scales = [self._shared(n, tokens) for n, tokens in self.tokens if n != V_SCALE]
+        scales += [self._scale(K_SCALE)] * self.k_scale
+        if not scales:
             return mod
-        score = SCORE * self._scale(K_SCALE)
+        score = SCORE * reduce(mul, scales)
         return score if mod is None else substitute(mod, {SCORE: score})
 
     @property
-    def weight(self) -> Expr | None:
-        return self._scale(V_SCALE) if self.v_scale else None
+    def value_scale(self) -> Expr | None:
+        if self.v_scale:
+            return self._scale(V_SCALE)
+        return self._shared(V_SCALE, 0) if V_SCALE in dict(self.tokens) else None
+
+    def _shared(self, name: str, tokens: int) -> Expr:
+        """The scale of a head, or of a block of its tokens."""
+        b, h = (var(n) - start if start else var(n) for n, start in zip("bh", self.first))
+        head = h if name == Q_SCALE or self.group == 1 else h // self.group
+        if not tokens:
+            return lookup(name, (b, head), FLOAT)
+        axis, start = ("q", self.first_q) if name == Q_SCALE else ("k", self.first[2] or 0)
+        block = (var(axis) - start if start else var(axis)) // tokens
+        return lookup(name, (b, head, block) if self.layout == "bhsd" else (b, block, head), FLOAT)
 
     @property
     def pages(self) -> Pages | None:
@@ -529,9 +630,9 @@ class Stored:
         return lookup(name, (b, head, k) if self.layout == "bhsd" else (b, k, head), FLOAT)
 
 
-def kv_inputs_of(k_scale: Any, v_scale: Any, pages: Any) -> dict[str, Any]:
+def kv_inputs_of(k_scale: Any, v_scale: Any, pages: Any, q_scale: Any = None) -> dict[str, Any]:
     """The scales and pages that a call brings, by the sources of their tables."""
-    inputs = {K_SCALE: k_scale, V_SCALE: v_scale, PAGES: pages}
+    inputs = {K_SCALE: k_scale, V_SCALE: v_scale, PAGES: pages, Q_SCALE: q_scale}
     return {n: x for n, x in inputs.items() if x is not None}
 
 
@@ -565,16 +666,26 @@ def kv_format(arrays: Arrays, g: Geometry, kv_inputs: Mapping[str, Any]) -> tupl
     natural = NATURAL.get(arrays.framework, arrays.layout)
     # one program for both layouts: kernels get arrays in the natural one
     tables = {n: transpose_to(n, x, arrays.layout, natural) for n, x in kv_inputs.items()}
-    b, h, _, k = g.origin
+    b, h, q, k = g.origin
+    group = g.heads // g.kv_heads
+    if arrays.dtype == FP8:
+        tokens = tuple((n, arrays.tokens(n, x)) for n, x in kv_inputs.items())
+        if any(x for _, x in tokens) and not (isinstance(q, int) and isinstance(k, int)):
+            raise ShapeError(
+                "origin has an entry for each batch entry, and a scale belongs to a block of tokens\n"
+                "  give one scale for every head, or one origin for all batch entries"
+            )
+        at = (b, h, k, q) if any(x for _, x in tokens) else (b, h, 0, 0)
+        return Stored(False, False, 0, natural, group, at[:3], tokens, at[3]), tables
     if not isinstance(k, int):
         tables[FIRST] = from_numpy(np.broadcast_to(k, g.batch), arrays.q, "int32")
     page = arrays.page if PAGES in kv_inputs else 0
     first = b, h, k if isinstance(k, int) else None
-    return Stored(K_SCALE in kv_inputs, V_SCALE in kv_inputs, page, natural, g.heads // g.kv_heads, first), tables
+    return Stored(K_SCALE in kv_inputs, V_SCALE in kv_inputs, page, natural, group, first), tables
 
 
 def _check(name: str, x: Any, arrays: Arrays) -> None:
-    word, of = WORDS[name], "v" if name == V_SCALE else "k"
+    word = WORDS[name]
     if framework_of(x) != arrays.framework and not hasattr(x, "aval"):
         raise ShapeError(f"{word} is a {type(x).__name__}, q is of {arrays.framework}; convert it")
     dtype = str(x.dtype).removeprefix("torch.")
@@ -588,8 +699,9 @@ def _check(name: str, x: Any, arrays: Arrays) -> None:
         return
     if dtype not in (SINGLE, accumulate(arrays.dtype)):  # kernels load no others
         raise ShapeError(f"{word} is {dtype}; it is float32: {word}{_cast(arrays, 'float32')}")
+    of = OF[name]
     array = getattr(arrays, of)
-    if tuple(x.shape) != tuple(array.shape[:3]):
+    if arrays.dtype != FP8 and tuple(x.shape) != tuple(array.shape[:3]):
         raise ShapeError(
             f"{word} has the shape {tuple(x.shape)}; it has one number for every token and head of {of}, "
             f"{tuple(array.shape[:3])}, the axes of {of} without its last"
@@ -602,7 +714,7 @@ def _cast(arrays: Arrays, dtype: str) -> str:
 
 def transpose_to(name: str, x: Any, have: str, want: str) -> Any:
     """A scale with its heads and length axes as `want` has them."""
-    return x if name not in (K_SCALE, V_SCALE) or have == want else x.swapaxes(1, 2)
+    return x if name not in OF or have == want or x.ndim == 2 else x.swapaxes(1, 2)
 
 
 def dequantize_and_gather(arrays: Arrays, kv_inputs: Mapping[str, Any]) -> tuple[NDArray[Any], ...]:
@@ -611,7 +723,18 @@ def dequantize_and_gather(arrays: Arrays, kv_inputs: Mapping[str, Any]) -> tuple
     natural = NATURAL.get(arrays.framework, arrays.layout)
     host = {n: to_numpy(transpose_to(n, x, natural, "bhsd")) for n, x in kv_inputs.items()}
     pages = host.get(PAGES)
+    if arrays.dtype == FP8:  # a scale for every token
+        blocks = {n: (x if x.ndim == 3 else x[..., None], getattr(arrays, OF[n])) for n, x in host.items()}
+        host = {n: _of_tokens(x, _ordered(of.shape, arrays.layout)[2]) for n, (x, of) in blocks.items()}
+    q = _dequantized(q, host.get(Q_SCALE), None)
     return q, _dequantized(k, host.get(K_SCALE), pages), _dequantized(v, host.get(V_SCALE), pages)
+
+
+def _of_tokens(scale: NDArray[Any], length: int) -> NDArray[Any]:
+    """[batch, heads, length] of scales of blocks, or of one for a head."""
+    blocks = scale.shape[2]
+    tokens = length if blocks == 1 else tokens_of(length, blocks)
+    return np.repeat(scale, tokens, axis=2)[:, :, :length]
 
 
 def _dequantized(x: NDArray[Any], scale: Any, pages: Any) -> NDArray[Any]:

@@ -94,9 +94,10 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The caller's choices for the Triton kernels; nothing of it changes what is computed, but `precision`: that of
-    products of float32, "ieee", "tf32" or "tf32x3", and `tanh` of 16-bit inputs, "exact" or "approximate", which is the
-    instruction of NVIDIA's GPUs. `splits` are those of a short query's keys."""
+    """The caller's choices for the Triton kernels. Nothing of it changes what is computed, but `precision` and `tanh`.
+    `precision` is that of products of float32, "ieee", "tf32" or "tf32x3". `tanh` of 16-bit inputs is "exact" or
+    "approximate", which is the instruction of NVIDIA's GPUs. `splits` are those of a short query's keys. Where calls
+    are `invariant` a row has one order of sums, whatever the call is."""
 
     forward: LaunchOptions = LaunchOptions()
     dq: LaunchOptions = LaunchOptions()
@@ -104,6 +105,7 @@ class Tuning:
     precision: str | None = None
     splits: int | None = None
     tanh: str | None = None
+    invariant: bool = False
 
     def applied(self, target: Target) -> Target:
         """The target of a call, with what is given here; the backward's kernels keep what frisket chose for them."""
@@ -123,6 +125,7 @@ class Tuning:
         """The choices as one word; "None" where nothing is chosen."""
         choices = [f"{k}.{n}={x}" for k in KERNELS for n, x in vars(getattr(self, k)).items() if x is not None]
         choices += [f"{n}={getattr(self, n)}" for n in ("precision", "splits", "tanh") if getattr(self, n) is not None]
+        choices += ["invariant"] * self.invariant
         return ",".join(choices) or "None"
 
     @property
@@ -134,7 +137,7 @@ class Tuning:
             for k in KERNELS
         }
         splits = None if self.splits is None else int(self.splits)
-        rest = {"precision": self.precision, "splits": splits, "tanh": self.tanh}
+        rest = {"precision": self.precision, "splits": splits, "tanh": self.tanh, "invariant": self.invariant or None}
         return {n: x for n, x in {**launches, **rest}.items() if x not in (None, {})} or None
 
     @classmethod
@@ -145,7 +148,38 @@ class Tuning:
 
 
 KERNELS = ("forward", "dq", "dkv")
-AS_CHOSEN = Tuning()
+AS_CHOSEN, INVARIANT = Tuning(), Tuning(invariant=True)
+ALIGNED = 512  # positions of a part in which kernels with `invariant` sum up keys, or a multiple of it
+
+
+def tuning_of(invariant: Any, weighted: bool, reordered: bool = False) -> Tuning:
+    """The choices of calls with `invariant`, or `ParameterError`: a row of weights is no softmax, and an order of
+    tokens is one of sums."""
+    if not flag(invariant, "invariant"):
+        return AS_CHOSEN
+    if weighted or reordered:
+        raise ParameterError(
+            "invariant=True is for the softmax: leave out `weight`, or invariant"
+            if weighted
+            else "invariant=True sums keys up by their positions, and reorder moves them: leave out one of the two"
+        )
+    return INVARIANT
+
+
+def refuse_parts(options: Options, subject: str) -> None:
+    """Raise `ParameterError` where a row is to have one order of sums: `subject` sums up parts of the keys apart."""
+    if options.tuning.invariant:
+        text = f"{subject} sums up parts of the keys by itself, and invariant=True gives a row one order of sums"
+        raise ParameterError(f"{text}\n  leave out one of the two")
+
+
+def check_aligned(origin: Origin) -> None:
+    """Raise `ShapeError` where keys do not begin with a part of those that `invariant` calls sum up."""
+    if np.any(np.asarray(origin[3]) % ALIGNED):
+        raise ShapeError(
+            f"keys begin at position {origin[3]}, and where invariant=True they are summed up in parts\n"
+            f"  begin at a multiple of {ALIGNED}, or take keys on the CPU that are not in pages"
+        )
 
 
 SEEDS = 1 << 31
@@ -178,6 +212,8 @@ class Options:
         """Names and values of the options that are not the defaults, to read."""
 
         def shown(x: Any) -> str:
+            if isinstance(x, Tuning):
+                return x.text
             return f"{x:g}" if isinstance(x, float) else f"{len(x)} logits" if getattr(x, "ndim", 0) else str(x)
 
         both = ((f.name, shown(getattr(self, f.name)), shown(f.default)) for f in fields(self) if f.repr)
@@ -240,7 +276,7 @@ def seed_of(seed: Any, rate: float, framework: str) -> Any:
             "seed=jax.random.key(<int>)"
         )
     if framework == "jax" and (traced(seed) or framework_of(seed) == "jax"):
-        if seed.ndim or not str(seed.dtype).startswith(("int", "uint")):  # keys have dtypes of their own
+        if seed.ndim or not str(seed.dtype).startswith(("int", "uint")):  # keys have other dtypes
             raise ParameterError(
                 f"seed is {seed.dtype}{list(seed.shape)}; it is one integer, 0 <= seed < 2**31, or one key: "
                 "seed=jax.random.key(<int>)"
@@ -274,7 +310,7 @@ def drawn() -> int:
 
 
 def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) -> Any:
-    """The sinks as an array [heads] of the call's framework, in float32, or float64 beside float64."""
+    """The sinks as an array [heads] of the call's framework, in float32, or float64 with float64."""
     if sinks is None:
         return None
     check_plain("sinks", sinks)

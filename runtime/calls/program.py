@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from itertools import count
+from itertools import combinations, count
 from operator import or_
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import CALLED, MaskSyntaxError, ParameterError, keyword
-from frisket.dsl.ir import COORDINATES, SCORE, Expr, names_of, param, renamed, substitute, uses, var, walk
+from frisket.dsl.errors import CALLED, ParameterError, keyword
+from frisket.dsl.ir import COORDINATES, SCORE, TOTAL, Expr, build, names_of, param, renamed, substitute, uses, var, walk
 from frisket.dsl.operators import LEAVES
-from frisket.dsl.program import check_names, read
+from frisket.dsl.program import ROOTS, check_names
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import own_state
 from frisket.lowering.analysis.layout import bind as written_out
@@ -24,11 +25,29 @@ from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.machine import parameters
 from frisket.runtime.machine.caller import warn_once
 from frisket.runtime.masks.layout import Layout
-from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, for_one_call, mask, only, score
+from frisket.runtime.masks.mask import (
+    Divide,
+    Mask,
+    MaskLike,
+    Program,
+    ScoreLike,
+    ScoreMod,
+    Weight,
+    WeightLike,
+    for_one_call,
+    mask,
+    only,
+    score,
+    values_read,
+)
+from frisket.runtime.masks.mask import program as program_text
+from frisket.runtime.masks.mask import weight as weight_program
 
 from .arrays import LAYOUTS, Arrays, Stored
 
 Array = NDArray[Any]
+SOFTMAX = build("exp", SCORE)  # a weight, divided by its total
+PART = re.compile(rf"^\s*({'|'.join(ROOTS)})\s*=(?!=)", re.M)
 
 
 @dataclass(frozen=True)
@@ -42,20 +61,26 @@ class CallProgram:
     places: tuple[parameters.BoundExpr, ...] | None = None
     stored: Stored | None = None  # how keys and values are stored
     unwritten: bool = False  # keys that no query sees may hold anything, see `LoopPlan`
+    weight: Weight | None = None  # None: rows are softmaxes
+    divide: Divide | None = None
+    double: bool = False  # of calls in float64, in which smaller factors of a weight count
     layout_type: ClassVar[type[Layout]] = Layout  # layouts of plans have pictures and exports
-    # what every call reads of the fields above: made once, as the fields never change
+    # what every call reads of the fields above: made once, as the fields never change.
+    # the mask, the score mod, the weight and the divisor, None for those that are not there
+    every_part: tuple[Any, Any, Any, Any] = field(init=False, repr=False, compare=False)
     parts: tuple[parameters.BoundExpr, ...] = field(init=False, repr=False, compare=False)
     exprs: ProgramExprs = field(init=False, repr=False, compare=False)  # as written, without calls of the library
     scalars: Mapping[str, Any] = field(init=False, repr=False, compare=False)
     tables: Mapping[str, Array] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        parts = tuple(p for p in (self.mask, self.score, *(self.places or ())) if p is not None)
-        mask, score = (None if p is None else p.expr for p in (self.mask, self.score))
+        every_part = self.mask, self.score, self.weight, self.divide
+        parts = tuple(p for p in (*every_part, *(self.places or ())) if p is not None)
+        exprs = ProgramExprs(*(None if p is None else p.expr for p in every_part))
         values = {n: x for p in parts for n, x in p.params.items()}
         tables = {n: x for n, x in values.items() if isinstance(x, np.ndarray)}
         scalars = {n: x for n, x in values.items() if n not in tables}
-        vars(self).update(parts=parts, exprs=ProgramExprs(mask, score), scalars=scalars, tables=tables)
+        vars(self).update(every_part=every_part, parts=parts, exprs=exprs, scalars=scalars, tables=tables)
 
     def __getstate__(self) -> dict[str, Any]:
         return own_state(self)  # what cached properties hold is large, and computed again
@@ -98,12 +123,10 @@ class CallProgram:
 
     @cached_property
     def learnable(self) -> frozenset[str]:
-        """Float parameters that only the score mod reads: gradients flow to them."""
-        if self.score is None:
-            return frozenset()
-        seen = set() if self.mask is None else names_of(self.mask.expr).keys()
-        read = names_of(self.score.expr)  # a mask has no gradient
-        return frozenset(n for n, (_, kind) in read.items() if kind is FLOAT and n not in seen)
+        """Float parameters that the mask does not read: gradients flow to them."""
+        seen = set() if self.mask is None else names_of(self.mask.expr).keys()  # a mask has no gradient
+        read = [(n, kind) for p in self.every_part[1:] if p is not None for n, (_, kind) in names_of(p.expr).items()]
+        return frozenset(n for n, kind in read if kind is FLOAT and n not in seen)
 
     @cached_property
     def offsets(self) -> dict[str, str]:
@@ -111,7 +134,7 @@ class CallProgram:
         return {n: of for p in self.parts for n, of in parameters.offsets_of(p.expr).items()}
 
     def bind(self, params: Mapping[str, Any]) -> CallProgram:
-        """A program with more parameters bound; a name nobody uses is an error."""
+        """A program with more parameters bound; an unused name is an error."""
         if not params:
             return self
         check_used(params, self.names)
@@ -148,9 +171,9 @@ class CallProgram:
 
     def changed(self, change: Callable[[Any], Any]) -> CallProgram:
         """A program with every part changed."""
-        mask, score = (None if p is None else change(p) for p in (self.mask, self.score))
+        mask, score, weight, divide = (None if p is None else change(p) for p in self.every_part)
         places = None if self.places is None else tuple(change(p) for p in self.places)
-        return replace(self, mask=mask, score=score, places=places)
+        return replace(self, mask=mask, score=score, places=places, weight=weight, divide=divide)
 
     def stored_as(self, how: Stored | None) -> CallProgram:
         """A program for keys and values stored in another way."""
@@ -163,7 +186,7 @@ class CallProgram:
     def plan_arguments(self, tables: Mapping[str, Any], dropout: bool) -> dict[str, Any]:
         """The arguments of `make_plan` besides expressions and facts."""
         at = None if self.places is None else tuple(written_out(p.expr, tables) for p in self.places)
-        stored = {"weight": self.stored.weight, "pages": self.stored.pages} if self.stored else {}
+        stored = {"value_scale": self.stored.value_scale, "pages": self.stored.pages} if self.stored else {}
         return {"keep_mask": survives(at) if dropout else None, "unwritten": self.unwritten, **stored}
 
     def require_bound(self) -> None:
@@ -172,12 +195,16 @@ class CallProgram:
                 p.require_bound()  # raises
 
     def __str__(self) -> str:
-        return str(Program(self.mask, self.score))
+        return str(self.named)
+
+    @property
+    def named(self) -> Program:
+        return Program(self.mask, self.score, weight=self.weight, divide=self.divide)
 
     @property
     def expanded(self) -> str:
         """The text in which calls of the library are written out: equal programs have one text."""
-        return "\n".join(f"{p.what.split()[0]} = {p.expanded}" for p in (self.mask, self.score) if p is not None)
+        return "\n".join(f"{p.what.split()[0]} = {p.expanded}" for p in self.every_part if p is not None)
 
 
 def program_of(
@@ -186,43 +213,65 @@ def program_of(
     params: Mapping[str, Any],
     called: Sequence[str] = CALLED,
     once: bool = False,
+    weight: WeightLike | None = None,
+    divide: Any = None,
 ) -> CallProgram:
-    """The mask and score mod of a call; each parameter goes where its name occurs. `called` are the keywords of the
-    call, to suggest one for a name that occurs nowhere. With `once` functions are traced for one call alone."""
+    """The program of a call; each parameter goes where its name occurs. `called` are the keywords of the call, to
+    suggest one for a name that occurs nowhere. With `once` functions are traced for one call alone."""
     if isinstance(source, Program):
-        if mod is not None:
-            raise ParameterError("a Program has its score mod already; give score= or the Program, not both")
-        return joined(source.mask, source.score).bind(params)
+        have = {"score", *source.by_name}
+        twice = ("score", mod), ("weight", weight), ("divide", divide)
+        if name := next((n for n, x in twice if x is not None and n in have), ""):
+            what = "score mod" if name == "score" else name
+            raise ParameterError(f"a Program has its {what} already; give {name}= or the Program, not both")
+        weights = source.weight or weight, source.divide or divide
+        return joined(source.mask, source.score, *_weights(*weights, {})).bind(params)
     values = {n: parameters.as_value(n, x) for n, x in params.items()}
-    mine, theirs = (_values_of(w, kind, values) for w, kind in ((source, "mask"), (mod, "score")))
-    mine, theirs = parameters.with_learned(mine, params), parameters.with_learned(theirs, params)
-    program = joined(
-        None if source is None else for_one_call(source, "mask", mine) if once else mask(source, **mine),
-        None if mod is None else for_one_call(mod, "score", theirs) if once else score(mod, **theirs),
-    )
+    for text, parts in ((mod, ("score",)), (weight, ("weight", "divide")), (divide, ("divide",))):
+        lines = PART.findall(text) if isinstance(text, str) and "=" in text else []
+        if others := [n for n in lines if n not in parts]:
+            message = f"the text of the {'score mod' if text is mod else parts[0]} has a line `{others[0]} = ...`\n"
+            raise ParameterError(f"{message}  give the whole text in place of the mask")
+    if isinstance(source, str) and "=" in source:
+        whole = program_text(source, **parameters.with_learned(values_read(source, "mask", values), params))
+        if whole.by_name.keys() - {"mask"}:
+            return program_of(whole, mod, params, called, once, weight, divide)
+
+    def part(what: Any, kind: Any) -> Any:
+        if what is None:
+            return None
+        read_by = parameters.with_learned(values_read(what, kind, values), params)
+        return for_one_call(what, kind, read_by) if once else {"mask": mask, "score": score}[kind](what, **read_by)
+
+    read_by = values_read(weight, "weight", values) | values_read(divide, "divide", values)
+    weights = _weights(weight, divide, parameters.with_learned(read_by, params))
+    program = joined(part(source, "mask"), part(mod, "score"), *weights)
     check_used(params, program.names, called)
     return program
 
 
-def joined(m: Mask | None, s: ScoreMod | None) -> CallProgram:
-    if m is not None and s is not None:
-        m, s = parameters.separated(m, s)  # type: ignore[assignment]
-    return CallProgram(m, s)
+def _weights(weight: Any, divide: Any, params: Mapping[str, Any]) -> tuple[Weight | None, Divide | None]:
+    """The weight and the divisor of a call."""
+    if weight is None:
+        if divide is not None:
+            raise ParameterError('there is a `divide` and no weight; give weight=, such as weight="exp(score)"')
+        return None, None
+    program = weight_program(weight, divide, **params)
+    return program.weight, program.divide
 
 
-def _values_of(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values whose names occur in a mask or score mod."""
-    if what is None or not values:
-        return {}
-    if isinstance(what, str):
-        try:
-            parsed = read(what, kind=kind)
-        except MaskSyntaxError:  # types may need the values: parse again with all of them, for the error
-            return dict(values)
-        e = parsed.mask if kind == "mask" else parsed.score
-        e = e if e is not None else parsed.expr
-        return only(values, e) if e is not None else {}
-    return only(values, (mask(what) if kind == "mask" else score(what)).expr)
+def joined(
+    m: Mask | None, s: ScoreMod | None, weight: Weight | None = None, divide: Divide | None = None
+) -> CallProgram:
+    """A program of these parts. A name that means different values in two of them becomes two names."""
+    if weight is not None and weight.expr is SOFTMAX and divide is not None and divide.expr is TOTAL:
+        weight = divide = None
+    parts: list[Any] = [m, s, weight, divide]
+    for i, j in combinations(range(len(parts)), 2):
+        if parts[i] is not None and parts[j] is not None:
+            parts[i], parts[j] = parameters.separated(parts[i], parts[j])
+    m, s, weight, divide = parts
+    return CallProgram(m, s, weight=weight, divide=divide)
 
 
 def check_used(params: Iterable[str], names: Any, called: Sequence[str] = CALLED) -> None:
@@ -268,7 +317,7 @@ def remap_positions(program: CallProgram, coordinates: Mapping[str, Any]) -> Cal
 
 
 MOST_HEADS = 128  # of keys: models with more are not known
-GROUPED = 64  # this many heads that share nothing, beside fewer keys than queries, are a length rather
+GROUPED = 64  # this many heads that share nothing, with fewer keys than queries, are a length rather
 
 
 def check_order(arrays: Arrays, g: Geometry, program: CallProgram, params: Mapping[str, Any]) -> None:
@@ -285,7 +334,7 @@ def check_order(arrays: Arrays, g: Geometry, program: CallProgram, params: Mappi
     shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in zip("qkv", arrays.qkv, strict=True))
     warn_once(
         f"{shapes} are read as {LAYOUTS[have]}: {g.q_len} tokens of {g.heads} heads, and {why}\n"
-        f'  if they are {LAYOUTS[other]} give layout="{other}"; if not, layout="{have}" says so',
+        f'  if they are {LAYOUTS[other]} give axes="{other}"; if not, axes="{have}" says so',
         about=(have, g.q_len, g.kv_len),  # the heads, if they are exchanged: another length is not another warning
     )
 

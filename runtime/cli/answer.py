@@ -20,7 +20,7 @@ from frisket.dsl.errors import nearest
 CARETS = re.compile(r" *\^+")
 WIDTH = 10  # of the names of rows
 NARROW = 100  # lines of words are folded at this many columns, where the terminal is not narrower still
-NARROWEST = 24  # columns that a value needs beside its name
+NARROWEST = 24  # columns that a value needs besides its name
 GOOD, BAD, SOME = "green", "bold red", "magenta"  # which can be read on white and on black
 # of a token of Pygments, for both, too
 CODE = {("Comment",): "dim", ("Keyword",): "magenta", ("Keyword", "Type"): "cyan", ("Literal", "String"): "green"}
@@ -30,7 +30,7 @@ CODE |= {("Operator", "Word"): "magenta"}
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """A name, and beside it lines of a value, from column `width` on. What of a line has no room in a terminal goes
+    """A name, then lines of a value, from column `width` on. What of a line has no room in a terminal goes
     on below its column `hang`, or below its indentation."""
 
     name: Text
@@ -150,7 +150,7 @@ class Parser(argparse.ArgumentParser):
         return [s for action in self._actions for s in action.option_strings if s.startswith("--")]
 
     def left_over(self, words: Iterable[str]) -> NoReturn:
-        """Say what is wrong with words nobody takes."""
+        """Say what is wrong with words that no command takes."""
         words = list(words)
         for word in words:
             if word.startswith("-") and len(word) > 1:
@@ -180,16 +180,23 @@ def examples(p: argparse.ArgumentParser, *lines: str) -> None:
     p.epilog = "examples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def add_subject(p: argparse.ArgumentParser, block: tuple[int, int] | None = (128, 128), expand: bool = True) -> None:
-    """`block` is the tile where none is given; None: the backend's choice. `expand`: the command prints the mask."""
+def add_subject(
+    p: argparse.ArgumentParser, block: tuple[int, int] | None = (128, 128), expand: bool = True, tiles: bool = True
+) -> None:
+    """`block` is the tile where none is given; None: the backend's choice. `expand`: the command prints the mask.
+    `tiles`: the command takes a tile."""
     group = p.add_argument_group("what")
     group.add_argument("expr", metavar="EXPR", help="a mask or a score mod, a .frisket file, or - for standard input")
     group.add_argument("--score", metavar="EXPR", help="a score mod, in addition to the mask")
+    group.add_argument("--weight", metavar="EXPR", help="the weight of a visible pair, in place of the softmax")
+    group.add_argument("--divide", metavar="EXPR", help="the divisor of a row of weights: count, total + 1")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="bind a scalar: --set w=256")
     table = "bind a table: doc=doc.npy, or doc=[0,0,1,1]"
     group.add_argument("--table", action="append", default=[], metavar="NAME=FILE", help=table)
     if expand:
         group.add_argument("--expand", action="store_true", help="write calls of the library out as formulas")
+    if not tiles:
+        return
     default = "default: the backend's choice" if block is None else "default: {}x{}".format(*block)
     group.add_argument("--block", type=tile_size, default=block, metavar="N or QxK", help=f"tile in tokens; {default}")
 

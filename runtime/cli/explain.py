@@ -252,7 +252,7 @@ def add_explore(p: argparse.ArgumentParser) -> None:
 
 def explore(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     """Serve the page until Ctrl-C. A text with mistakes is served too: they are shown where they can be mended."""
-    text, _ = show.source(args.expr, args.score)
+    text, _ = show.source(args.expr, show.parts(args))
     tables, values = dict(map(show.table, args.table)), dict(map(show.scalar, args.set))
     for name, x in values.items():
         slider(name, FLOAT, x, x)  # an error where the page has none

@@ -14,9 +14,9 @@ import platform
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from rich.console import Console
@@ -25,14 +25,14 @@ from rich.text import Text
 import frisket
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, MismatchError, ParameterError
 from frisket.grammar.memo import Info, tables
-from frisket.lowering.architectures import GPUS, H100
+from frisket.lowering.architectures import GPUS, H100, State, tried
 from frisket.lowering.dtypes import HALVES, SINGLE
 from frisket.lowering.kernels.triton.module import Dims
 from frisket.runtime.attention import entry as _entry  # noqa: F401 (the tables of a call are listed too)
 from frisket.runtime.attention.report import FLOOR, Report
 from frisket.runtime.attention.warm import warm
 from frisket.runtime.backends.base import LIBRARY, RECORDS, Backend, backends_of, named, offered
-from frisket.runtime.backends.engines.proof import CHECKED, COSTS
+from frisket.runtime.backends.engines.proof import offer_of
 from frisket.runtime.backends.registry import backends, check_name, lowerable, printed, ready_text, reason
 from frisket.runtime.backends.registry import choose as choose_backend
 from frisket.runtime.backends.triton import kernels as triton_kernels
@@ -44,7 +44,7 @@ from frisket.runtime.masks.mask import Program, mask
 
 from . import answer as answers
 from .answer import code, examples, positive, progress, row, rows, table
-from .show import compiled, counted, described, read_program, require_bound, shapes, size
+from .show import compiled, counted, described, parts, read_program, require_bound, shapes, size
 
 LENGTHS = ((128, 128), (100, 100), (77, 131), (1, 200))  # whole tiles, ragged, fewer queries than keys, one query
 DTYPES = (SINGLE, *reversed(HALVES))
@@ -123,7 +123,7 @@ def add_check(p: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     """Runs the cases, a table of the largest errors. Status 1 when one is more than twice that of dense attention in
-    the same dtype (plus 1e-6), or fails altogether; 2 when every call is refused, so that nothing is known."""
+    the same dtype (plus 1e-6), or fails altogether. 2 when every call is refused, so that nothing is known."""
     choose(None)
     program = read_program(args)
     require_bound(program)
@@ -203,7 +203,7 @@ def left_out() -> list[str]:
 def outcome(case: Case, program: Program, args: argparse.Namespace) -> Outcome:
     if case.hidden:
         hiding = mask(HIDDEN)
-        program = Program(hiding if program.mask is None else program.mask & hiding, program.score)
+        program = replace(program, mask=hiding if program.mask is None else program.mask & hiding)
     attention = compiled(program, args.block, backend=case.backend)
     try:
         return Outcome(case, attention.check(*arrays(case, args.batch), gradients=case.gradients))
@@ -259,7 +259,8 @@ def worst(pairs: Sequence[tuple[float, float]]) -> tuple[str, str]:
 
 def repeat(args: argparse.Namespace, case: Case) -> str:
     """The command that runs one case again."""
-    words = ["frisket", "check", args.expr, *(["--score", args.score] if args.score is not None else [])]
+    words = ["frisket", "check", args.expr]
+    words += [word for n, x in parts(args).items() for word in (f"--{n}", x)]
     words += [word for one in args.set for word in ("--set", one)]
     words += [word for one in args.table for word in ("--table", one)]
     words += ["--block", "{}x{}".format(*args.block)] if args.block else []
@@ -356,7 +357,9 @@ def report(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     engines = att.plan(*lengths).engines(args.head_dim, sizes["kv_heads"], args.dtype, device="cuda")
     data = {"head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in kernels]}
     data["engines"] = engines
-    text = [*table([REPORT_HEAD, *map(line, kernels)], right=(3, 4, 5, 6, 7, 8)), "", *map(Text, engines.splitlines())]
+    ran = [f"{x.machine}: {x.state}; {x.how}" for a in architectures for x in tried() if x.machine.endswith(f" ({a})")]
+    text = [*table([REPORT_HEAD, *map(line, kernels)], right=(3, 4, 5, 6, 7, 8)), ""]
+    text += map(Text, [*ran, "", *engines.splitlines()])
     return answers.CommandResult(data, text, 0 if all(r.fits for r in kernels) else 1)
 
 
@@ -403,7 +406,9 @@ def doctor(args: argparse.Namespace, console: Console) -> answers.CommandResult:
     built, folders, calls = native(), caches(), usual()
     data = {**where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready, "engines": engines()}
     lacks = {b.name: b.features for b in backends_of() if b.features}
-    data |= {"lacks": lacks, "calls": calls, "caches": folders, "settings": settings}
+    known = {state: [x.machine for x in tried() if x.state == state] for state in get_args(State)}
+    data |= {"lacks": lacks, "tried": [x._asdict() for x in tried()], "calls": calls}
+    data |= {"caches": folders, "settings": settings}
     files = {folder: f"{counted(usage['files'], 'file')}, {size(usage['bytes'])}" for folder, usage in folders.items()}
     text: list[answers.Piece] = [
         row("frisket", f"{versions['frisket']}, Python {where['python']}"),
@@ -412,6 +417,7 @@ def doctor(args: argparse.Namespace, console: Console) -> answers.CommandResult:
         marks("backends", ((n, why or f"{ready[n]}: {RECORDS[n].kernels}", not why) for n, why in missing.items())),
         row("lacks", "\n".join(f"{name:{NAMES}} {', '.join(features)}" for name, features in lacks.items()), NAMES + 1),
         row("engines", "\n".join(f"{name:{NAMES}} {x}" for name, x in engines().items()), NAMES + 1),
+        row("tried", "\n".join(f"{state:{NAMES}} {'; '.join(names)}" for state, names in known.items()), NAMES + 1),
         row("calls", "\n".join(f"on the CPU, arrays of {name} run on {backend}" for name, backend in calls.items())),
         row("native", "\n".join(f"{name:{NAMES}} {x}" for name, x in built.items()), NAMES + 1),
         row("caches", "\n".join(f"{folder}: {usage}" for folder, usage in files.items()) or "nothing is kept yet"),
@@ -439,15 +445,10 @@ def package(name: str, release: str | None) -> str:
 
 
 def engines() -> dict[str, str]:
-    """Whether each kernel of a vendor takes calls by itself, where it provably computes them and is faster."""
-    faster = {(row.engine, row.platform) for row in COSTS}
+    """Calls that take each kernel of a vendor by themselves, and the option that names it."""
     names = [b.name for b in RECORDS.values() if b.is_engine]
-    where = {n: [p for p in CHECKED.get(n, ()) if (n, p) in faster] for n in names}
-    others = {n: f"where it is named: engines={n!r}" if n in offered() else f"backend={n!r} alone" for n in where}
-    return {
-        n: " ".join(["by itself on", " and ".join(map(str.upper, x)), "and"] * bool(x) + [others[n]])
-        for n, x in where.items()
-    }
+    others = {n: f"where it is named: engines={n!r}" if n in offered() else f"backend={n!r} alone" for n in names}
+    return {n: " and ".join(filter(None, (offer_of(n), others[n]))) for n in names}
 
 
 def usual() -> dict[str, str]:

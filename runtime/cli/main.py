@@ -4,7 +4,7 @@
 >>> main(["show", "q - k"])  # the error goes to stderr
 2
 
-Exit status: 0 good, 1 mismatch with the oracle, 2 bad input. A command `show` is `show(args, console)` of the module
+Exit status: 0 good, 1 mismatch with the reference, 2 bad input. A command `show` is `show(args, console)` of the module
 that `COMMANDS` names, with `add_show(parser)` for its options; the module is imported when it is asked for.
 """
 
@@ -50,6 +50,7 @@ _COMMANDS = (
     Command("check", "EXPR", "compare every kernel with a float64 reference", RUN, "kernels"),
     Command("run", "EXPR --tokens FILE ...", "attention over files packed into one sequence", RUN, "timing"),
     Command("bench", "[EXPR]", "frisket vs. the other libraries here, with interleaved calls", RUN, "timing"),
+    Command("tune", "EXPR --shape SIZES", "race a few tiles on this GPU; later calls take the fastest", RUN, "tune"),
     Command("emit", "EXPR --backend BACKEND", "the source text of a kernel, or what it takes of a GPU", SEE, "kernels"),
     Command("doctor", "", "what is installed, what runs here, and what is missing", SEE, "kernels"),
     Command("completion", "SHELL", "a script that completes commands, options and names", SEE, "show"),

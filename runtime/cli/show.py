@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -28,10 +28,11 @@ from frisket.dsl.ir import Expr, names_of
 from frisket.dsl.library import Entry
 from frisket.dsl.library import library as entries
 from frisket.dsl.parse import parse
-from frisket.dsl.program import Parsed, read
+from frisket.dsl.program import ROOTS, Parsed, read
 from frisket.dsl.show import show as show_text
 from frisket.dsl.types import FLOAT
-from frisket.lowering.simplify import ProgramExprs, prepare
+from frisket.lowering.kernels.units import overflow_fact
+from frisket.lowering.simplify import prepare
 from frisket.runtime.draw import terminal
 from frisket.runtime.machine.parameters import BoundExpr
 from frisket.runtime.masks.layout import Layout
@@ -41,7 +42,7 @@ from .answer import GOOD, SOME, AnswerRow, CommandResult, Piece, add_sizes, add_
 from .main import COMMANDS, parser
 
 Scalar = bool | int | float
-LENGTH = 2048  # of queries, where nobody says
+LENGTH = 2048  # of queries, by default
 ROWS = 1 << 24  # rows of tiles that are laid out: some gigabytes of bounds
 FOUND = {
     "closed form": "by solving the mask: one formula for all rows of tiles",
@@ -95,25 +96,27 @@ def show(args: argparse.Namespace, console: Console) -> CommandResult:
 
 def described(program: Program) -> tuple[dict[str, Any], list[tuple[str, str | Text]]]:
     """The texts of a mask and a score mod, as written and simplified, with what is bound."""
-    exprs = ProgramExprs(*(None if part is None else part.expr for part in (program.mask, program.score)))
+    exprs = program.exprs
     counts: Counter[str] = Counter()
     simplified = prepare(exprs, counts=counts)
     bound = scalars(program)
     shapes = {n: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for n, x in tables(program).items()}
-    data: dict[str, Any] = {"mask": text(exprs.mask), "score": text(exprs.score)}
-    data["simplified"] = {"mask": text(simplified.mask), "score": text(simplified.score)}
+    names = dict.fromkeys(("mask", "score", *program.by_name))
+    data: dict[str, Any] = {n: text(getattr(exprs, n)) for n in names}
+    data["simplified"] = {n: text(getattr(simplified, n)) for n in names}
     data |= {"rules": dict(counts.most_common()), "params": bound, "tables": shapes}
     where = ", ".join(f"{n} = {x}" for n, x in {**bound, **shapes}.items())
     lines: list[tuple[str, str | Text]] = []
-    for part, simple, nothing in (
-        (program.mask, simplified.mask, "true: everything is visible"),
-        (program.score, simplified.score, "score: nothing changes"),
-    ):
-        if part is not None:
-            known = {**bound, **shapes}  # which `with` tells the types of
-            source, means = written(part), nothing if simple is None else show_text(simple, known)
-            lines += [(part.what.split()[0], source), ("means", means if means != source else "")]
-    return data, [*lines, ("with", where)]
+    nothing = {"mask": "true: everything is visible", "score": "score: nothing changes"}
+    for name, part in program.by_name.items():
+        known, simple = {**bound, **shapes}, getattr(simplified, name)  # `with` tells the types of what is known
+        source, means = written(part), nothing[name] if simple is None else show_text(simple, known)
+        lines += [(name, source), ("means", means if means != source else "")]
+    lines.append(("with", where))
+    if overflow := overflow_fact(simplified, bound):
+        data["overflow"] = overflow
+        lines.append(("overflow", Text(overflow, SOME)))
+    return data, lines
 
 
 def written(part: BoundExpr) -> str:
@@ -214,7 +217,9 @@ def reached(layout: Layout) -> str:
         how = "work out which tiles to read from a formula, load no table"
     else:
         how = f"look up which tiles to read in a list of {size(spans.bounds.nbytes + spans.count.nbytes)}"
-    where = "in every row they are neighbours" if f.contiguous else f"a row has up to {f.max_runs_per_row} runs of them"
+    where = (
+        "the tiles of each row are contiguous" if f.contiguous else f"a row has up to {f.max_runs_per_row} runs of them"
+    )
     return f"{how}\n{where}"
 
 
@@ -335,42 +340,43 @@ def complete(p: argparse.ArgumentParser) -> None:
 
 def read_program(args: argparse.Namespace, **more: Any) -> Program:
     """The mask and score mod of EXPR, --score, --set and --table; `more` binds those names that occur."""
-    text, name = source(args.expr, args.score)
+    text, name = source(args.expr, parts(args))
     bindings = {**dict(map(scalar, args.set)), **dict(map(table, args.table))}
     parsed = read(text, params=bindings, name=name)  # says which names there are
     values = {**bindings, **chosen(more, bindings, parsed)}
     lone = parsed.expr is not None and parsed.expr.type is not FLOAT
     whole = Program(mask(text, **values)) if lone else program(text, name, **values)
     if getattr(args, "expand", False):  # the same, read from its formulas
-        shown, scored = whole.mask, whole.score
-        shown = None if shown is None else mask(shown.expanded, **shown.params)
-        return Program(shown, None if scored is None else score(scored.expanded, **scored.params), name)
+        whole_parts: dict[str, Any] = {n: type(p)(p.expr, p.params) for n, p in whole.by_name.items()}
+        for n, read_again in (("mask", mask), ("score", score)):  # with places in the text
+            if n in whole_parts:
+                whole_parts[n] = read_again(whole_parts[n].expanded, **whole_parts[n].params)
+        return Program(name=name, **whole_parts)
     return whole
 
 
 def require_bound(program: Program) -> None:
     """Every parameter has a value, or an error that says how to give it here."""
-    for part in (program.mask, program.score):
-        for name in () if part is None else part.unbound:
-            assert part is not None
+    for part in program.by_name.values():
+        for name in part.unbound:
             how = f"--table {name}=FILE" if names_of(part.expr)[name][0] != 0 else f"--set {name}=VALUE"
             hint = f" ({named})" if (named := misnamed(name)) else ""
             raise ParameterError(f"`{name}` has no value{hint}; give it: {how}")
 
 
 def chosen(more: dict[str, Any], values: dict[str, Any], parsed: Parsed) -> dict[str, Any]:
-    """The values among `more` that the program mentions and nobody has bound."""
-    roots = [e for e in (parsed.mask, parsed.score, parsed.expr) if e is not None]
+    """The values among `more` that the program mentions and does not bind."""
+    roots = [e for e in (*(getattr(parsed, n) for n in ROOTS), parsed.expr) if e is not None]
     names = {name for e in roots for name in names_of(e)}
     return {n: x for n, x in more.items() if n in names and n not in values}
 
 
 def scalars(program: Program) -> dict[str, Scalar]:
-    return {n: x for part in (program.mask, program.score) if part is not None for n, x in part.scalars.items()}
+    return {n: x for part in program.by_name.values() for n, x in part.scalars.items()}
 
 
 def tables(program: Program) -> dict[str, NDArray[Any]]:
-    return {n: x for part in (program.mask, program.score) if part is not None for n, x in part.tables.items()}
+    return {n: x for part in program.by_name.values() for n, x in part.tables.items()}
 
 
 def visible_mask(program: Program, why: str) -> Mask:
@@ -386,7 +392,7 @@ def compiled(program: Program, tile: tuple[int, int] | None = None, **options: A
     from frisket.runtime.attention.entry import compile  # the frameworks behind it are none of `show`'s business
 
     require_bound(program)
-    return compile(mask=program.mask, score=program.score, tile=tile, **options)
+    return compile(program, tile=tile, **options)
 
 
 def shapes(args: argparse.Namespace) -> dict[str, Any]:
@@ -412,8 +418,9 @@ def laid_out(args: argparse.Namespace, mask: Mask) -> Layout:
     return mask.layout(q_len, kv_len, batch=args.batch, heads=args.heads, block=args.block)
 
 
-def source(expr: str, score: str | None) -> tuple[str, str]:
-    """(program text, name for errors): EXPR is a file when it ends in .frisket, and standard input when it is -."""
+def source(expr: str, more: Mapping[str, str]) -> tuple[str, str]:
+    """(program text, name for errors): EXPR is a file when it ends in .frisket, and standard input when it is -.
+    `more` are further parts, by name."""
     path = Path(expr)
     is_program = expr == "-" or path.suffix == ".frisket"
     try:
@@ -424,10 +431,21 @@ def source(expr: str, score: str | None) -> tuple[str, str]:
         raise ParameterError(f"{expr!r} is no name of a file") from None
     name = "standard input" if expr == "-" else path.name if is_program else "mask"
     text = text.removeprefix("\ufeff") if is_program else text  # some editors and shells begin with it
-    if score is not None:
+    if more:
         at = lone(text)
-        text = f"{text}\nscore = {score}" if at is None else f"{text[:at]}mask = {text[at:]}\nscore = {score}"
+        text = text if at is None else f"{text[:at]}mask = {text[at:]}"
+        text = "\n".join([text, *(f"{n} = {x}" for n, x in more.items())])
     return text, name
+
+
+def parts(args: argparse.Namespace) -> dict[str, str]:
+    """The parts of a program that options bring, by name."""
+    return {n: x for n in ROOTS[1:] if (x := getattr(args, n, None)) is not None}
+
+
+def refuse_weight(program: Program, command: str) -> None:
+    if program.weight is not None:
+        raise ParameterError(f"`{command}` races softmax attention, and this program has a weight; leave it out")
 
 
 def lone(text: str) -> int | None:

@@ -1,10 +1,10 @@
 """`frisket run FILE|EXPR --tokens FILE...`: the main job, and what it prints.
 
-Attention over files packed into one sequence, timed beside dense attention and checked.
+Attention over files packed into one sequence, timed against dense attention and checked.
 
 frisket run examples/packed.frisket --tokens README.md docs/*.md CHANGELOG.md
 
-Below it is `frisket bench [EXPR] --suite cpu|gpu|tpu|layout|compile`: frisket beside what is installed.
+Below it is `frisket bench [EXPR] --suite cpu|gpu|tpu|layout|compile`: frisket and what is installed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from frisket.runtime.bench.schema import draw, ratios
 from frisket.runtime.machine.modules import extras, pip_install
 
 from .answer import CommandResult, Piece, add_subject, even, examples, positive, progress, row, rows, table
-from .show import compiled, described, laid, picture, read_program, require_bound, scalars, tables
+from .show import compiled, described, laid, picture, read_program, refuse_weight, require_bound, scalars, tables
 
-SLAB = 512  # queries the float64 interpreter looks at together: bounds its memory
+SLAB = 512  # queries the float64 reference looks at together: bounds its memory
 Array = NDArray[Any]
 Rounding = Callable[[Any], Array]
 
@@ -76,7 +76,8 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     if program.mask is None:
         raise ShapeError("`run` needs a mask; give one, for example `causal`, and the score mod with --score")
     require_bound(program)
-    exprs = prepare(ProgramExprs(program.mask.expr, None if program.score is None else program.score.expr))
+    refuse_weight(program, "run")
+    exprs = prepare(program.exprs)
     mask = exprs.mask
     layout = program.mask.layout(len(files), len(files), heads=args.heads, block=args.block)
     job = Job(projections(files.tokens, args.heads, args.head_dim), exprs, scalars(program), tables(program))
@@ -133,7 +134,7 @@ def timed(bench: Bench, rivals: list[Rival], repeats: int, step: Any) -> list[fl
 
 
 def compared(job: Job, bench: Bench, step: Any) -> tuple[float, float]:
-    """Largest errors against the float64 interpreter: frisket's, and that of its own formula in float32. The rival
+    """Largest errors from the float64 reference: frisket's, and that of the dense formula in float32. The rival
     that is timed would not do for that: it may add in blocks, and be better than dense attention."""
     ours, worst = bench.numpy(bench.ours()), np.zeros(2)
     plain = oracle(job, rounded=lambda x: np.asarray(x, np.float32))
@@ -163,7 +164,7 @@ class Packed:
 
 def pack(paths: Sequence[Path], limit: int) -> Packed:
     """Read files as bytes and put them one after the other. Where they have more than `limit` bytes, the
-    longest are cut at their end until the sum fits: dense attention and the oracle grow with its square."""
+    longest are cut at their end until the sum fits: dense attention and the reference grow with its square."""
     contents = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
     # an empty file is no document
     named = [(path.name, data) for path, data in zip(paths, contents, strict=True) if len(data)]
@@ -239,7 +240,7 @@ class Job:
 
 
 def prepare_bench(framework: str, job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
-    """The arrays of a framework and what is timed on them: `attention(q, k, v)` beside dense attention under
+    """The arrays of a framework and what is timed on them: `attention(q, k, v)` and dense attention under
     the mask `seen`, bool [1, 1 or heads, length, length]."""
     return (_torch if framework == "torch" else _jax)(job, seen, attention)
 
@@ -320,7 +321,7 @@ def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> Iterator[lis
 
 
 def oracle(job: Job, rounded: Rounding = dense.exactly) -> Iterator[tuple[tuple[slice, slice], Array]]:
-    """The float64 interpreter's attention, piece by piece: ((heads, queries), out [1, 1, queries, dim]); with
+    """The attention of the float64 reference, piece by piece: ((heads, queries), out [1, 1, queries, dim]); with
     `rounded` the same formula in another dtype."""
     q, k, v = job.arrays
     heads, length = q.shape[1:3]
@@ -349,7 +350,7 @@ def visible(mask: Expr | None, params: Any, tables: Any, heads: int, length: int
 # -- frisket bench --------------------------------------------------------------------------------------
 
 SUITES = ("cpu", "gpu", "tpu", "layout", "compile")
-LENGTHS = {"cpu": 4096, "gpu": 8192, "tpu": 8192, "layout": 4096, "compile": 1024}  # where nobody says
+LENGTHS = {"cpu": 4096, "gpu": 8192, "tpu": 8192, "layout": 4096, "compile": 1024}  # by default
 QUICK = 1024
 LONG = 1 << 20  # of ours in the layout suite, where peers are not asked
 FAMILIES = ("sdpa", "flex", "flash", "jax", "splash")
@@ -504,6 +505,7 @@ def contests(args: argparse.Namespace, sizes: Sizes) -> list[Contest]:
     if program.mask is not None:
         program.mask.check_tables(sizes.q_len, sizes.kv_len, sizes.batch, sizes.heads)
     name = " ".join(str(args.expr).split()) + (f", {args.score}" if args.score else "")
+    refuse_weight(program, "bench")
     return [Contest(name, program.mask, program.score, sizes)]
 
 

@@ -2,8 +2,8 @@
 
     layout.to_html("mask.html")      # zoom, pan, and ask any position why
 
-The page carries the runs of tiles, the mask as a program for the evaluator in mask.js, and its tables: nothing is
-loaded, and single tokens are computed in the browser as they come into view.
+The page carries the tile ranges, the mask as a program for the evaluator in mask.js, and its tables. Nothing is
+loaded, and single tokens are computed in the browser when they appear.
 
 The mask and its tiles are JSON, for a page that has no Python: what runtime/draw/mask.js reads. Nodes are `[operator,
 arguments, payload, type]`, arguments before their users; parameters, sizes and extents are written in as literals.

@@ -120,7 +120,7 @@ def of_tiles(layout: Tiling, palette: Palette, b: int = 0, h: int = 0, cells: in
 
 
 def of_tokens(layout: Tiling, palette: Palette, b: int = 0, h: int = 0, step: int = 1) -> Panel:
-    """One batch entry and head with the inside of its partial tiles: a cell of `step` x `step` tokens is from `tint` to
+    """One batch entry and head with the inside of its partial tiles. A cell of `step` x `step` tokens is from `tint` to
     `partial` by the share of its pairs that is visible. `step` divides both sides of a tile."""
     bq, bk = layout.block[0] // step, layout.block[1] // step
     tiles = of_layout(layout, b, h, max(layout.rows, layout.columns))
@@ -170,7 +170,7 @@ def png(colours: Array) -> bytes:
 
 
 def save(path: Path, content: bytes) -> None:
-    """Write beside `path` and move it there, so that nobody ever reads half a picture."""
+    """Write next to `path` and move it there, so that no reader sees half a picture."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:

@@ -6,7 +6,7 @@
 >>> answer({"text": "causal & windw(w)"}, {})["problems"][0]["caret"]
 '         ^^^^^^^^'
 
-Values for what nobody has bound yet are guessed: numbers by what their names mean in the library, and tables made up.
+Values for unbound names are guessed: numbers by what their names mean in the library, and tables made up.
 
 >>> from frisket.dsl.program import parse_expression
 >>> all_sliders({}, {}, parse_expression("causal & window(w)"), ProblemSize(4096, 4096))[0]
@@ -35,13 +35,13 @@ from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, P
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, find, names_of, uses, var
 from frisket.dsl.library import definitions
-from frisket.dsl.operators import BUILT_IN, CONSTANTS
-from frisket.dsl.program import Parsed, read
+from frisket.dsl.operators import BUILT_IN, CONSTANTS, SUMS
+from frisket.dsl.program import ROOTS, Parsed, read
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.plan import Problem
 from frisket.runtime.draw import html
 from frisket.runtime.masks.layout import Layout, make_layout
-from frisket.runtime.masks.mask import Mask, Program, ScoreMod, program
+from frisket.runtime.masks.mask import Mask, Program, ScoreMod, Weight, program
 
 Array = NDArray[Any]
 LONGEST = 1 << 22  # tokens
@@ -139,12 +139,13 @@ def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
     layout = laid_out(what, request)
     captions = html.captions(layout)
     spent = time.perf_counter() - start
-    parts = [part for part in (what.mask, what.score) if part is not None]
+    parts = list(what.by_name.values())
     captions["facts"] += html.table(("note", n) for n in dict.fromkeys(n for part in parts for n in part.origin.notes))
     read_ = [n for n in files if any(n in part.tables for part in parts)]
     data: dict[str, Any] = {"data": html.data(layout, html.plain, partial(keyed, have=request.have)), **captions}
     data |= {"title": " ".join(request.text.split()), "cost": cost(layout, spent)}
-    data["score"] = None if what.score is None else becomes(what.score, what.mask, request)
+    drawn = what.weight if what.score is None else what.score
+    data["score"] = None if drawn is None else becomes(drawn, what.mask, request)
     data |= {"scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in guesses.items()}}
     data["command"] = command(request, scalars, [*read_, *guesses])
     return data | {"python": python(request, what, scalars, guesses, read_)}
@@ -156,7 +157,7 @@ def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
 def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[Slider], dict[str, MadeUp]]:
     """The program with every name bound: to what the page says, to a file's table, else to a guess."""
     syntax = parsed(request)
-    roots = [e for e in (syntax.mask, syntax.score, syntax.expr) if e is not None]
+    roots = [e for e in (*(getattr(syntax, n) for n in ROOTS), syntax.expr) if e is not None]
     # a mask and a score mod as one expression, of which only the names matter
     whole = roots[0] if len(roots) == 1 else conj(*(e if e.type is BOOL else e > 0 for e in roots))
     names = names_of(whole)
@@ -188,7 +189,7 @@ def parsed(request: Question) -> Parsed:
 def unfinished(syntax: Parsed, roots: list[Expr], bound: set[str]) -> None:
     """MaskSyntaxError for a Bool, or a text that is only a name, that nearly is, or begins, a name of the language:
     somebody is still typing it. A name without such a neighbour is a parameter."""
-    names = [*definitions(), *BUILT_IN, *CONSTANTS, "score", *re.findall(r"\bdef\s+(\w+)", syntax.source)]
+    names = [*definitions(), *BUILT_IN, *CONSTANTS, "score", *SUMS, *re.findall(r"\bdef\s+(\w+)", syntax.source)]
     known, problems = {*BUILT_IN, *CONSTANTS}, {}
     for span, e in syntax.sites:
         if e.op != "param" or e.name in {*bound, *syntax.declared} or not (e.type is BOOL or e in roots):
@@ -226,8 +227,8 @@ def digest(array: Array) -> str:
 
 
 def cost(layout: Layout, spent: float) -> str:
-    """Rows of a table: work and memory beside dense attention, and how long the analysis took. FLOPs are those of
-    the tiles that are read, dense those of all tiles, at a head dim of 64."""
+    """Rows of a table: work and memory compared with dense attention, and how long the analysis took. FLOPs are those
+    of the tiles that are read, dense those of all tiles, at a head dim of 64."""
     spans, facts, c = layout.spans, layout.facts, layout.counts
     total = layout.batch * layout.heads * layout.q_len * layout.kv_len
     read, tiles = c.partial + c.full, c.partial + c.full + c.empty
@@ -261,12 +262,14 @@ def amount(n: float, base: int, unit: str) -> str:
 # -- the score mod --------------------------------------------------------------------------------------------
 
 
-def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, Any]:
-    """A score mod's text, and what becomes of a score: of 1 over queries and keys, where the mod knows positions, as
-    `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves` from -span to span, of up to 4 heads."""
+def becomes(mod: ScoreMod | Weight, mask: Mask | None, request: Question) -> dict[str, Any]:
+    """The text of a score mod or a weight, and what becomes of a score.
+
+    Where positions matter: what becomes of 1 over queries and keys, as `change` from -1 to 1 in units of `reach` (None:
+    hidden). Else `curves` from -span to span, of up to 4 heads."""
     named = uses(mod.expr)
     env: dict[str, Any] = {**request.sizes, **mod.scalars, "b": 0, "h": 0}
-    out: dict[str, Any] = {"text": mod.expanded}
+    out: dict[str, Any] = {"text": "weight = " * isinstance(mod, Weight) + mod.expanded}
     with np.errstate(all="ignore"):  # a score mod may divide by 0: that shows as hidden
         if named & {"q", "k"}:
             q, k = (np.linspace(0, n - 1, min(n, HEAT)).astype(int) for n in (request.q_len, request.kv_len))
@@ -328,7 +331,7 @@ def python(request: Question, program: Program, scalars: list[Slider], guesses: 
     sizes = "".join(f", {n}={getattr(request, n)}" for n in ("batch", "heads") if getattr(request, n) > 1)
     sizes += "" if request.block == Question.block else f", block={request.block}"
     calls = []
-    if program.mask is not None and program.score is not None:
+    if len(program.by_name) > 1:
         lines, text = [*lines, f"text = {text}"], "text"
     if program.mask is not None:
         lines.append(f"mask = fk.mask({text}{of(program.mask)})")
@@ -337,6 +340,10 @@ def python(request: Question, program: Program, scalars: list[Slider], guesses: 
     if program.score is not None:
         lines.append(f"score = fk.score({text}{of(program.score)})")
         calls.append("score=score")
+    if program.weight is not None:
+        read_by = names_of(program.weight.expr) | (names_of(program.divide.expr) if program.divide else {})
+        lines.append(f"weight = fk.weight({text}{''.join(f', {n}={x}' for n, x in values.items() if n in read_by)})")
+        calls.append("weight=weight")
     lines.append(f"attend = fk.compile({', '.join(calls)})  # attend(q, k, v)")
     return "\n".join(lines)
 
@@ -346,7 +353,7 @@ MOST = 1 << 22  # entries of a table that is made up
 SLIDES = 256  # steps of a slider, about
 LARGEST = 1e300  # what a slider reaches beyond it is no longer a float
 
-# what names mean in the library: a share of the queries (as n // so many), or a number of its own
+# what names mean in the library: a share of the queries (as n // so many), or another number
 SHARES = (("w|window|left|right|radius", 32), ("p|prefix|offset|shift|q0|far_back", 8), ("k0|c", 4), ("s", 2))
 NUMBERS: tuple[tuple[str, float], ...] = (("g|stride.*|dilation.*|frames|t5", 4), ("kernel_frames", 3), ("kernel.*", 9))
 NUMBERS += (("tile_frames", 2), ("tile.*|.*_tile_.*", 8), ("buckets", 32), ("seed", 0), ("c|cap", 50.0))
@@ -367,7 +374,7 @@ class Slider:
 
 @dataclass(frozen=True)
 class MadeUp:
-    """A table nobody gave, and the lines of Python that make it."""
+    """A table without values, and the lines of Python that make it."""
 
     array: Array
     code: str

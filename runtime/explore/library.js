@@ -44,12 +44,14 @@ function browse() {
 function pick(entry) {
   $("library").close();
   const source = $("source"), text = source.value, [from, to] = marked;
-  const named = /^\s*(mask|score)\s*=/m.test(text), ofScore = !named && found?.score && !found.error;
+  const named = /^\s*(mask|score|weight)\s*=/m.test(text), kind = found?.score && !found.error ? "score" : "mask";
+  const weight = entry.kind === "weight", whole = !text.trim() || to - from === text.length;
   source.focus();
-  if (!text.trim() || to - from === text.length) return write(entry.text);
-  if (!named && !!entry.score !== !!ofScore)
-    return write(entry.score ? `mask = ${text.trim()}\nscore = ${entry.text}` : `mask = ${entry.text}\nscore = ${text.trim()}`);
-  const glue = entry.score ? " then " : " & ", ends = /[\w)\]]$/, starts = /^[\w(~]/;
+  if (whole) return write(weight ? `weight = ${entry.text}` : entry.text);
+  if (weight) return write(`${named ? text.trim() : `${kind} = ${text.trim()}`}\nweight = ${entry.text}`);
+  if (!named && entry.kind !== kind)
+    return write(kind === "mask" ? `mask = ${text.trim()}\nscore = ${entry.text}` : `mask = ${entry.text}\nscore = ${text.trim()}`);
+  const glue = entry.kind === "score" ? " then " : " & ", ends = /[\w)\]]$/, starts = /^[\w(~]/;
   const before = text.slice(0, from), after = text.slice(to);
   const left = from === to && ends.test(before.trimEnd()) ? glue.slice(before.length - before.trimEnd().length) : "";
   const right = from === to && starts.test(after.trimStart()) ? glue : "";

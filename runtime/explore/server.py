@@ -1,16 +1,16 @@
-"""The explorer's server: one page and one endpoint, for the browser on this machine and nobody else.
+"""The explorer's server: one page and one endpoint, for the browser on this machine alone.
 
     with Server(Analyst({}), page) as server:
         print(server.url)
         server.serve_forever()
 
-The page is that of a layout with an editor above its map, and sliders beside it. The server listens on 127.0.0.1 alone.
-The path holds a random token; requests that come from another origin, or under another name of the host (DNS
+The page is that of a layout with an editor above its map, and sliders. The server listens on 127.0.0.1 alone.
+The path holds a random token. Requests that come from another origin, or under another name of the host (DNS
 rebinding), are refused, and so is what is too large or no JSON. Connections are few, and each has a deadline. Where all
 places are taken, a newcomer gets that of the connection that has been silent longest: among those that never sent the
 token, while there are several.
 
-Answers come from a process of their own: one that takes too long, or that nobody waits for any more, is ended.
+Answers come from a separate process: one that takes too long, or whose page went away, is ended.
 
     with Analyst({}) as analyst:
         analyst.ask("a page", 1, {"text": "causal"})["data"]
@@ -47,7 +47,7 @@ from typing import Any, ClassVar
 from frisket import grammar
 from frisket.dsl import ir
 from frisket.dsl.library import Entry, library
-from frisket.dsl.operators import BUILT_IN, CONSTANTS
+from frisket.dsl.operators import BUILT_IN, CONSTANTS, SUMS
 from frisket.runtime.draw import html
 
 from .answer import LONGEST, Array, answer
@@ -234,7 +234,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(no.status, "text/plain; charset=utf-8", no.why + "\n")
 
     def check(self) -> None:
-        """Refuse whoever is not our page, or a person who types its address."""
+        """Refuse requests that come from other pages than ours."""
         if len(self.path) > PATH:
             raise HttpRefusal(414, f"an address has at most {PATH:,} bytes")
         ours = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
@@ -274,7 +274,7 @@ class Handler(BaseHTTPRequestHandler):
         page, turn = (question.pop(n, None) for n in ("page", "turn")) if isinstance(question, dict) else (None, None)
         if not isinstance(page, str) or len(page) > 64 or type(turn) is not int:
             raise HttpRefusal(400, "a question is an object with a `page` and a `turn`")
-        self.server.due(self.connection, math.inf)  # the analyst has limits of its own
+        self.server.due(self.connection, math.inf)  # the analyst has separate limits
         data = self.server.analyst.ask(page, turn, question)
         self.send(200, "application/json", json.dumps(data, separators=(",", ":")))
 
@@ -459,7 +459,8 @@ def work(memory: int) -> None:
 
 
 ROOM = str(__package__)
-SCORES = ("Positions in scores", "Scores")  # the parts of the library that hold score mods
+# sections of the library that have no masks
+KINDS = {"Positions in scores": "score", "Scores": "score", "Weights": "weight"}
 # for use in other definitions
 PARTS = ("tiled_row", "tiled_col", "morton_col", "morton_row", "t5_bucket", "tanh_fraction", "document_start")
 # arguments that are no plain number or table: what is written in their place
@@ -493,7 +494,7 @@ def token_classes() -> list[tuple[str, str]]:
         ("", rf"{space}|{patterns['NL']}"),
         ("keyword.control", _words(s for s in signs if s.isalpha())),
         ("storage.type", rf"{_words(TYPES)}(?!\s*\()"),
-        ("variable.language", _words([*ir.COORDINATES, *ir.SIZES, "score"])),
+        ("variable.language", _words([*ir.COORDINATES, *ir.SIZES, "score", *SUMS])),
         ("constant.language", _words(CONSTANTS)),
         ("support.function", _words({*BUILT_IN, *(e.name for e in library().values())})),
         ("constant.numeric.float", patterns["FLOAT"]),
@@ -513,4 +514,4 @@ def shown(e: Entry) -> dict[str, Any]:
     arguments = ", ".join(WRITTEN.get(p, p) for p in e.params)
     data: dict[str, Any] = {"name": e.name, "signature": e.signature, "sentence": e.sentence, "formula": e.formula}
     data |= {"section": e.section, "text": f"{e.name}({arguments})" if e.params else e.name}
-    return data | {"score": e.section in SCORES}
+    return data | {"kind": KINDS.get(e.section, "mask")}

@@ -28,9 +28,9 @@ _STEP = 1 << 21  # elements looked at in one go
 class BlockRows:
     """One mask in the CSR of its tiles: row i reads tiles `indices[indptr[i] : indptr[i + 1]]`, ascending.
 
-    `indptr` int32 [rows + 1], `indices` int32 [tiles], `kind` uint8 [tiles]: 1 cut by the mask, 2 full. `bits` uint8
-    [cut tiles, ceil(block_q * block_k / 8)] are the elements of the cut ones, in order, a row of a tile after the
-    other, the first in the lowest bit; None unless asked for.
+    `indptr` int32 [rows + 1], `indices` int32 [tiles], `kind` uint8 [tiles]. Kinds are 1 cut by the mask, 2 full.
+    `bits` uint8 [cut tiles, ceil(block_q * block_k / 8)] are the elements of the cut ones, in order: a row of a tile
+    after the other. The first is in the lowest bit. None unless asked for.
     """
 
     indptr: NDArray[np.int32]
@@ -177,13 +177,13 @@ def to_splash(layout: Tiling, fused: bool = False) -> Splash:
     ([[1, 0], [1, 1], [1, 1], [1, 1]], (2, 128, 128))
 
     `data_next`, `mask_next` and `block_mask` are integers [1 or heads, q tiles, k tiles] of the smallest type that
-    holds them, shrunk to the read tiles where there is one mask (for dkv not where `fused`: the fused backward kernel
-    walks every tile); `partial_mask_blocks` is bool [distinct cut tiles, block_q, block_kv], for dkv transposed.
+    holds them. They are shrunk to the read tiles where there is one mask (for dkv not where `fused`: the fused backward
+    kernel walks every tile). `partial_mask_blocks` is bool [distinct cut tiles, block_q, block_kv], for dkv transposed.
     Batch is splash's `vmap`: the mask may not depend on it.
 
-    Raises `ExportError` for lengths that tiles do not divide, masks that differ by batch entry, queries that see no
-    key (splash attention would let them see keys it should hide), and more than 2**26 entries or 2**28 elements of
-    cut tiles. Source: `splash_attention_mask_info` of JAX's Pallas operators.
+    Raises `ExportError` for lengths that tiles do not divide and masks that differ by batch entry. So do queries that
+    see no key (splash attention would let them see keys it should hide), and more than 2**26 entries or 2**28 elements
+    of cut tiles. Source: `splash_attention_mask_info` of JAX's Pallas operators.
     """
     with extras():
         from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo

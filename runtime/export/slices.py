@@ -23,8 +23,8 @@ class Varlen:
     """Arguments of `flash_attn_varlen_func`, int32 arrays and ints, lengths in tokens.
 
     Document i has queries `cu_seqlens_q[i] .. cu_seqlens_q[i + 1]` and keys `cu_seqlens_k[i] .. cu_seqlens_k[i + 1]`.
-    With n queries and m keys, its query u stands at e = u + m - n (the last query at the last key, "bottom right")
-    and sees keys e - left .. e + right of the document; -1 is no bound. `causal` bounds right by 0.
+    With n queries and m keys, its query u is at e = u + m - n (the last query at the last key, "bottom right").
+    It sees keys e - left .. e + right of the document; -1 is no bound. `causal` bounds right by 0.
     """
 
     cu_seqlens_q: NDArray[np.int32]
@@ -45,7 +45,7 @@ def to_varlen(layout: Tiling) -> Varlen:
     ([0, 3, 5, 8], True, (-1, -1))
 
     Batch entries follow one another, as packed tensors [batch * q_len, heads, head_dim] hold them. A query that sees
-    nothing is a document without keys, a key that nobody sees one without queries. Every query is compared with what
+    nothing is a document without keys, a key that no query sees one without queries. Every query is compared with what
     the flags say. Raises `ExportError` at the first query that cannot be had so. Source: the documentation of
     `flash_attn_varlen_func`.
     """
@@ -132,8 +132,8 @@ class Slices:
     """Arguments of `flex_flash_attn_func`: `q_ranges` and `k_ranges` int32 [n, 2], half-open, in packed tokens
     (batch entry b begins at b * q_len and b * kv_len), and `attn_type_map` int32 [n].
 
-    Of n queries and m keys, query u sees key v under 0 FULL always, under 1 CAUSAL where v <= u + m - n, under
-    2 INVCAUSAL where v >= u, under 3 BICAUSAL where both hold.
+    Of n queries and m keys, query u sees key v under 0 FULL always, under 1 CAUSAL where v <= u + m - n. Under
+    2 INVCAUSAL it does where v >= u, under 3 BICAUSAL where both hold.
     """
 
     q_ranges: NDArray[np.int32]
@@ -185,8 +185,8 @@ def to_slices(layout: Tiling) -> Slices:
 
 
 def _tracks(q: Array, first: Array, stop: Array, width: int) -> tuple[Array, Array, Array]:
-    """Chains of runs, each the continuation of the one before it on the next query: their order, chain by chain,
-    where a chain begins, and how each run has moved (the kind of slice that moves so)."""
+    """Chains of runs, each the continuation of the one before it on the next query. Returns their order, chain by
+    chain, where a chain begins, and how each run has moved (the kind of slice that moves so)."""
     key = q * (width + 1) + first
     above = np.searchsorted(key, (q - 1) * (width + 1) + first, side="right") - 1  # the last that starts no later
     near = np.maximum(above, 0)

@@ -394,7 +394,7 @@ def to_fa4(layout: Tiling, device: Any = "cpu", compact: bool = False) -> FA4:
     >>> tensors.mask_block_idx[0, 0].tolist(), tensors.full_block_cnt[0, 0].tolist()
     ([[0, 0, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [3, 0, 0, 0]], [0, 1, 2, 3])
 
-    The kernel's key tile must be the layout's, and the layout's query tile a multiple of the kernel's (twice
+    The kernel's key tile must be the layout's. The layout's query tile is a multiple of the kernel's (twice
     `tile_m` where it keeps two query tiles in flight): choose `block` accordingly. `compact=True` cuts index lists to
     the longest, which present kernels take and long sequences need; the mask itself goes to the kernel as its own
     `mask_mod`, written in CuTe. A layout that is not exact fits: its undecided tiles are partial.
@@ -416,7 +416,7 @@ def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: boo
     tensor([[[1, 1, 2, 2, 2, 2, 2, 2]]], dtype=torch.int32)
 
     With `separate_full_blocks=False` full tiles are among the partial ones and there are no full lists, as there.
-    Shapes are [B, H, rows] and [B, H, rows, columns] of tiles, int32 on `device`; B is 1 unless the mask tells
+    Shapes are [B, H, rows] and [B, H, rows, columns] of tiles, int32 on `device`. B is 1 unless the mask tells
     batch entries apart, H unless heads (`create_block_mask` does so where it is given None). Positions of a crop
     count from its first; `mask_mod` adds the origin. Its source is `block_mask.mask_mod.source`.
 
@@ -458,7 +458,7 @@ def written(
     e: Expr, tables: Values, reach: Values, sizes: Sizes, title: str, device: Any, tensors: Values | None = None
 ) -> Callable[..., Any]:
     """The `mask_mod` of an Expr whose parameters and sizes are literals. `reach` are what its positions stay below,
-    `sizes` the same of the whole problem; `tensors` are those to look into, where torch can, in place of copies."""
+    `sizes` describe the whole problem; `tensors` are those to look into, where torch can, in place of copies."""
     import torch
 
     arrays = {n: np.asarray(t) for n, t in tables.items()}

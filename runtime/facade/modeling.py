@@ -3,7 +3,7 @@
 >>> import jax.numpy as jnp
 >>> from frisket.modeling import apply_rotary_pos_emb, rotary_tables
 >>> q = jnp.ones((1, 16, 8, 64))  # [batch, length, heads, head_dim]
->>> apply_rotary_pos_emb(q, *rotary_tables(jnp.arange(16), 64), layout="bshd").shape
+>>> apply_rotary_pos_emb(q, *rotary_tables(jnp.arange(16), 64), axes="bshd").shape
 (1, 16, 8, 64)
 """
 

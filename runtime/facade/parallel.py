@@ -26,8 +26,8 @@ def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "
     >>> fk.parallel.attend(fk.compile("causal"), q, q, q, deal=d, mesh=mesh).shape
     (1, 256, 2, 16)
 
-    q, k and v are this rank's shards, as `deal.permute` lays them out: torch [batch, heads, shard, dim] in the ranks
-    of a process group, JAX [batch, shard, heads, dim] inside `jax.shard_map`. The result is this rank's shard of
+    q, k and v are this rank's shards, as `deal.permute` lays them out. They are torch [batch, heads, shard, dim] in the
+    ranks of a process group, JAX [batch, shard, heads, dim] inside `jax.shard_map`. The result is this rank's shard of
     the attention. `torch_ring.attend` and `jax_ring.attend` say what else each takes.
     """
     if isinstance(att, OrderedAttention):

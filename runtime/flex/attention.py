@@ -118,7 +118,7 @@ def flex_attention(
     Traces are kept: a score_mod of the same code and numbers is not traced again, also with other captured tensors.
 
     Raises `ShapeError` (a ValueError) where shapes, or the mask's lengths, B and H do not fit; `ScoreModError` for a
-    function that is no score_mod; `GatherError` (an IndexError) where it reads outside a table at a visible position,
+    function that is no score_mod. `GatherError` (an IndexError) where it reads outside a table at a visible position,
     below 0 too; `KernelOptionError` for options that are unknown, impossible, or false of the mask. See docs/flex.md.
     """
     if return_lse and return_aux is not None:

@@ -114,7 +114,7 @@ class BlockMask(theirs.BlockMask):
         self._text = mod.text if text is None and mod is not None else text
         self._fn = self._user_lists = None
         self._lengths, self._block, self._batch, self._device = lengths, block, batch, torch.device(device)
-        self._separate_full = self._columns = True  # full tiles in lists of their own; lists of columns at all
+        self._separate_full = self._columns = True  # full tiles in separate lists; lists of columns at all
         self._orders, self.dq_kv_order_spt = False, None
         self._results: dict[str, Any] = {}  # what was laid out, from tensors of these versions
         self._versions: Any = None
@@ -147,13 +147,13 @@ class BlockMask(theirs.BlockMask):
         dq_write_order_full: Tensor | None = None,
         dq_kv_order: Tensor | bool | None = None,
     ) -> BlockMask:
-        """A mask from lists of tiles: `kv_num_blocks` int32 [B, H, rows] says how many tiles of keys a row of query
-        tiles reads, `kv_indices` int32 [B, H, rows, columns] which, in its first entries; `full_*` are the same for
-        tiles in which every position is visible. B or H is 1, or left out, where all entries or heads are alike.
+        """A mask from lists of tiles. `kv_num_blocks` int32 [B, H, rows] says how many tiles of keys a row of query
+        tiles reads. `kv_indices` int32 [B, H, rows, columns] lists them, in its first entries. `full_*` are the same
+        for tiles in which every position is visible. B or H is 1, or left out, where all entries or heads are alike.
 
         `seq_lengths` are rows and columns of whole tiles unless given, in tokens; where they are given, lists may be as
         short as the longest row needs. Raises `ListError` (a RuntimeError and an AssertionError, as torch raises) for
-        lists that do not fit together, a tile listed twice, and a column that does not exist; the last two are checked
+        lists that do not fit together, a tile listed twice, and a column that does not exist. The last two are checked
         where the lists are on the host.
         """
         lists: Lists = dict.fromkeys(TENSORS)

@@ -138,7 +138,7 @@ def read(options: Mapping[str, Any] | None) -> KernelRequests:
 
 @memo(256)
 def _read(options: tuple[tuple[str, Any], ...]) -> KernelRequests:
-    launches = dict.fromkeys(KERNELS, LaunchOptions())
+    launches: dict[str, Any] = dict.fromkeys(KERNELS, LaunchOptions())
     choices: dict[str, Any] = {}
     for key, x in sorted(options, key=lambda item: str(item[0]).startswith(("fwd_", "bwd_"))):  # the special one last
         prefix, name = _named(key)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import and_masks as torch_and_masks  # theirs, whoever replaces them there
+from torch.nn.attention.flex_attention import and_masks as torch_and_masks  # torch's, even where replaced there
 from torch.nn.attention.flex_attention import create_mask as torch_create_mask
 from torch.nn.attention.flex_attention import or_masks as torch_or_masks
 
@@ -53,10 +53,11 @@ def create_block_mask(
     `separate_full_blocks=False` full tiles are among the partial ones, and `compute_dq_write_order` adds
     `dq_write_order`, from the first column of keys or (`dq_kv_order`) from the last. `_compile` has no effect.
 
-    Raises `MaskModError`, which is torch's AssertionError, RuntimeError and ValueError too, for a function that is no
-    mask: a score mod, a function that returns numbers, `and` or `if` on a position; `ShapeError`, a ValueError, for
-    lengths and counts that are not positive; and `GatherError`, an IndexError, where the mask shows a position at which
-    it reads outside a table, below 0 too: at once if its tables are on the host, else when it is laid out.
+    Raises `MaskModError`, also an AssertionError, RuntimeError and ValueError, for a function that is no
+    mask: a score mod, a function that returns numbers, `and` or `if` on a position. Raises `ShapeError`, a ValueError,
+    for lengths and counts that are not positive. Raises `GatherError`, an IndexError, where the mask shows a position
+    at which it reads outside a table, below 0 too. That is at once if its tables are on the host, else when it is laid
+    out.
     """
     if _compile and not torch.compiler.is_dynamo_compiling():
         message = "_compile has no effect: the mask is never evaluated on every position"
@@ -189,9 +190,9 @@ def create_nested_block_mask(
     (1, 1, 8, 8)
 
     `q_nt` [sequences, heads, j, head_dim], in any order of axes, gives the lengths of the sequences; `kv_nt` those of
-    the keys, for cross attention (the queries' own, unless given). The mask is over the packed tokens, sum(S) of them:
-    `mask_mod` receives the number of the sequence as b and positions inside it, `Q_LEN` and `KV_LEN` of a text are
-    its lengths, and a token sees its own sequence alone. Tokens in the holes of a tensor with `lengths` see nothing.
+    the keys, for cross attention (the queries' own, unless given). The mask is over the packed tokens, sum(S) of them.
+    `mask_mod` receives the number of the sequence as b and positions inside it, and `Q_LEN` and `KV_LEN` of a text are
+    its lengths. A token sees its own sequence alone. Tokens in the holes of a tensor with `lengths` see nothing.
 
     Raises `ShapeError`, a ValueError, for tensors that are not jagged, that hold different numbers of sequences or
     are on different devices; the rest as `create_block_mask`.

@@ -2,7 +2,7 @@
 
 A slice is what `block_mask[batch, head, rows]` picks, and where that is in the whole mask.
 
-In a graph of torch a mask has lists of tiles and a function, both of the graph. The functions for that are the last
+In a graph of torch a mask holds lists of tiles and a function, both of the graph. The functions for that are the last
 ones; Dynamo traces them, so they are plain Python. What a mask shows is not read there as an expression: the operators
 of the graph do so when they are written, see `graph`. A mask that leaves the graph is traced when somebody asks for its
 expression.

@@ -1,7 +1,7 @@
 """flex_attention in a graph of torch: torch.compile, torch.export, torch.func.
 
-Dynamo reads a score_mod where it is called, so that numbers it captured are guarded and tensors are inputs of the
-graph: what is then called has the score_mod as a graph of torch over those inputs. The call leaves `frisket::attend`
+Dynamo reads a score_mod where it is called, so numbers it captured are guarded and tensors are inputs of the
+graph. What is then called has the score_mod as a graph of torch over those inputs. The call leaves `frisket::attend`
 in its place, which holds the expression of that graph as a text.
 """
 
@@ -101,7 +101,7 @@ laid_out = BlockMaskOp("frisket_block_mask", cacheable=True)  # type: ignore[no-
 class CallVariable(dynamo.FlexAttentionHigherOrderVariable):
     """The variable of Dynamo for `FlexAttentionOp` and `BlockMaskOp`. One record of side effects is kept across a call.
 
-    Dynamo goes on with a copy of that record, and objects it knows look into the old one: attributes of a mask that are
+    Dynamo goes on with a copy of that record, and objects it knows look into the old one. Attributes of a mask that are
     set after the call would be lost."""
 
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -175,4 +175,4 @@ def operator(qkv: Qkv, mod: Mod, visible: Mod, options: Options, top: bool, rows
     program = CallProgram(mask, None if mod is None else ScoreMod(mod.expr, only(numbers, mod.expr)))
     free = {n: x for n, x in values.items() if n not in numbers}
     spec = spec_of(program, options, free)
-    return torch_library.written(spec, 0.0, CallArgs(*qkv, top=top), None, free, rows)
+    return torch_library.written(spec, 0.0, options.backend, CallArgs(*qkv, top=top), None, free, rows)

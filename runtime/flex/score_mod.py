@@ -141,13 +141,14 @@ class _StateReader:
         self.seen.add((id(x), names))
         # torch keeps parameters, buffers and submodules in dicts of a module
         parts = [fields, *(fields[p] for p in MODULE_PARTS if p in fields and isinstance(x, torch.nn.Module))]
-        read = names.union(*parts[1:], (n for n in fields if n[0] != "_")) if library else names  # by code of its own
+        read = names.union(*parts[1:], (n for n in fields if n[0] != "_")) if library else names  # as a library does
         values = [(n, self.value(part[n], names)) for part in parts for n in sorted(read & part.keys())]
         return tuple(values), tuple([self.value(m, names) for m in methods])
 
 
 def _reached(namespaces: Sequence[Mapping[str, Any]], names: Names) -> tuple[Names, tuple[Any, ...]]:
-    """The names that are read once the methods and properties among `names` run, and what the classes have of them."""
+    """The names that are read once the methods and properties among `names` run, and what the classes hold under
+    them."""
     members: dict[str, list[Any]] = {}
     while True:
         for name in names - members.keys():  # in every class: `super()` reaches those behind the first
@@ -283,7 +284,7 @@ def values_of(names: JaggedTables, ragged: Ragged) -> dict[str, Tensor]:
 
 
 def own_sequence(names: JaggedTables, ragged: Ragged) -> TensorMask:
-    """The mask that shows a query the keys of its own sequence."""
+    """The mask that shows a query the keys of its sequence."""
     return only_read(names.own_sequence(), values_of(names, ragged))
 
 
@@ -341,7 +342,7 @@ def on_device(x: Tensor) -> bool:
 
 
 class FlexPair:
-    """The attention of a score mod and a mask, as long as the tables it has copies of stay as they are. Float tensors
+    """The attention of a score mod and a mask, as long as the tables that it copied stay as they are. Float tensors
     of the score mod are not copied: every call brings them."""
 
     def __init__(self, mod: Scored | None, visible: TensorMask | None, options: Options, tensors: Tensors) -> None:

@@ -293,9 +293,9 @@ def with_orders(lists: Lists, descending: bool | None) -> Lists:
 
 
 def dq_write_order(read: Tensor, q_index: Tensor, descending: bool) -> Tensor:
-    """int32, the shape of `q_index`: for every tile that a column of keys lists, which of its row's tiles it is in the
-    order they add to dQ, from the first column or (`descending`) from the last. `read` [B, H, rows, columns] is 1
-    where a tile is read."""
+    """int32, the shape of `q_index`. For every tile that a column of keys lists: which of its row's tiles it is in the
+    order they add to dQ. It counts from the first column or (`descending`) from the last. `read` [B, H, rows, columns]
+    is 1 where a tile is read."""
     upto = read.cumsum(dim=-1)
     rank = upto - read
     if descending:

@@ -1,4 +1,4 @@
-"""Attention for flax: a layer of nnx, `attention_fn` for flax's own layers, those of linen too, and the base of
+"""Attention for flax: a layer of nnx, `attention_fn` for flax's own layers, those of linen too. Also the base of
 attention modules of linen that keep their cache in the collection "cache".
 
 >>> import jax.numpy as jnp
@@ -18,7 +18,7 @@ attention modules of linen that keep their cache in the collection "cache".
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from frisket.runtime.calls.arrays import scale_of
 from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine.parameters import call_value, refuse_additive, traced
-from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod
+from frisket.runtime.masks.mask import Divide, Mask, MaskLike, ScoreLike, ScoreMod, Weight, WeightLike
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
 from frisket.runtime.modeling.layers import apply_rotary_pos_emb, concatenate_to_cache, rotary_tables
@@ -55,10 +55,10 @@ MASK, BIAS, STEP = "flax_mask", "flax_bias", "flax_step"  # names of what a laye
 class Attention(nnx.Module):
     """Self-attention of [batch, length, features]: projections, rotary positions, attention by an operator's name.
 
-    `mask` and `score` are what `fk.attention` takes; `operator` is a name of `AttentionRegistry`, `metadata` an
-    `AttentionMetadata`, for a mesh, dtypes and tiles. `heads` query heads share `kv_heads` key heads (as many, unless
-    said), of `head_dim` (features // heads). `rotary_base` None leaves positions to the mask and score. `linear` is for
-    the four projections, `nnx.Linear`: `dtype`, what `get_dot_general_by_bits` gives, and others.
+    `mask`, `score`, `weight` and `divide` are what `fk.attention` takes; `operator` is a name of `AttentionRegistry`,
+    `metadata` an `AttentionMetadata`, for a mesh, dtypes and tiles. `heads` query heads share `kv_heads` key heads (as
+    many, unless said), of `head_dim` (features // heads). `rotary_base` None leaves positions to the mask and score.
+    `linear` is for the four projections, `nnx.Linear`: `dtype`, what `get_dot_general_by_bits` gives, and others.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class Attention(nnx.Module):
         *,
         mask: MaskLike | None = "causal",
         score: ScoreLike | None = None,
+        weight: WeightLike | None = None,
+        divide: Any = None,
         operator: str = "frisket",
         metadata: operations.AttentionMetadata | None = None,
         rotary_base: float | None = 10000.0,
@@ -83,7 +85,7 @@ class Attention(nnx.Module):
             raise ShapeError(f"{text}heads, and divide the features, unless head_dim is given")
         head_dim = features // heads if head_dim is None else head_dim
         self.heads, self.kv_heads, self.head_dim, self.rotary_base = heads, kv_heads, head_dim, rotary_base
-        self.mask, self.score = mask, score
+        self.mask, self.score, self.weight, self.divide = mask, score, weight, divide
         self.operator = operations.AttentionRegistry.create(operator, metadata)
         projection: Any = partial(nnx.Linear, use_bias=use_bias, rngs=rngs, **linear)
         self.query = projection(features, heads * head_dim)
@@ -99,7 +101,8 @@ class Attention(nnx.Module):
         self, x: jax.Array, *, positions: Any = None, cache: Any = None, counts: Any = None, **keywords: Any
     ) -> Any:
         """Attention of x [batch, length, features] to itself, or, with a `cache` of `frisket.caches.jax`, to what it
-        holds and to x behind that: then (out, cache), with the same mask for prompts, chunks and single tokens.
+        holds and to x behind that. Then it returns (out, cache), with the same mask for prompts, chunks and single
+        tokens.
 
         `positions` int [length] or [batch, length] are for the rotary tables: 0, 1, ... unless given, with a cache
         those behind what it holds. Masks speak of places in the sequence, whatever the rotary tables say. `counts` int
@@ -115,14 +118,16 @@ class Attention(nnx.Module):
                 positions = positions if cache is None else cache.lengths[:, None] + positions[None]
             tables = rotary_tables(jnp.asarray(positions), self.head_dim, self.rotary_base)
             q, k = (apply_rotary_pos_emb(y, *tables, layout="bshd") for y in (q, k))
-        if name := next((n for n in ("mask", "score") if n in keywords), None):
+        if name := next((n for n in ("mask", "score", "weight", "divide") if n in keywords), None):
             text = f"the {name} of this layer is fixed when it is made; a call may give segment_ids= or bias="
             raise ParameterError(text)
         if cache is None:
             if counts is not None:
                 raise ParameterError("counts are of new tokens for a cache; without one give segment_ids or a mask")
-            return self._joined(self.operator(q, k, v, self.mask, score=self.score, **keywords).attention_outputs)
-        out, cache = cache.attention(self.operator.compiled(self.mask, self.score), q, k, v, counts, **keywords)
+            parts = {"score": self.score, "weight": self.weight, "divide": self.divide}
+            return self._joined(self.operator(q, k, v, self.mask, **parts, **keywords).attention_outputs)
+        att = self.operator.compiled(self.mask, self.score, self.weight, self.divide)
+        out, cache = cache.attention(att, q, k, v, counts, **keywords)
         return self._joined(out), cache
 
     def _joined(self, heads: Any) -> Any:
@@ -136,6 +141,8 @@ def attention_fn(
     mask: MaskLike | None = None,
     score: ScoreLike | None = None,
     *,
+    weight: WeightLike | None = None,
+    divide: Any = None,
     scale: Any = None,
     backend: str | None = None,
     decode: bool = True,
@@ -144,15 +151,16 @@ def attention_fn(
     """`attention_fn("causal & window(w)", w=256)`: for `attention_fn=` of `nnx.MultiHeadAttention` and of linen's
     `MultiHeadDotProductAttention`.
 
-    `mask`, `score`, `scale` (1 / sqrt(head_dim) unless given), `backend` and `params` are those of `fk.attention`.
+    `mask`, `score`, `weight`, `divide`, `scale` (1 / sqrt(head_dim) unless given), `backend` and `params` are those of
+    `fk.attention`.
     Equal ones make equal functions, so that models made of them are equal to `nnx.jit`. `decode=False` is for layers
     that attend from a single query to several keys and do not decode: see `AttentionFn.__call__`.
     """
     check_name(backend)  # an unknown name is an error before a layer calls
     _refuse_traced(params)
-    program = program_of(mask, score, params)
+    program = program_of(mask, score, params, weight=weight, divide=divide)
     _refuse_traced(program.captured)  # what a function of the mask captured outlives a trace as little
-    return AttentionFn(program.mask, program.score, Options(scale_of(scale), backend=backend), decode)
+    return AttentionFn(*program.every_part, Options(scale_of(scale), backend=backend), decode)
 
 
 def _refuse_traced(values: Mapping[str, Any]) -> None:
@@ -168,6 +176,8 @@ class AttentionFn:
 
     mask: Mask | None
     score: ScoreMod | None
+    weight: Weight | None
+    divide: Divide | None
     options: Options
     decode: bool
 
@@ -203,7 +213,7 @@ class AttentionFn:
           "mask" it may hold one of these masks too, with "sinks" attention sinks [heads];
         - a text, a function or an `fk.Mask`.
 
-        One query over several keys and an array of a mask are a step of flax's cache: its position is that of the last
+        One query over several keys and an array of a mask are a step of flax's cache. Its position is that of the last
         key that the array shows, unless `decode=False`. Otherwise queries and keys both count from 0, as `is_causal`
         does. A query that sees no key gives 0, in flax the mean of all values.
 
@@ -227,15 +237,16 @@ class AttentionFn:
         step = self.decode and array is not None and lengths[2] == 1 < lengths[3]
         text = _both(self.mask, "causal" if is_causal else None)
         text = _both(text, layer_mask if array is None else None)
-        mod = self.score
-        self._check_names(text, mod, values)
+        mod, weight, divide = self.score, self.weight, self.divide
+        self._check_names((text, mod, weight, divide), values)
         tables: dict[str, Any] = {}
         if step:
             tables[STEP] = _last_seen(array)
             there = f"q + {STEP}"
-            text, mod = None if text is None else text.at(q=there), None if mod is None else mod.at(q=there)
+            placed: Any = (None if x is None else x.at(q=there) for x in (text, mod, weight, divide))
+            text, mod, weight, divide = placed
             # a table that no text reads would be an unknown name
-            if not any(x is not None and STEP in x.unbound for x in (text, mod)):
+            if not any(x is not None and STEP in x.unbound for x in (text, mod, weight, divide)):
                 del tables[STEP]
         if array is not None:
             refuse_additive(array)
@@ -248,7 +259,7 @@ class AttentionFn:
             mod = added if mod is None else mod.then(added)
         rate, seed = rate_and_seed(0.0 if deterministic else dropout_rate, dropout_rng)
         options = Options(backend=self.options.backend, dropout=rate)
-        att, values = scaled_attention(text, mod, options, self.options.scale, {**values, **tables})
+        att, values = scaled_attention(text, mod, options, self.options.scale, {**values, **tables}, weight, divide)
         batch, heads, _, kv_len = lengths
         q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
         places = (batch, heads, kv_len, kv_len) if step else None  # the query is one of kv_len positions
@@ -257,9 +268,9 @@ class AttentionFn:
             out = jnp.where((array < 0).any(), jnp.asarray(jnp.nan, out.dtype), out)
         return out.reshape(*lead, *out.shape[1:])
 
-    def _check_names(self, text: Mask | None, mod: ScoreMod | None, values: Mapping[str, Any]) -> None:
+    def _check_names(self, parts: Iterable[Any], values: Mapping[str, Any]) -> None:
         """Raise for names without a value, in the words of a layer."""
-        for part in (text, mod):
+        for part in parts:
             for n in () if part is None else part.unbound:
                 if n in (MASK, BIAS, STEP):
                     raise ParameterError(f"`{n}` is the name of what a layer passes as an array; call it otherwise")

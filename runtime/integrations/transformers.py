@@ -24,7 +24,9 @@ end are four small tables, computed on the device of the tokens.
 >>> [len(x.generated_tokens) for x in found.values()]
 [3, 3]
 
-The fields of a config are `frisket_mask`, `frisket_score`, `frisket_params`.
+The fields of a config are `frisket_mask`, `frisket_score`, `frisket_weight`, `frisket_divide` and `frisket_params`.
+`frisket_columns` says what `output_attentions=True` gives. With `frisket_invariant` a token has the same bits in any
+batch, in a prompt and in decoding (docs/invariant.md).
 
 >>> config = LlamaConfig(frisket_mask="causal & q - k < w", frisket_params={"w": 256})
 >>> config.to_diff_dict()["frisket_mask"]
@@ -56,22 +58,26 @@ with extras():
     from torch import Tensor
 
 from frisket.dsl.errors import FrisketError, MissingPackageError, ParameterError, ShapeError, nearest
+from frisket.dsl.program import ROOTS, read
 from frisket.lowering.plan import whole
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention as called
 from frisket.runtime.attention.entry import attention_for, scaled_attention
 from frisket.runtime.caches.positions import AT, HIGH, LOW, REQUESTS, SHIFT, STEPS, no_room, not_served, placed
 from frisket.runtime.calls.arrays import in_graph, version_of
-from frisket.runtime.calls.options import Options, rate_of
+from frisket.runtime.calls.options import Options, flag, rate_of, tuning_of
+from frisket.runtime.masks.mask import for_one_call
 from frisket.runtime.masks.mask import mask as as_mask
-from frisket.runtime.masks.mask import score as as_score
 
 from . import transformers_masks as masks
 from .transformers_masks import SymbolicMask, constant
 
 NAME = "frisket"
 FULL, SLIDING = "full_attention", "sliding_attention"
-FIELDS = "frisket_mask", "frisket_score", "frisket_params"
+TEXTS = "frisket_mask", "frisket_score", "frisket_weight", "frisket_divide"
+INVARIANT = "frisket_invariant"
+FIELDS = *TEXTS, "frisket_params", INVARIANT
+COLUMNS = "frisket_columns"
 OLDEST = 5, 19  # the oldest transformers: before it, caches of continuous batching do not name the kind of a layer
 ELSEWHERE = "use `generate`, or attn_implementation='sdpa' for `generate_batch`"
 
@@ -107,44 +113,73 @@ def attention(
     block_indices: Tensor | None = None,
     frisket_params: Mapping[str, Any] | None = None,
     **rest: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention of one layer, which models call: query [batch, heads, q_len, head_dim], key and value [batch,
-    kv_heads, kv_len, head_dim] to (out [batch, q_len, heads, head_dim], None).
+    kv_heads, kv_len, head_dim] to (out [batch, q_len, heads, head_dim], None). With `output_attentions` and
+    `config.frisket_columns`, columns [batch, kv_heads, kv_len] stand in place of None. They are the weights of a key,
+    summed over the queries and the query heads that read it.
 
     `attention_mask` is what `symbolic` has made, a tensor of 4 axes that the call brings, or None: then it is causal
     if `is_causal`, or the module's own, is true. A module that has none sees all keys, as under eager attention, and
     so do models that are made for eager attention alone. `s_aux` [heads] are sinks, `sinks` [batch, heads, q_len, 1]
-    those of every query. To scores `softcap` is applied first, then `position_bias` is added, then
-    comes `frisket_score`. `frisket_params` are values of names in the texts, beside those of `config.frisket_params`.
+    those of every query. To scores `softcap` is applied first, then `position_bias` is added, then comes
+    `frisket_score`. `frisket_weight` and `frisket_divide` replace the softmax. `frisket_params` are values of names in
+    the texts, besides those of `config.frisket_params`.
     `indices` [batch, q_len, n] are the keys that a model has chosen for each query, `block_indices` [batch, groups of
-    heads, q_len, n] blocks of keys, as long as `module.indexer.block_size`; of the mask, they alone are seen.
+    heads, q_len, n] blocks of keys, as long as `module.indexer.block_size`. The mask shows these alone.
     """
     mask, result = _mask_of(module, query, key, attention_mask, is_causal), None
+    invariant = flag(getattr(getattr(module, "config", None), INVARIANT, False), f"config.{INVARIANT}")
     if cache_of(rest) is not None:  # continuous batching
         if attention_mask is None:  # transformers says nothing else of requests: they are causal
             window = rest.get("sliding_window") if kind_of(module, rest) == SLIDING else None
             mask = replace(mask, structure=f"q >= k & q - k < {window}" if window else "q >= k")
         refuse_tables(mask, position_bias, indices, block_indices)
+        if invariant:
+            reason = "continuous batching lays requests in one row of keys, where each begins anywhere: config."
+            raise ParameterError(f"{reason}{INVARIANT} has no effect there\n  use `generate`, or leave it out")
         options = Options(scaling, dropout=rate_of(dropout))
         layer = PagedLayer(mask, options, softcap, s_aux, frisket_params, sinks is not None)
         return _finished(paged(module, query, key, value, layer, rest), sinks)
     refuse_without_cache()
-    _refuse(rest, mask)
+    columns = _columns_asked(module, rest)
+    _refuse(rest, mask, columns)
     if indices is not None:
         mask = masks.chosen(mask, indices[:, None], 1, query.shape[1])
     if block_indices is not None:
         size: Any = module.indexer.block_size  # type: ignore[union-attr]
         mask = masks.chosen(mask, block_indices, size, query.shape[1])
-    text, score, values = program(module, mask, query.shape[1], softcap, position_bias, frisket_params)
+    parts, values = program(module, mask, query.shape[1], softcap, position_bias, frisket_params)
+    text, score, weight, divide = parts
+    if columns and (weight is not None or in_graph(query)):
+        text = "frisket_weight replaces the softmax" if weight is not None else "torch.compile has no form of them"
+        raise ParameterError(f"config.frisket_columns: {text}\n  leave out output_attentions=True")
     if in_graph(query):
         how: dict[str, Any] = {"dropout": dropout, "sinks": s_aux, "origin": mask.origin, **values}
+        how |= {"weight": weight, "divide": divide, "invariant": invariant}
         result = called(query, key, value, text, score, scaling, return_lse=sinks is not None, **how)
     else:
         values = {n: x.to(query.device) if isinstance(x, Tensor) else x for n, x in values.items()}
-        att, values = scaled_attention(text, score, Options(dropout=rate_of(dropout)), scaling, values)
+        options = Options(dropout=rate_of(dropout), tuning=tuning_of(invariant, weight is not None))
+        att, values = scaled_attention(text, score, options, scaling, values, weight, divide)
         plan = _plan(att, mask, query, values)
-        result = att(query, key, value, plan=plan, sinks=s_aux, return_lse=sinks is not None)
+        result = att(query, key, value, plan=plan, sinks=s_aux, return_lse=sinks is not None or columns)
+        if columns:
+            out, lse = result
+            # sinks of every query leave the keys smaller weights
+            of_keys = lse if sinks is None else torch.logaddexp(lse, sinks[..., 0].to(lse.dtype))
+            result = result if sinks is not None else out
+            statistics = att.statistics(query, key, value, lse=of_keys, sinks=s_aux, plan=plan, columns=True)
+            return _finished(result, sinks)[0], statistics.columns
     return _finished(result, sinks)
+
+
+def _columns_asked(module: torch.nn.Module, rest: Mapping[str, Any]) -> bool:
+    """Whether a layer gives its columns."""
+    columns = getattr(getattr(module, "config", None), COLUMNS, None)
+    if columns not in (None, True, False):
+        raise ParameterError(f"config.frisket_columns is {columns!r}; it is True or False")
+    return bool(columns and rest.get("output_attentions"))
 
 
 def _finished(result: Any, sinks: Tensor | None) -> tuple[Tensor, None]:
@@ -196,14 +231,15 @@ def _dense(mask: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
     return entries[key][1]
 
 
-def _refuse(rest: Mapping[str, Any], mask: SymbolicMask) -> None:
+def _refuse(rest: Mapping[str, Any], mask: SymbolicMask, columns: bool) -> None:
     for name in ("head_mask", "layer_head_mask"):
         if rest.get(name) is not None and rest[name] is not False:
             text = f"attn_implementation='frisket' does not take {name}\n  prune heads with the model's own means, or "
             raise ParameterError(f"{text}leave out head_mask")
-    if rest.get("output_attentions"):
-        text = "attn_implementation='frisket' gives None for output_attentions=True: no weights are ever written out"
-        warnings.warn(f"{text}\n  load the model with attn_implementation='eager' to see them", stacklevel=2)
+    if rest.get("output_attentions") and not columns:
+        text = "attn_implementation='frisket' gives None for output_attentions=True: no weights are ever written out\n"
+        text += "  load the model with attn_implementation='eager' to see them, or set config.frisket_columns = True "
+        warnings.warn(f"{text}for the weights of each key, summed over queries", stacklevel=2)
     lengths = rest.get("cu_seq_lens_q")
     if lengths is not None and lengths.shape[0] > 2 and mask.structure and not mask.documents:
         text = "cu_seq_lens_q says that several documents are packed in a row, and the mask does not\n"
@@ -281,9 +317,9 @@ class PagedLayer(NamedTuple):
 # transformers' cache is written in place, through views that a graph would copy
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def paged(module: Any, query: Tensor, key: Tensor, value: Tensor, layer: PagedLayer, rest: dict[str, Any]) -> Any:
-    """Attention of one layer: query [1, heads, tokens, head_dim] of all requests, key and value [1, kv_heads, tokens,
-    head_dim], which are written to the pages of the cache unless the layer has done so. The result is that of a call of
-    attention, in the order of the queries; with `layer.lse` that of the scores, too.
+    """Attention of one layer: query [1, heads, tokens, head_dim] of all requests. key and value are [1, kv_heads,
+    tokens, head_dim], and are written to the pages of the cache unless the layer has done so. The result is that of a
+    call of attention, in the order of the queries; with `layer.lse` that of the scores, too.
 
     `rest` has what transformers prepares at every step: where keys are written and read, and where requests end among
     queries and keys, `cu_seq_lens_q` and `cu_seq_lens_k`."""
@@ -294,8 +330,8 @@ def paged(module: Any, query: Tensor, key: Tensor, value: Tensor, layer: PagedLa
     steps = tokens == rest["cu_seq_lens_q"].shape[0] - 1 and rest["max_length_q"] == 1
     batch, q_len = (tokens, 1) if steps else (1, tokens)
     symbolic = SymbolicMask(mask.structure, batch, q_len, key.shape[2])
-    text, score, values = program(module, symbolic, query.shape[1], softcap, None, params)
-    att = attention_for(text, score, options, values)
+    (text, score, *weights), values = program(module, symbolic, query.shape[1], softcap, None, params)
+    att = attention_for(text, score, options, values, *weights)
     _check(att, module, kind, rest, values)
     known = "requests", kind, key.shape[2]
     if known not in mask.cached:
@@ -319,7 +355,7 @@ def where(ends_q: Tensor, ends_k: Tensor, tokens: int, positions: Tensor | None)
     """The place of every query's request, int32 [tokens] each, on the device of the ends; nothing waits for it.
 
     `ends_q` and `ends_k` int32 [requests + 1] are where requests begin and end among queries and keys, `positions` int
-    [tokens] what place queries have in their requests; without them all keys of a request are there. Queries behind the
+    [tokens] what place queries have in their requests. Without them all keys of a request are there. Queries behind the
     last request are padding and see nothing."""
     n, place = ends_q.shape[0] - 1, torch.arange(tokens, dtype=torch.int32, device=ends_q.device)
     request = torch.searchsorted(ends_q[1:], place, right=True)  # right: behind requests without new tokens
@@ -349,7 +385,7 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
     """Refuse texts of the config that have no meaning for requests in a row, or look behind a sliding cache."""
     config, has_positions = module.config, _positions(rest) is not None
     window = getattr(config, "sliding_window", None)
-    has_texts = any(getattr(config, n, None) is not None for n in ("frisket_mask", "frisket_score"))
+    has_texts = any(getattr(config, n, None) is not None for n in TEXTS)
     if why := not_served(att, values):
         raise ParameterError(f"continuous batching, `generate_batch`: {why}")
     if kind == SLIDING:
@@ -362,7 +398,7 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
             raise ParameterError(text)
         if has_texts and not has_positions:
             text = "this model does not tell its attention the positions of tokens, and a sliding-window cache has no "
-            raise ParameterError(f"{text}first ones: a mask or score mod of the config cannot be placed\n  {ELSEWHERE}")
+            raise ParameterError(f"{text}first ones: the texts of the config cannot be placed\n  {ELSEWHERE}")
 
 
 # -- fields of configs ------------------------------------------------------------------------------------------------
@@ -372,17 +408,21 @@ def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], valu
 def canonical(text: str, kind: str) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...]]:
     """A user's program as one expression: its text, the names it reads, and the values it gives some of them."""
     try:
-        parsed = (as_mask if kind == "mask" else as_score)(text)
+        parts = read(text, kind=kind)  # type: ignore[arg-type]
+        parsed = for_one_call(text, kind, {})
     except FrisketError as error:
         error.add_note(f"in config.frisket_{kind}")  # the reader of a text does not know where it is from
         raise
+    if other := next((n for n in ROOTS if n != kind and getattr(parts, n) is not None), None):
+        text = f"config.frisket_{kind} has a line `{other} = ...`, which it does not read\n"
+        raise ParameterError(f"{text}  write that text as config.frisket_{other}")
     return str(parsed), (*parsed.unbound, *parsed.params), tuple(parsed.params.items())
 
 
 def program(
     module: Any, mask: SymbolicMask, heads: int, softcap: float | None, bias: Any, params: Mapping[str, Any] | None
-) -> tuple[str | None, str | None, dict[str, Any]]:
-    """The texts of a layer's mask and score mod, and values for the names in them."""
+) -> tuple[tuple[str | None, ...], dict[str, Any]]:
+    """The texts of a layer's mask, score mod, weight and divisor, and values for the names in them."""
     config = getattr(module, "config", None)  # layers of some models have none
     steps = [f"softcap({float(softcap)!r})"] if softcap is not None else []
     if mask.bias:
@@ -393,21 +433,22 @@ def program(
         # a bias counts from the first query and key of the call, a mask from those of the sequence
         steps.append(f"score + position_bias[{index}, q - q_start, k - k_start]")
         places = {"position_bias": bias, "q_start": mask.origin[2], "k_start": mask.origin[3]}
-    structure, theirs = mask.structure, _config_text(config, module, "frisket_mask")
     names: list[str] = []
     values: dict[str, Any] = {}
-    if theirs is not None:
-        structure, used, defaults = canonical(theirs, "mask")
-        names.extend(used)
-        values.update(defaults)
-    if (mod := _config_text(config, module, "frisket_score")) is not None:
-        text, used, defaults = canonical(mod, "score")
-        steps.append(text)
-        names.extend(used)
-        values.update(defaults)
+    texts: dict[str, str] = {}
+    for field in TEXTS:
+        if (theirs := _config_text(config, module, field)) is not None:
+            texts[field], used, defaults = canonical(theirs, field.removeprefix("frisket_"))
+            names.extend(used)
+            values.update(defaults)
+    user_mask, weight, divide = (texts.get(n) for n in ("frisket_mask", "frisket_weight", "frisket_divide"))
+    if weight is None and divide is not None:
+        raise ParameterError("config.frisket_divide is set without config.frisket_weight, such as 'exp(score)'")
+    structure = mask.structure if user_mask is None else user_mask
+    steps += [texts[n] for n in ("frisket_score",) if n in texts]
     values.update(_values(config, params, names))  # after the defaults in the texts, which they replace
     if missing := [n for n in names if n not in values]:
-        text = f"`{missing[0]}` of the config's frisket_mask or frisket_score has no value; give it there, "
+        text = f"`{missing[0]}` of the config's texts has no value; give it there, "
         text += f'config.frisket_params = {{"{missing[0]}": ...}}, or to the call: '
         raise ParameterError(f"{text}model(..., frisket_params={{...}})")
     shown = mask.text(structure)
@@ -416,9 +457,9 @@ def program(
         tables.update(mask.tables)
     if clashes := [n for n in names if n in tables]:
         raise ParameterError(f"`{clashes[0]}` is a name of the plug-in's own here; call yours something else")
-    if theirs is not None:
-        _check_place(structure, values, mask, heads)
-    return shown or None, masks.joined(steps, " then ") or None, {**tables, **values}
+    if user_mask is not None:
+        _check_place(user_mask, values, mask, heads)
+    return (shown or None, masks.joined(steps, " then ") or None, weight, divide), {**tables, **values}
 
 
 def _config_text(config: Any, module: torch.nn.Module, name: str) -> str | None:
@@ -438,7 +479,7 @@ def _config_text(config: Any, module: torch.nn.Module, name: str) -> str | None:
             text = text.get(FULL if getattr(config, "sliding_window", None) is None else SLIDING)
     if text is not None and not isinstance(text, str):
         message = f"config.{name} is {text!r}; it is a text, or a dict of texts by type of layer, which configs can "
-        raise ParameterError(f"{message}save\n  the text of a mask or score mod of frisket is str(it)")
+        raise ParameterError(f"{message}save\n  the text of a mask, score mod or weight of frisket is str(it)")
     if text is not None and getattr(config, "is_encoder_decoder", False):
         raise ParameterError(f"config.{name} is set, and an encoder-decoder has three kinds of attention: leave it out")
     return text
@@ -449,7 +490,7 @@ def _values(config: Any, params: Mapping[str, Any] | None, names: list[str]) -> 
     values = {**(getattr(config, "frisket_params", None) or {}), **(params or {})}
     unused = [n for n in values if n not in names]
     if unused and not isinstance(getattr(config, "frisket_mask", None), dict):  # another layer's may read it
-        text = f"`{unused[0]}` is in frisket_params, and neither frisket_mask nor frisket_score of the config reads "
+        text = f"`{unused[0]}` is in frisket_params, and no text of the config reads "
         raise ParameterError(f"{text}it; the names there are {', '.join(sorted(names)) or 'none'}")
     return {n: x for n, x in values.items() if n in names}
 
@@ -472,18 +513,18 @@ def _check_place(text: str, values: Mapping[str, Any], symbolic: SymbolicMask, h
         raise ParameterError(f"{message}raise config.sliding_window")
 
 
-def check_fields(names: Iterable[str], where: str) -> None:
+def check_fields(names: Iterable[str], where: str, fields: tuple[str, ...] = FIELDS) -> None:
     """Raise `ParameterError` for a name that begins as a field does and is none: configs take any.
 
     >>> check_fields(["frisket_masks", "dtype"], "config.")
     Traceback (most recent call last):
     frisket.dsl.errors.ParameterError: config.frisket_masks is not read; did you mean `frisket_mask`?
-      the fields are frisket_mask, frisket_score, frisket_params
+      the fields are frisket_mask, frisket_score, frisket_weight, frisket_divide, frisket_params, frisket_invariant
     """
-    if wrong := [n for n in names if str(n).startswith("frisket") and n not in FIELDS]:
-        near = nearest(wrong[0], FIELDS)
+    if wrong := [n for n in names if str(n).startswith("frisket") and n not in fields]:
+        near = nearest(wrong[0], fields)
         text = f"{where}{wrong[0]} is not read{f'; did you mean `{near}`?' if near else ''}\n"
-        raise ParameterError(f"{text}  the fields are {', '.join(FIELDS)}")
+        raise ParameterError(f"{text}  the fields are {', '.join(fields)}")
 
 
 # -- when a model is made ----------------------------------------------------------------------------------------------
@@ -524,11 +565,11 @@ def _warn(kind: type, name: str, instead: str) -> None:
 
 
 def _check_read(module: Any, *_: Any) -> None:
-    """Refuse the mask or score mod of a config that no attention of the model reads, and a field that is none."""
+    """Refuse texts of a config that no attention of the model reads, and a field that is none."""
     config = module.config
     if not torch.compiler.is_compiling():
-        check_fields(vars(config), "config.")
-    for what in ("frisket_mask", "frisket_score"):
+        check_fields(vars(config), "config.", (*FIELDS, COLUMNS))
+    for what in TEXTS:
         value = getattr(config, what, None)
         if value is not None and not torch.compiler.is_compiling() and not _is_read(module, what, value):
             parts = ", ".join([f"config.{n}" for n in config.sub_configs])

@@ -8,7 +8,7 @@ made of them. An array is made only where a model computes with its mask.
 ('((true & (k > (q - 256))) & (k <= q))', {})
 
 transformers builds a mask out of Python closures over positions. Here they are called once, on `TextTerm`s, which write
-down what is computed with them; so they are inside `torch.compile`, which sees nothing of it but texts, and the tensors
+down what is computed with them. So they are inside `torch.compile`, which sees nothing of it but texts, and the tensors
 that become tables.
 """
 
@@ -68,8 +68,8 @@ def joined(texts: list[str], sign: str) -> str:
 def parted(text: str, local: bool) -> tuple[str, str]:
     """Two texts of a model's mask: inside one document, and which tokens share a document.
 
-    `local`: the positions read from a table beside document numbers are those within documents, as transformers makes
-    them. They count tokens, so a mask of distances is the same in the positions of the row, which need no table.
+    `local`: the positions read from a table along with document numbers are those within documents, as transformers
+    makes them. They count tokens, so a mask of distances is the same in the positions of the row, which need no table.
     """
     expr = simplify(mask(text).expr)
     documents = [c for c in clauses(expr) if _same(c)]
@@ -162,7 +162,7 @@ class SymbolicMask:
         return self.cached["array"]  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(Tensor, name):  # whoever only asks makes no array
+        if name.startswith("_") or not hasattr(Tensor, name):  # a question makes no array
             raise AttributeError(f"a mask has no {name!r}")
         return getattr(self.array(), name)
 
@@ -291,7 +291,7 @@ def _kind(array: Tensor) -> str:
 
 
 def dense(array: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
-    """A mask [batch or 1, heads or 1, q_len, kv_len] that a call brings: Bools are looked up, and so are Floats that
+    """A mask [batch or 1, heads or 1, q_len, kv_len] that a call brings. Bools are looked up, and so are Floats that
     are 0 or no more than the least of their dtype; other Floats are added to scores. Ints, which eager attention adds
     and sdpa refuses, are an error."""
     (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
@@ -315,8 +315,8 @@ def dense(array: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
 
 
 def chosen(mask: SymbolicMask, indices: Tensor, size: int, heads: int) -> SymbolicMask:
-    """A mask of which a query sees those keys that a model has chosen for it: `indices` [batch, groups of heads, q_len,
-    n] of blocks of `size` keys, negative where there are fewer."""
+    """A mask of which a query sees those keys that a model has chosen for it. `indices` are [batch, groups of heads,
+    q_len, n] blocks of `size` keys, negative where there are fewer."""
     blocks = -(-mask.kv_len // size)
     places = torch.where(indices < 0, blocks, indices).long()  # those that are none fall behind the last
     table = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
@@ -333,7 +333,7 @@ POSITIONS = ("b", "h", "q", "k")
 
 
 class TextTerm:
-    """A text in place of a number that a mask function computes with; tensors beside it become tables."""
+    """A text in place of a number that a mask function computes with; other tensors become tables."""
 
     device = None  # mask functions move results there
 

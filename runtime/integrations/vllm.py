@@ -22,8 +22,9 @@ from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.lowering.dtypes import HALVES
 from frisket.runtime.calls.arrays import MULTIPLE
 
-from .transformers import FIELDS, check_fields
-from .vllm_pages import PagedBatch, ServedLayer, steps_in_front, write
+from .transformers import FIELDS as SHARED_FIELDS
+from .transformers import INVARIANT, check_fields
+from .vllm_pages import PagedBatch, ServedLayer, require_room, steps_in_front, write
 
 try:
     from vllm.config import get_current_vllm_config  # type: ignore[import-not-found]
@@ -39,6 +40,7 @@ except ModuleNotFoundError as missing:
 
 CUSTOM, CPU = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN
 PATH, CPU_PATH = f"{__name__}.VllmBackend", f"{__name__}.CpuBackend"
+FIELDS = *SHARED_FIELDS, "frisket_select"
 SIZES = interface.MultipleOf(MULTIPLE)  # of blocks
 ELSEWHERE = "choose another --attention-backend"
 log = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged under `vllm`
@@ -71,7 +73,11 @@ def check_served(config: Any) -> None:
     model, attention = config.model_config, config.attention_config
     if model is None or model.runner_type == "draft":  # the model checks what a draft model proposes
         return
-    names = [n for n, x in zip(FIELDS, _fields(config), strict=True) if x is not None]
+    values = dict(zip(FIELDS, _fields(config), strict=True))
+    names = [n for n, x in values.items() if x is not None]
+    if values[INVARIANT]:
+        text = f"{INVARIANT} is set, and in vLLM's own layers a token's bits depend on the batch"
+        raise ParameterError(f"{text}\n  leave it out, or decode with transformers' `generate`")
     chosen = {attention.backend, *attention.backend_per_kind.values()}
     takes_custom = current_platform.is_cpu() or current_platform.is_cuda_alike()
     reasons = {
@@ -129,19 +135,23 @@ class VllmBatchBuilder(interface.AttentionMetadataBuilder):  # type: ignore[misc
         self.page: int = kv_cache_spec.block_size
         if self.page % MULTIPLE:
             raise ParameterError(f"blocks of {self.page} tokens\n  give --block-size a multiple of {MULTIPLE}")
+        self.select = _fields(vllm_config)[-1]
+        require_room(self.select, self.page, vllm_config.model_config.max_model_len)
         # vLLM derives builders for chunked attention and the like, whose requests begin elsewhere
         if type(self) is not VllmBatchBuilder and any(x is not None for x in _fields(vllm_config)):
             text = f"{layer_names[0]} counts positions from another token than the first ({type(self).__name__}); "
-            raise ParameterError(f"{text}there frisket_mask and frisket_score mean something else\n  leave them out")
+            raise ParameterError(f"{text}there the frisket_ fields mean something else\n  leave them out")
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedBatch:
-        """The batch of a step. A common prefix needs no treatment of its own: the blocks of all are read anyway."""
+        """The batch of a step. A common prefix needs no separate treatment: the blocks of all are read anyway."""
         m = common_attn_metadata
         if m.causal is not True:
             raise ParameterError(f"this model asks for attention that is not causal\n  {ELSEWHERE}")
         # the host's copy of the starts: nothing waits for the device
         n, steps = m.num_reqs, steps_in_front(m.query_start_loc_cpu[: m.num_reqs + 1])
         starts, blocks, tokens = m.query_start_loc[: n + 1], m.block_table_tensor[:n], m.num_actual_tokens
+        if self.select is not None:  # the table has room for max_model_len, and bounds of all its blocks are read
+            blocks = blocks[:, : -(-m.max_seq_len // self.page)].contiguous()
         return PagedBatch.of(steps, starts, m.seq_lens[:n], blocks, m.slot_mapping, tokens, self.page)
 
 
@@ -180,12 +190,24 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
         }
         if what := [name for name, present in refused.items() if present]:
             raise ParameterError(f"frisket's backend of vLLM does not know {what[0]}\n  {ELSEWHERE}")
-        mask, score, params = _fields(config)
-        spare = isinstance(mask, dict) or isinstance(score, dict)  # one value may be for the other kind of layer
-        mask, score = (_of_kind(x, sliding_window) for x in (mask, score))
+        *texts, params, _, select = _fields(config)  # `check_served` has refused `frisket_invariant`
+        spare = any(isinstance(x, dict) for x in texts)  # one value may be for the other kind of layer
+        texts = [_of_kind(x, sliding_window) for x in texts]
         how: dict[str, Any] = {"scale": self.scale, "window": sliding_window, "softcap": logits_soft_cap}
-        self.served = ServedLayer(mask, score, params, **how, slopes=alibi_slopes, spare=spare)
+        how |= {"slopes": alibi_slopes, "spare": spare, "select": select}
+        mask, score, weight, divide = texts
+        self.served = ServedLayer(mask, score, weight, divide, params, **how)
+        clashes = {  # keys that blocks hold and `add_bounds` has not seen, or holds after they have gone
+            "speculative decoding, whose rejected drafts are keys for a step": config.speculative_config is not None,
+            "a KV connector, which writes keys past this backend": config.kv_transfer_config is not None,
+            "Mamba layers, with which vLLM copies blocks that requests share in part": model.is_hybrid,
+            "keys that layers share": self.shared,
+        }
+        if select is not None and (what := [name for name, present in clashes.items() if present]):
+            raise ParameterError(f"frisket_select does not go with {what[0]}\n  leave one of them out")
         log.info_once("frisket serves layers by %s", str(self.served.attention))
+        if select is not None:
+            log.info_once("and steps of one token by the blocks of frisket_select = %s", str(select))
 
     def forward(
         self,
@@ -208,6 +230,7 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
         batch, n = attn_metadata, attn_metadata.tokens
         if key is not None and value is not None and not self.shared:
             write(kv_cache, key[:n], value[:n], batch.slots)
+            self.served.add_bounds(kv_cache, key[:n], batch.slots)
         output[:n] = self.served.attend(query[:n], kv_cache, batch, self.sinks)
         return output
 
@@ -220,7 +243,7 @@ def _fields(config: Any) -> list[Any]:
     # the part for text of a multimodal model comes before the whole
     parts += [("config.", vars(x)) for x in (model.hf_text_config, model.hf_config)]
     for where, names in parts:
-        check_fields(names, where)
+        check_fields(names, where, FIELDS)
     return [next((x[n] for _, x in parts if x.get(n) is not None), None) for n in FIELDS]
 
 

@@ -12,10 +12,11 @@ import numpy as np
 
 from frisket.dsl.errors import BackendError, FrisketError, ParameterError, ShapeError
 from frisket.dsl.ir import COORDINATES, SIZES, uses
+from frisket.lowering.kernels.features import missing
 from frisket.lowering.plan import Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS, Backend, Shapes, backends_of, ranked
-from frisket.runtime.backends.registry import library, lowerable, warn_slow
+from frisket.runtime.backends.registry import ORDER, library, lowerable, warn_slow
 from frisket.runtime.calls.arrays import named
 from frisket.runtime.calls.options import CallArgs, Options
 from frisket.runtime.machine.caller import warn_once
@@ -32,17 +33,17 @@ def attend(att: Any, request: CallArgs) -> tuple[Any, ...]:
             from .symbolic import attend
 
             return attend(att, request)
-        att, request = _at_traced_origin(att, request._replace(sinks=stacked("sinks", request.sinks)))
+        att, request = at_traced_origin(att, request._replace(sinks=stacked("sinks", request.sinks)))
         call = att.call(request)
     except FrisketError as error:
-        error.add_note(_description(att, request))
+        error.add_note(description(att, request))
         raise
     outputs = att.run(call)
     att.check_if_asked(call, outputs)
     return call.arrays.as_called(*outputs)  # type: ignore[no-any-return]
 
 
-def _at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
+def at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
     """The attention and the call, where the origin is known. A traced one is an operand: the attention at positions
     that are those of the arrays plus parameters, and the call with the values of these."""
     origin: Any = request.origin
@@ -53,6 +54,11 @@ def _at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
         shapes = [(), *([request.q.shape[:1]] if c in "qk" and request.q.ndim == 4 else ())]
         if np.shape(x) not in shapes or np.dtype(getattr(x, "dtype", type(x))).kind not in "iu":
             raise ShapeError(f"origin has {x}\n  it is (b, h, q, k), integers, q and k also one per batch entry")
+    if att.options.tuning.invariant and traced(starts[3]):
+        raise ParameterError(
+            "origin's k is traced, and invariant=True sums keys up in parts that begin at known positions\n"
+            "  give an integer, or keys from position 0 on"
+        )
     # without sizes the whole problem ends where the arrays end, and a traced origin does not say where
     if request.sizes is None and any(uses(e) & {*SIZES} for e in att.program.exprs.parts):
         text = f"origin is traced by jax.jit or another transform, and the mask or score mod reads {', '.join(SIZES)}\n"
@@ -66,8 +72,8 @@ def _at_traced_origin(att: Any, request: CallArgs) -> tuple[Any, CallArgs]:
     return att.at(**texts), request._replace(origin=None, params={**request.params, **values})
 
 
-def _description(att: Any, request: CallArgs) -> str:
-    """The call in words, beside an error far from where it was written, as under `jax.jit`."""
+def description(att: Any, request: CallArgs) -> str:
+    """The call in words, next to an error far from where it was written, as under `jax.jit`."""
     arrays = ((n, x) for n, x in zip("qkv", request[:3], strict=True) if hasattr(x, "dtype"))
     shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in arrays)
     return f"in attention under {'; '.join(str(att.program).splitlines()) or 'everything visible'}\n  of {shapes}"
@@ -89,28 +95,39 @@ def check_platform(backend: str, platform: str, geometry: Geometry) -> None:
 
 
 def backend_on(
-    platform: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, exported: bool, names: frozenset[str]
+    platform: str,
+    plan: LoopPlan,
+    geometry: Geometry,
+    dtype: str,
+    shapes: Shapes,
+    exported: bool,
+    names: frozenset[str],
+    invariant: bool = False,
 ) -> str:
     """The backend that runs a call on a platform where it names none, or makes the gradients of `names`: the first that
-    has all it takes. A backend that lacks something is named once in a warning."""
+    has all it takes. Where the call is `invariant`, that is one order of sums for each row. A backend that lacks
+    something is named once in a warning."""
     lacks = []
     for backend in ranked("jax", platform):
         if backend.unfit() or (backend.optional and (exported or backend.reason("jax"))):
             continue  # kernels of this machine do not travel
-        why = lowerable(backend.name) or _reason(backend, plan, geometry, dtype, shapes, names)
+        why = lowerable(backend.name) or missing(backend.features, needed=[ORDER] * invariant)
+        why = why or _reason(backend, plan, geometry, dtype, shapes, names)
         if not why:
             name = backend.name
             break
         lacks.append(f"{backend.name}: {why}")
     else:
         name = library("jax")
+        if why := missing(RECORDS[name].features, needed=[ORDER] * invariant):
+            raise BackendError("\n  ".join([why, *lacks]))
     if lacks:
         warn_once(f"on {platform} this runs as backend {name!r}, for want of:\n  " + "\n  ".join(lacks))
     return name
 
 
 def quickest(name: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, narrow: bool) -> str:
-    """The backend of a forward whose first choice is `name`, where nobody asks for kernels or tiles: another one whose
+    """The backend of a forward whose first choice is `name`, unless kernels or tiles are named: another one whose
     record says that it is faster. `narrow`: rows see few keys."""
     others = (b for b in backends_of("jax") if b.instead == name)
     faster = (b for b in others if b.pays is not None and b.pays(plan, geometry, dtype, narrow))

@@ -1,11 +1,12 @@
 """JaxCall: a call of JAX without its arrays. A primitive carries it until a platform is known, where it runs.
 
-Arrays go by name: "q", "k", "v", "sinks"; slots and tables that gradients flow to by their names in the plan; others by
-the numbers of their leaves; in a shard, SHARD. `kernel_inputs` puts them into the record that an executor takes.
+Arrays go by name: "q", "k", "v", "sinks"; slots and tables that gradients flow to by their names in the plan. All
+others go by the numbers of their leaves; in a shard, SHARD. `kernel_inputs` puts them into the record that an executor
+takes.
 
-Below it are the arrays: tokens in another order, wherever an array is, and marks on arrays (reverse mode works, forward
-raises: the primal of the mark is the array, its tangent goes through a primitive that can be transposed and never
-runs), integers of 32 bits, meshes of explicit axes.
+Below it are the arrays: tokens in another order, wherever an array is, marks on the arrays of `fk.parallel`, integers
+of 32 bits, meshes of explicit axes. (Of a mark, reverse mode works and forward raises. The primal of the mark is the
+array, and its tangent goes through a primitive that can be transposed and never runs.)
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ from frisket.dsl.errors import BackendError, BackwardError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.derive import norm_width
+from frisket.lowering.derive import backward_of, norm_width
 from frisket.lowering.plan import KV_INPUTS, Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Slot
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
+from frisket.lowering.xla.tiles import int64_enabled
+from frisket.lowering.xla.weighted import divisor, row_cotangents
+from frisket.runtime.attention.weighted import DIVISORS
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.cpp.jax import lse_residual_of, softmax_stats_of, too_wide
 from frisket.runtime.backends.engines.proof import EngineCall, prove
-from frisket.runtime.backends.registry import library, target_on
+from frisket.runtime.backends.registry import ORDER, library, target_on
 from frisket.runtime.calls.arrays import TokenPermutation
 from frisket.runtime.machine.cpp_build import BuildError, deferring, fall_back
 from frisket.runtime.machine.parameters import digest, traced
@@ -64,17 +68,18 @@ class JaxCall:
     geometry: Geometry  # without its origin
     backend: str  # empty where the platform chooses
     tile: tuple[int, int] | None
-    leaves: tuple[Any, ...]  # the numbers beside the arrays, by `tree`; None where an operand stands
+    leaves: tuple[Any, ...]  # the numbers besides the arrays, by `tree`; None where an operand stands
     tree: Any  # of "slots", "tables", "drawn", "origin", "sizes", "spans" and "given"
     places: Mapping[str, int]  # the leaf of each slot and table that gradients flow to
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of the plan's tables
-    times: tuple[int, int] = (1, 1)  # so many of the source's batches and heads beside one another, under jax.vmap
+    times: tuple[int, int] = (1, 1)  # so many of the source's batches and heads in a row, under jax.vmap
     shards: tuple[int, int] = (1, 1)  # the call is one of so many parts of the batches and heads, on several devices
     rows: TokenPermutation | None = None  # where the arrays have queries and keys
+    invariant: bool = False  # rows of the forward have one order of sums
 
     @property
     def stored(self) -> bool:
-        """Whether keys and values are stored, in pages, in 8 bits or beside scales: there are no gradients then."""
+        """Whether keys and values are stored, in pages, in 8 bits or with scales: there are no gradients then."""
         return bool(self.geometry.kv_dtype or any(t.source in KV_INPUTS for t in self.plan.tables))
 
     # -- running --
@@ -85,12 +90,13 @@ class JaxCall:
             check_platform(self.backend, platform, self.geometry)
             return self.backend
         plan, shapes = self.shard_plan(self.plan), dict(self.shapes)
-        name = backend_on(platform, plan, self.geometry, dtype, shapes, exported, names)
-        if self.tile or names:
+        one_order = self.invariant and not names  # gradients have none
+        name = backend_on(platform, plan, self.geometry, dtype, shapes, exported, names, one_order)
+        if self.tile or names or one_order:
             return name
         return quickest(name, plan, self.geometry, dtype, shapes, getattr(self.source, "narrow", False))
 
-    def _rows_around(self, backend: str) -> TokenPermutation | None:
+    def rows_around(self, backend: str) -> TokenPermutation | None:
         """The rows by which arrays are put in order, around kernels that do not read them by tables."""
         return None if RECORDS[backend].executors["jax"].rows else self.rows
 
@@ -100,28 +106,31 @@ class JaxCall:
     ) -> tuple[Any, ...]:
         """(out, lse, top); with `lse_residual` also the rounding error of lse, and softmax_stats [batch, heads, q_len,
         `norm_width`], which native kernels write in its place, zeros of other kernels. `plan` is the source where it is
-        at hand, and keeps what is made of it."""
-        if (rows := self._rows_around(backend)) is not None:
+        available, and keeps what is made of it."""
+        if (rows := self.rows_around(backend)) is not None:
             bare = replace(self, rows=None)
-            results = bare.forward(backend, platform, _in_order(rows, arrays), plan, lse_residual)
-            return tuple(_taken(x, rows.back, n) for n, x in zip(RESULTS, results))
+            results = bare.forward(backend, platform, in_order(rows, arrays), plan, lse_residual)
+            return tuple(permuted(x, rows.back, n) for n, x in zip(RESULTS, results))
         if RECORDS[backend].engine is not None:
             return self._by_engine(backend, platform, arrays, lse_residual)
         inputs, run = kernel_inputs(self, backend, platform, arrays, plan), executor(backend, "forward")
         try:
-            with deferring(not (self.backend or any(map(traced, arrays.values())))):  # what is traced stays as it is
+            fixed = self.backend or self.invariant or any(map(traced, arrays.values()))  # what is traced stays as it is
+            with deferring(not fixed):
                 result: tuple[Any, ...] = run(inputs, *(arrays[n] for n in "qkv"), lse_residual=lse_residual)
         except BuildError as error:
-            return self.forward(self._library_instead(error), platform, arrays, plan, lse_residual)
+            return self.forward(self.library_instead(error), platform, arrays, plan, lse_residual)
         if not lse_residual:
             return result[:3]
+        if inputs.plan.weighted:  # a backward takes the count of each row's keys
+            return *result[:3], result[2], _no_stats(*result[:2])
         if RECORDS[backend].stats_kind != "offset":
             return result if RECORDS[backend].exact_delta else (*result, _no_stats(*result[:2]))
-        return *result[:3], lse_residual_of(inputs.plan, result[3], result[1]), result[3]
+        return *result[:3], lse_residual_of(inputs, result[3], result[1]), result[3]
 
     def _by_engine(self, backend: str, platform: str, arrays: Arrays, lse_residual: bool) -> tuple[Any, ...]:
-        """The results of `forward` by an engine that is proved to compute the call. Nobody asks for the largest scores,
-        and an engine knows nothing of rows beside lse."""
+        """The results of `forward` by an engine that is proved to compute the call. No largest scores are wanted,
+        and an engine knows nothing of rows except lse."""
         numbers = self.tree.unflatten(self.leaves)
         on_host = isinstance(self.source, Plan) and all(type(x) is int for x in numbers["origin"])
         program: Any = self.source.program if isinstance(self.source, Plan) else None
@@ -137,9 +146,9 @@ class JaxCall:
         results = out, lse, jnp.full_like(lse, jnp.nan)
         return (*results, jnp.zeros_like(lse), _no_stats(out, lse)) if lse_residual else results
 
-    def _library_instead(self, error: BuildError) -> str:
-        """The backend where a native kernel cannot be built; whoever named it has the error."""
-        if self.backend:
+    def library_instead(self, error: BuildError) -> str:
+        """The backend where a native kernel cannot be built; a call that named it gets the error."""
+        if self.backend or self.invariant:
             raise error
         fall_back(error)
         return library("jax")
@@ -147,10 +156,10 @@ class JaxCall:
     @usual_promotion()
     def backward(self, backend: str, platform: str, arrays: Arrays, grad_names: frozenset[str]) -> Arrays:
         """The gradients of `grad_names`, in the dtypes of what they are of; an engine's are generated kernels'."""
-        if (rows := self._rows_around(backend)) is not None:
+        if (rows := self.rows_around(backend)) is not None:
             bare = replace(self, rows=None)
-            reordered = bare.backward(backend, platform, _in_order(rows, arrays), grad_names)
-            return {n: _taken(x, rows.back if n == "q" else rows.keys_back, n) for n, x in reordered.items()}
+            reordered = bare.backward(backend, platform, in_order(rows, arrays), grad_names)
+            return {n: permuted(x, rows.back if n == "q" else rows.keys_back, n) for n, x in reordered.items()}
         if RECORDS[backend].engine is not None:
             other = replace(self, backend="")
             # of an engine these are zeros: generated kernels take lse
@@ -161,19 +170,26 @@ class JaxCall:
         results = ForwardResults(*(arrays.get(n) for n in RESULTS if n != "top"))
         lse, residual, without_stats = results.lse, results.lse_residual, results.softmax_stats is None
         if without_stats and residual is not None and RECORDS[backend].stats_kind == "offset":
-            results = replace(results, softmax_stats=softmax_stats_of(inputs.plan, lse, residual))
-        cotangents = Cotangents(arrays["dout"], arrays.get("dlse"))
+            results = replace(results, softmax_stats=softmax_stats_of(inputs, lse, residual))
+        cotangents, names = Cotangents(arrays["dout"], arrays.get("dlse")), grad_names
+        of_divide: Arrays = {}
+        if inputs.plan.weighted:
+            cotangents, of_divide = row_cotangents(inputs, results, cotangents, grad_names)
+            results = ForwardResults(results.out, results.lse)
+            names &= {"q", "k", "v"} | {g.source for g in backward_of(inputs.plan).gradients}
         try:
-            gradients: Arrays = run(inputs, *(arrays[n] for n in "qkv"), results, cotangents, grad_names=grad_names)
+            gradients: Arrays = dict(run(inputs, *(arrays[n] for n in "qkv"), results, cotangents, grad_names=names))
         except BuildError as error:
-            return self.backward(self._library_instead(error), platform, arrays, grad_names)
+            return self.backward(self.library_instead(error), platform, arrays, grad_names)
+        for n, x in of_divide.items():
+            gradients[n] = gradients[n] + x if n in gradients else x
         return {n: gradients[n].astype(arrays[n].dtype) for n in grad_names}
 
     # -- others like it --
 
     def alike(self, axis: int) -> bool:
         """Whether one batch entry (0), or head (1), is like another: no mask, score mod or origin knows which it is."""
-        exprs = self.plan.mask, self.plan.score, self.plan.keep_mask
+        exprs = self.plan.mask, self.plan.score, self.plan.keep_mask, self.plan.divide
         parts = [_unscaled(self.plan, e) for e in exprs if e is not None]
         origin = self.tree.unflatten(self.leaves)["origin"]
         own_origin = axis == 0 and not all(isinstance(x, int) for x in origin[2:])
@@ -206,7 +222,7 @@ class JaxCall:
         """The parts by which calls are equal. Arrays of the host are equal where they are the same."""
         leaves = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
         source = self.source if isinstance(self.source, DevicePlanSpec) else id(self.source)
-        kind = self.plan, source, self.geometry, self.backend, self.tile
+        kind = self.plan, source, self.geometry, self.backend, self.tile, self.invariant
         return *kind, leaves, self.tree, self.times, self.shards, self.rows
 
     @cached_property
@@ -228,7 +244,7 @@ class JaxCall:
     @cached_property
     def digest(self) -> str:
         """A digest of the call, equal in every process and different for another kernel or other values in it."""
-        chosen = self.backend, self.tile, self.times, self.shards
+        chosen = self.backend, self.tile, self.times, self.shards, *["invariant"] * self.invariant
         rows = () if self.rows is None else (digest(self.rows.queries), digest(self.rows.keys))
         digests = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree), *rows
         content = frisket.__version__, str(self.plan), self.geometry, chosen, digests
@@ -239,11 +255,11 @@ def _no_stats(out: Any, lse: Any) -> Any:
     return jnp.zeros((*lse.shape, norm_width(out.dtype, out.shape[3])), lse.dtype)
 
 
-def _in_order(rows: TokenPermutation, arrays: Arrays) -> Arrays:
-    return {n: _taken(x, rows.keys if n in ("k", "v") else rows.queries, n) for n, x in arrays.items()}
+def in_order(rows: TokenPermutation, arrays: Arrays) -> Arrays:
+    return {n: permuted(x, rows.keys if n in ("k", "v") else rows.queries, n) for n, x in arrays.items()}
 
 
-def _taken(x: Any, index: Any, name: str) -> Any:
+def permuted(x: Any, index: Any, name: str) -> Any:
     """An array of this name with its positions at an index; one without positions as it is."""
     return take(x, index, LENGTH_AXES[name]) if name in LENGTH_AXES else x
 
@@ -267,7 +283,7 @@ def _from_zero(plan: LoopPlan, split_axes: tuple[str, ...]) -> LoopPlan:
     def shifted(e: Expr | None) -> Expr | None:
         return None if e is None else substitute(e, {n: substitute(n, shift) for n in _kv_reads(plan, e)})
 
-    return replace(plan, score=shifted(plan.score), weight=shifted(plan.weight), slots=(*plan.slots, *slots))
+    return replace(plan, score=shifted(plan.score), value_scale=shifted(plan.value_scale), slots=(*plan.slots, *slots))
 
 
 def _content(source: Plan | DevicePlanSpec) -> tuple[Any, ...]:
@@ -278,7 +294,7 @@ def _content(source: Plan | DevicePlanSpec) -> tuple[Any, ...]:
 
 
 def kernel_inputs(call: JaxCall, backend: str, platform: str, arrays: Arrays, source: Any = None) -> KernelInputs:
-    """The record that executors take of a call with these arrays; `source` is the call's where it is at hand."""
+    """The record that executors take of a call with these arrays; `source` is the call's where it is known."""
     leaves = list(call.leaves)
     for name, x in arrays.items():
         if (place := call.places.get(name, -1)) >= 0 or name.isdecimal():
@@ -290,7 +306,8 @@ def kernel_inputs(call: JaxCall, backend: str, platform: str, arrays: Arrays, so
     if isinstance(source, DevicePlanSpec):
         source = FlatPlan(source, numbers["given"], numbers["spans"])
     narrow = bool(getattr(source, "narrow", False))
-    target = target_on(backend, call.plan, geometry, str(arrays["q"].dtype), call.tile, narrow)
+    one_order = call.invariant and ORDER not in RECORDS[backend].features
+    target = target_on(backend, call.plan, geometry, str(arrays["q"].dtype), call.tile, narrow, one_order)
     tile = target.block_q, target.block_k
     if isinstance(source, Plan):
         tiled = source.work(tile, proofs=RECORDS[backend].guarded)
@@ -312,7 +329,7 @@ def _holding(plan: LoopPlan, spec: DevicePlanSpec, slots: Arrays, tables: Arrays
     """The plan for whatever traced Ints may hold, by their dtypes: in 64 bits where 32 may be too few."""
     ints = {x.name: x.source for xs in (plan.every_table, plan.slots) for x in xs if x.type is INT}
     kinds = {n: x.dtype for n, x in {**slots, **tables}.items() if n in ints and hasattr(x, "aval")}
-    # -w of the least int32 is let pass: windows that are traced numbers stay in 32 bits
+    # -w of the least int32 is not checked: windows that are traced numbers stay in 32 bits
     most = {n: float(np.iinfo(x).max) - (n in slots) for n, x in kinds.items() if x.itemsize > 2}
     return plan.holding({n: min(x, dict(spec.most).get(ints[n] or "", x)) for n, x in most.items()})  # a cache's, say
 
@@ -334,7 +351,7 @@ def _origin(call: JaxCall, origin: Any, at: tuple[Any, ...]) -> Any:
 
 
 class RepeatedSpans:
-    """The spans of a call whose source is repeated beside itself, or of which it is a shard."""
+    """The spans of a call whose source is repeated, or of which it is a shard."""
 
     def __init__(self, source: Any, call: JaxCall, at: tuple[Any, ...]) -> None:
         self.source, self.call, self.at = source, call, at
@@ -367,7 +384,7 @@ _reshard: Any = jax.sharding.reshard
 
 
 def take(x: jax.Array, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> jax.Array:
-    """`x` at `index` along an axis; with the index that puts rows back, gradients are gathered by it: JAX's own adds
+    """`x` at `index` along an axis. With the index that puts rows back, gradients are gathered by it: JAX's own adds
     rows to zeros, and takes seven times as long on a CPU. On a mesh of explicit axes it stays split as it is, as far as
     the new length goes: there no gather says by itself how its result is split."""
 
@@ -378,16 +395,34 @@ def take(x: jax.Array, index: Index, axis: int, inverse: Index | None = None, sc
     if AxisType.Explicit not in have.mesh.axis_types:
         if inverse is None:
             return gather(x)  # type: ignore[no-any-return]
-        return _gather(index, inverse, axis)(reverse_only({"x": x})["x"])  # type: ignore[no-any-return]
+        return _permute.bind(x, to=Permutation(index, inverse), axis=axis)  # type: ignore[no-any-return]
     spec = [*have.spec, *[None] * (x.ndim - len(have.spec))]
     spec[axis] = fitting(have.mesh.shape, spec[axis], len(index))
     return _auto_axes(gather, out_sharding=NamedSharding(have.mesh, spec_of(*spec)))(x)  # type: ignore[no-any-return]
 
 
-def _gather(index: Index, inverse: Index, axis: int) -> Any:
-    gather: Any = jax.custom_vjp(lambda x: jnp.take(x, jnp.asarray(index), axis=axis))
-    gather.defvjp(lambda x: (gather(x), None), lambda _, out: (_gather(inverse, index, axis)(out),))
-    return gather
+@dataclass(frozen=True, eq=False)
+class Permutation:
+    """An order of the places of an axis, and the one that puts them back."""
+
+    index: Index
+    inverse: Index
+
+    def of(self, x: Any, axis: int) -> Any:
+        return jnp.take(x, jnp.asarray(self.index), axis=axis)
+
+
+def _permute_mapped(xs: Any, axes: Any, *, to: Permutation, axis: int) -> Any:
+    return _permute.bind(jnp.moveaxis(xs[0], axes[0], 0), to=to, axis=axis + 1), 0
+
+
+_permute: Any = Primitive("frisket_permute")  # jnp.take, whose transpose gathers by the inverse
+_permute.def_abstract_eval(lambda x, **_: x)
+_permute.def_impl(lambda x, to, axis: to.of(jnp.asarray(x), axis))
+mlir.register_lowering(_permute, mlir.lower_fun(lambda x, to, axis: to.of(x, axis), multiple_results=False))
+batching.primitive_batchers[_permute] = _permute_mapped
+_deflinear: Any = ad.deflinear2
+_deflinear(_permute, lambda c, _, to, axis: [_permute.bind(c, to=Permutation(to.inverse, to.index), axis=axis)])
 
 
 def reverse_only(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -396,8 +431,8 @@ def reverse_only(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refused(*_: Any, **__: Any) -> Any:
-    text = "forward mode is asked for (jax.jvp, jax.jacfwd, jax.linearize, or jax.hessian, which takes it of a "
-    text += "gradient); attention has first derivatives in reverse, by jax.grad, jax.vjp and jax.jacrev\n"
+    text = "forward mode of attention over several devices is asked for (fk.parallel under jax.jvp, jax.jacfwd, "
+    text += "jax.linearize or jax.hessian); there are first derivatives in reverse, by jax.grad and jax.vjp\n"
     raise BackwardError(f"{text}  where none are needed wrap its arguments in jax.lax.stop_gradient")
 
 
@@ -430,6 +465,17 @@ def narrowed(source: str, floating: bool, table: Any, int64: bool) -> Any:
     if whole and not floating and not int64 and (table.max() > wide.max or table.min() < wide.min):
         raise too_wide(source)
     return table if isinstance(table, np.ndarray) else jnp.asarray(table)
+
+
+def _divisor(inputs: KernelInputs, total: Any, count: Any) -> Any:
+    """The divisors of rows, by their sums; tables of numpy are checked."""
+    kinds = {t.name: t.type is FLOAT for t in inputs.plan.every_table}
+    wide = inputs.plan.int64 and int64_enabled()
+    tables = {n: jnp.asarray(narrowed(n, kinds[n], x, wide)) for n, x in inputs.tables.items()}
+    return divisor(replace(inputs, tables=tables), total, count)
+
+
+DIVISORS["jax"] = _divisor
 
 
 def placed(x: Any, like: Any = None) -> Any:

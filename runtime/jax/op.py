@@ -4,45 +4,40 @@
    A plan of the host keeps all three in `plan.calls` for later calls.
 2. `_run`, of arrays with values on one device: `JaxCall.forward` calls the kernel at once.
 3. `_run`, under a transform (jit, grad, vmap) or on several devices: a primitive holds the `JaxCall` in a `Task`
-   (`primitives.py`) and is differentiated and mapped as a whole. When JAX lowers it, `Task.run` asks for the platform's
-   backend (`attend.py`) and calls the forward or the backward of the `JaxCall`.
+   (`primitives.py`) and is differentiated (`derivatives.py`) and mapped as a whole. When JAX lowers it, `Task.run`
+   asks for the platform's backend (`attend.py`) and calls the forward or the backward of the `JaxCall`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
-from frisket.lowering.derive import backward_of
+from frisket.lowering.derive import differentiable_names
 from frisket.lowering.kernels.features import missing
-from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Cotangents, ForwardResults, Geometry, LoopPlan
+from frisket.lowering.plan import KV_INPUTS, RATE, SEED, Geometry, LoopPlan
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
 from frisket.runtime.backends.base import RECORDS, Shapes
 from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.backends.stages import compiled, record
-from frisket.runtime.calls.arrays import refuse_gradients, turn
+from frisket.runtime.calls.arrays import turn
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import kernel_step
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import CheckedCall
 
 from .attend import quickest
-from .call import Arrays, JaxCall, narrowed, placed, reverse_only
-from .primitives import Task, bound
+from .call import Arrays, JaxCall, narrowed
+from .derivatives import Task, bound
 
 ANY = (128, 128)  # a tile, where only what all have in common is asked for
-OUT, LSE = "frisket out", "frisket lse"  # for jax.checkpoint_policies.save_only_these_names
 
 
 def execute(call: CheckedCall, att: Any) -> tuple[Any, Any, Any]:
@@ -56,7 +51,8 @@ def execute(call: CheckedCall, att: Any) -> tuple[Any, Any, Any]:
     plan, (q, k, v) = call.plan, call.arrays.transposed("bshd")
     named = _named(call, options)
     g = call.geometry
-    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, named, options.tile, options.rows, call.arrays.dtype
+    kind: tuple[Any, ...] = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, named, options.tile, options.rows
+    kind += call.arrays.dtype, options.tuning.invariant
     keeps = not plan.on_device and not call.rate  # a seed and tables of a device are others at the next call
     known = plan.calls.get(kind) if keeps else None
     if new := known is None:
@@ -77,7 +73,7 @@ def _named(call: CheckedCall, options: Options) -> str:
 
 
 def prepared(call: CheckedCall, options: Options) -> tuple[JaxCall, Arrays, Arrays]:
-    """A call without its arrays, and its arrays beside q, k, v and sinks, with gradients and without: `bound` of
+    """A call without its arrays, and its arrays besides q, k, v and sinks, with gradients and without: `bound` of
     `primitives` takes all three."""
     plan: Any = call.plan
     named = _named(call, options)
@@ -95,8 +91,9 @@ def prepared(call: CheckedCall, options: Options) -> tuple[JaxCall, Arrays, Arra
         inputs = (*planner.tables, *planner.scalars)
         numbers["given"] = {n: x for n, x in plan.device_values.items() if n in inputs}
         of = kernel, call.geometry, call.arrays.dtype
-        chosen = call.backend if named or options.tile else quickest(call.backend, *of, shapes, plan.narrow)
-        target = target_on(chosen, *of, options.tile, plan.narrow)
+        fixed = named or options.tile or options.tuning.invariant
+        chosen = call.backend if fixed else quickest(call.backend, *of, shapes, plan.narrow)
+        target = target_on(chosen, *of, options.tile, plan.narrow, options.tuning.invariant)
         block = target.block_q, target.block_k  # of the forward here; gradients with another tile plan again
         rows: Any = plan.rows(block)
         spans[block, False] = rows.bounds, rows.count, rows.overflow, rows.order
@@ -117,7 +114,7 @@ def _divided(
     tree: Any
     leaves, tree = jax.tree.flatten(numbers)
     numbered = tree.unflatten(range(len(leaves)))
-    flow = {g.source for g in backward_of(plan).gradients}
+    flow = differentiable_names(plan)
     places = {n: i for kind in ("slots", "tables") for n, i in numbered[kind].items() if n in flow}
     inside = [isinstance(x, jax.Array) for x in leaves]
     learned = {n: leaves[i] for n, i in places.items() if inside[i]}
@@ -125,7 +122,10 @@ def _divided(
     static = tuple(None if inside[i] else x for i, x in enumerate(leaves))
     bare = replace(geometry, origin=(0, 0, 0, 0), sizes=None)  # both are leaves: calls that differ in them share a text
     leaf_places = static, tree, places, tuple(shapes.items())
-    return JaxCall(plan, source, bare, backend, options.tile, *leaf_places, rows=options.rows), learned, fixed
+    call = JaxCall(
+        plan, source, bare, backend, options.tile, *leaf_places, rows=options.rows, invariant=options.tuning.invariant
+    )
+    return call, learned, fixed
 
 
 def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[Any, Any, Any]:
@@ -137,7 +137,9 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
         backend = call.backend_on(platform, str(q.dtype))
         return call.forward(backend, platform, learned | fixed, source)
     learned, fixed = varying_alike(learned, fixed)
-    return _differentiable(call)(reverse_only(learned), fixed)  # type: ignore[no-any-return]
+    arrays = {n: learned[n] for n in "qkv"} | learned | fixed
+    with usual_promotion():
+        return bound(Task(call, tuple(arrays)), *arrays.values())
 
 
 def varying_alike(*groups: Arrays) -> tuple[Arrays, ...]:
@@ -149,55 +151,3 @@ def varying_alike(*groups: Arrays) -> tuple[Arrays, ...]:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return tuple({n: varying(x) for n, x in arrays.items()} for arrays in groups)
-
-
-def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
-    checkpoint_name: Any = _checkpoint_name  # JAX leaves some of its functions untyped
-    # JAX does not say inside a shard_map whose gradient is wanted: all are made
-    symbolic = not jax.sharding.get_abstract_mesh().manual_axes
-
-    def task(arrays: Arrays, grad_names: tuple[str, ...] = (), lse_residual: bool = False) -> tuple[Any, ...]:
-        arrays = {n: arrays[n] for n in "qkv"} | arrays
-        return bound(Task(call, tuple(arrays), grad_names, lse_residual=lse_residual), *arrays.values())
-
-    @jax.custom_vjp
-    def run(learned: Arrays, fixed: Arrays) -> Any:
-        return task(learned | fixed)
-
-    def forwards(learned: Arrays, fixed: Arrays) -> Any:
-        if call.stored:
-            refuse_gradients(call.geometry.kv_dtype, fixed, "jax")
-        grad_names = {n: () for n, x in learned.items() if not symbolic or x.perturbed}  # in the tree, without a leaf
-        if symbolic:
-            learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))
-        out, lse, top, *lse_residual = task(learned | fixed, lse_residual=True)
-        out, lse, *lse_residual = checkpoint_name(out, OUT), *(checkpoint_name(x, LSE) for x in (lse, *lse_residual))
-        return (out, lse, top), (learned, fixed, out, lse, lse_residual, grad_names)
-
-    @usual_promotion()
-    def backwards(residuals: Any, cotangents: Any) -> Any:
-        learned, fixed, out, lse, (lse_residual, softmax_stats), grad_names = residuals
-        dout, dlse, _ = cotangents  # the largest score is not differentiable
-        dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-        rows = {"out": out, "lse": lse, "lse_residual": lse_residual, "dout": dout}
-        rows |= {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
-        gradients: Arrays = {}
-        if inner := tuple(sorted(grad_names.keys() - {"sinks"})):
-            arrays = learned | fixed | rows | {"softmax_stats": softmax_stats}
-            gradients = dict(zip(inner, task(arrays, inner), strict=True))
-        if "sinks" in grad_names:
-            of_rows = ForwardResults(out, lse, lse_residual), Cotangents(dout, rows.get("dlse"))
-            gradients["sinks"] = of_sinks(learned["sinks"], *of_rows)
-        return {n: placed(gradients[n], x) if n in gradients else None for n, x in learned.items()}, None
-
-    run.defvjp(forwards, backwards, symbolic_zeros=symbolic)
-    return run
-
-
-def of_sinks(sinks: Any, results: ForwardResults, cotangents: Cotangents) -> Any:
-    """-sum of exp(sink - lse - lse_residual) * delta over batch entries and queries."""
-    lse, dout, dlse, real = results.lse, cotangents.dout, cotangents.dlse, results.lse.dtype
-    delta = (dout.astype(real) * results.out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
-    finite_lse = jnp.nan_to_num(jnp.where(lse == -jnp.inf, 0, lse), nan=jnp.nan)  # inf - inf is 0 here: all weight
-    share = jnp.exp(jnp.nan_to_num(sinks.astype(real)[:, None], nan=jnp.nan) - finite_lse - results.lse_residual)
-    return -jnp.where(share == 0, 0, share * delta).sum((0, 2)).astype(sinks.dtype)

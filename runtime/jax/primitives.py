@@ -1,13 +1,16 @@
-"""Attention as JAX sees it: one primitive for the forward, one for the backward, lowered by each platform's backend.
+"""Attention as JAX sees it: one primitive for the forward, one for the backward, one for tangents.
+
+Each platform's backend lowers them, or JAX's own operators where that has no kernel of tangents. `derivatives.py` has
+the rules by which they are differentiated.
 
 Only the platform that is lowered is traced. Between `..._p` and `..._shard_p` there is automatic sharding: the first
-is what calls bind, the second what a device has of it.
+is what calls bind, the second the part on a device.
 
 Batch entries and heads go over the devices of a mesh without a gather, heads as far as groups that share keys stay
 whole. Lengths, sizes of heads, tables and numbers are on every device.
-Scales of stored keys go with the keys; of a pool of pages every device of a batch has all pages, of its own heads.
+Scales of stored keys go with the keys; of a pool of pages every device of a batch has all pages, for its heads.
 
-`jax.vmap` puts instances beside one another in one call where the mask cannot tell, otherwise it takes them in turn.
+`jax.vmap` puts instances into one call where the mask cannot tell, otherwise it takes them in turn.
 `jax.vmap` of the executors themselves would run every row as often as the longest and gather every slice.
 """
 
@@ -28,10 +31,10 @@ from jax._src.dispatch import prim_requires_devices_during_lowering as requires_
 from jax._src.mesh import get_concrete_mesh as concrete_mesh
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding
 
-from frisket.dsl.errors import BackwardError, FrisketError
+from frisket.dsl.errors import FrisketError
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
@@ -40,33 +43,46 @@ from frisket.runtime.backends.registry import platform_of
 from frisket.runtime.sharding.partition import fitting, names_of, spec_of
 
 from .call import RESULTS, SHARD, JaxCall
+from .differentiable import gradients, tangent, tangent_by_kernel
 
 Level = tuple[int, tuple[bool, ...]]  # of jax.vmap: instances, and which operands have an axis for them
 # the axes of arrays: batch, query, key, head, kv head, sizes of heads, page of a sequence
 AXES = {"q": "bshd", "k": "btnd", "v": "btne", "sinks": "h", "out": "bshe", "dout": "bshe", "softmax_stats": "bhsr"}
 AXES |= dict.fromkeys(("lse", "lse_residual", "top", "dlse"), "bhs")
 AXES |= {K_SCALE: "btn", V_SCALE: "btn", PAGES: "bc", FIRST: "b"}
+TANGENT = "tangent "  # before the name of an array
+AXES |= {TANGENT + n: AXES[n] for n in ("q", "k", "v", "sinks")}
 POOLS = {"k": "ptnd", "v": "ptne", K_SCALE: "ptn", V_SCALE: "ptn"}  # page of the pool, in place of batch
 NOWHERE = AbstractMesh((), ())
 
 
 @dataclass(frozen=True)
 class Task:
-    """The work of a primitive with operands of these names: the forward, or the backward where there are
-    `grad_names`. `levels` of jax.vmap are axes in front, the outermost first. `lse_residual` asks for what a backward
-    takes beside lse."""
+    """The work of a primitive with operands of these names: the forward, the backward where there are `grad_names`, or
+    the tangents of out and lse given those of `tangents`. `levels` of jax.vmap are axes in front, the outermost first.
+    `lse_residual` asks for what a backward takes besides lse. `parted`: out and lse that a backward takes are of more
+    keys than the call's."""
 
     call: JaxCall
     names: tuple[str, ...]
     grad_names: tuple[str, ...] = ()
     levels: tuple[Level, ...] = ()
     lse_residual: bool = False
+    tangents: tuple[str, ...] = ()
+    parted: bool = False
 
     def __repr__(self) -> str:
         return f"({self.call})" + (f" -> {', '.join(self.grad_names)}" if self.grad_names else "")
 
     @property
+    def kind(self) -> int:
+        """The place of its primitive in `WHOLE` and `LOCAL`."""
+        return 2 if self.tangents else int(bool(self.grad_names))
+
+    @property
     def results(self) -> tuple[str, ...]:
+        if self.tangents:
+            return RESULTS[:2]
         return self.grad_names or (RESULTS if self.lse_residual else RESULTS[:3])
 
     def axes(self, name: str) -> str:
@@ -92,15 +108,21 @@ class Task:
 
     def run(self, platform: str, exported: bool, *operands: Any) -> tuple[Any, ...]:
         """Run the task on a platform, in instances in turn where they are mapped; native kernels map themselves."""
-        backend = self.call.backend_on(platform, str(operands[0].dtype), exported, frozenset(self.grad_names))
+        names = frozenset(self.tangents or self.grad_names)
+        backend = self.call.backend_on(platform, str(operands[0].dtype), exported, names)
 
         def one(*operands: Any) -> tuple[Any, ...]:
             arrays = dict(zip(self.names, operands, strict=True))
+            if self.tangents:
+                tangents = {n: arrays[TANGENT + n] for n in self.tangents}
+                return tangent_by_kernel(self.call, backend, platform, arrays, tangents)
             if not self.grad_names:
                 return self.call.forward(backend, platform, arrays, lse_residual=self.lse_residual)
             gradients = self.call.backward(backend, platform, arrays, frozenset(self.grad_names))
             return tuple(gradients[n] for n in self.grad_names)
 
+        if self.tangents:  # kernels of tangents map themselves, and so do operators
+            return self.mapped(one)(*operands)  # type: ignore[no-any-return]
         run: Callable[..., tuple[Any, ...]] = one
         for _, batched in reversed(self.levels):
             if RECORDS[backend].executors["jax"].maps:
@@ -108,6 +130,23 @@ class Task:
             else:
                 run = partial(_in_turn, run, batched)
         return run(*operands)
+
+    def differentiable(self, *operands: Any) -> tuple[Any, ...]:
+        """The results of a backward or of tangents in JAX's own operators."""
+
+        def one(*operands: Any) -> tuple[Any, ...]:
+            arrays = dict(zip(self.names, operands, strict=True))
+            if self.tangents:
+                return tangent(self.call, arrays, {n: arrays[TANGENT + n] for n in self.tangents})
+            return gradients(self.call, arrays, self.grad_names)
+
+        return self.mapped(one)(*operands)  # type: ignore[no-any-return]
+
+    def mapped(self, one: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the operands of one instance, for all instances."""
+        for _, batched in reversed(self.levels):
+            one = jax.vmap(one, tuple(0 if m else None for m in batched))
+        return one
 
     def description(self, operands: Sequence[Any], platform: str) -> str:
         """A description of the call, for errors."""
@@ -219,16 +258,9 @@ def _instances(mesh: Any, task: Task, level: int, operands: Any) -> Any:
     return fitting(mesh.shape, spec[at], n)
 
 
-NO_HESSIAN = BackwardError(
-    "a gradient of a gradient of attention is asked for; there are first derivatives, by jax.grad and jax.vjp\n"
-    "  where no second ones are needed wrap the gradient in jax.lax.stop_gradient"
-)
-
-
 def bound(task: Task, *operands: Any) -> tuple[Any, ...]:
     """The results of a task under a trace."""
-    backward = int(bool(task.grad_names))
-    return tuple((LOCAL if _no_devices() else WHOLE)[backward].bind(*operands, task=task))
+    return tuple((LOCAL if _no_devices() else WHOLE)[task.kind].bind(*operands, task=task))
 
 
 def _no_devices() -> bool:
@@ -264,19 +296,15 @@ def _sharding(task: Task, name: str, operands: Any, rank: int) -> NamedSharding:
 def _impl(*operands: Any, task: Task) -> tuple[Any, ...]:
     if not all(isinstance(x, jax.Array) for x in operands):  # numpy's, given to `jax.grad`, arrive as they are
         operands = tuple(map(jax.numpy.asarray, operands))
-    if len(operands[0].sharding.device_set) > 1:
+    if task.tangents or len(operands[0].sharding.device_set) > 1:
         return _on_devices(task)(*operands)  # type: ignore[no-any-return]
     return task.run(platform_of(operands[0]), False, *operands)
 
 
 @memo(group="kernels")
 def _on_devices(task: Task) -> Callable[..., Any]:
-    """A task as a function of its own, which JAX compiles once."""
+    """A task as a separate function, which JAX compiles once."""
     return jax.jit(partial(bound, task))
-
-
-def _refused(*_: Any, **__: Any) -> Any:
-    raise NO_HESSIAN
 
 
 def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> Any:
@@ -287,7 +315,7 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
     shared = split and not exported and len(devices) > 1
     if shared:
         ctx = _on_mesh(ctx)
-        run = partitioned(task, LOCAL[bool(task.grad_names)])
+        run = partitioned(task, LOCAL[task.kind])
     else:
         ctx, run = _without_mesh(ctx, run)
     try:
@@ -313,6 +341,7 @@ def _on_mesh(ctx: Any) -> Any:
 def _named(operation: Any, task: Task) -> None:
     """Name the work of each device in the module: caches of what is compiled tell one mask from another by this."""
     name = f"{task.call.digest} {task.names} {task.grad_names} {task.levels} {task.lse_residual}"
+    name += f" {task.tangents}" if task.tangents else ""
     kind = "mhlo.frontend_attributes"
     have = {a.name: a.attr for a in operation.attributes[kind]} if kind in operation.attributes else {}
     operation.attributes[kind] = mlir.ir.DictAttr.get({**have, "frisket": mlir.ir.StringAttr.get(name)})
@@ -335,18 +364,18 @@ def _primitive(name: str, split: bool) -> Any:
     primitive.multiple_results = True
     primitive.def_abstract_eval(_abstract)
     primitive.def_impl(_impl)
-    ad.primitive_jvps[primitive] = _refused
     for platform in ("cpu", "tpu", "cuda", "rocm"):
         mlir.register_lowering(primitive, partial(_lowered, split, platform), platform=platform)
     mlir.register_lowering(primitive, partial(_lowered, split, "another platform"))
     return primitive
 
 
-WHOLE: tuple[Any, Any] = _primitive("frisket_forward", True), _primitive("frisket_backward", True)
-LOCAL: tuple[Any, Any] = _primitive("frisket_forward_shard", False), _primitive("frisket_backward_shard", False)
+NAMES = "frisket_forward", "frisket_backward", "frisket_tangent"
+WHOLE: tuple[Any, ...] = tuple(_primitive(n, True) for n in NAMES)
+LOCAL: tuple[Any, ...] = tuple(_primitive(f"{n}_shard", False) for n in NAMES)
 
 
-# where instances go in one call: into the batch, or among the heads
+# where instances go in one call: into the batch, or among the heads.
 # not sinks, page tables and first positions: `_fold` leaves calls that map these to the instances in turn
 FOLDED = {n: axes for n, axes in AXES.items() if len(axes) > 2}
 FOLDS = dict.fromkeys(FOLDED, 0), {n: axes.index("h" if "h" in axes else "n") for n, axes in FOLDED.items()}
@@ -356,6 +385,9 @@ def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[An
     """The batching rule of a primitive."""
     where = {n: d for n, d in zip(task.names, dims, strict=True) if isinstance(d, int)}
     n = axis.size
+    if not where:  # tangents alone are mapped by jax.jacfwd, and the forward is not
+        results = primitive.bind(*operands, task=task)
+        return results, [None] * len(results)
     if n and (fold := _fold(task, where)) is not None:
         return _in_one_call(primitive, fold, n, operands, where, task)
     front = [jnp.moveaxis(x, where[name], 0) if name in where else x for name, x in zip(task.names, operands)]
@@ -368,7 +400,7 @@ def _fold(task: Task, where: dict[str, int]) -> int | None:
     """The place of mapped instances: 0, the batch; 1, the heads; None: they run one after another."""
     call, names = task.call, set(task.names)
     foldable = where.keys() <= FOLDS[0].keys() and {*task.grad_names} <= {"q", "k", "v"}
-    if task.levels or {PAGES, FIRST} & names or not foldable:
+    if task.levels or task.tangents or {PAGES, FIRST} & names or not foldable:
         return None
     whole = {"q", "k", "v"} <= where.keys()
     near = all(where[n] in (2, 3) for n in ("q", "k", "v") if n in where)  # no array is turned round

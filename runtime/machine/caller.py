@@ -31,7 +31,7 @@ def as_int(x: Any) -> Any:
         return x
     try:
         return operator.index(x)
-    except Exception:  # a Float, or something without a value: every library raises its own
+    except Exception:  # a Float, or something without a value: every library raises another error
         return x
 
 
@@ -86,7 +86,7 @@ def outside(fn: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-INSIDE = frozenset({"frisket", "jax", "jaxlib", "torch", "contextlib"})
+INSIDE = frozenset({"frisket", "jax", "jaxlib", "torch", "contextlib", "functools"})
 SAID: set[Hashable] = set()
 
 

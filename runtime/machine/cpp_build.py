@@ -1,7 +1,7 @@
 """Generated C++ to a loaded library: compiled at first use, kept on disk, never trusted without its checksum.
 
 `VARIANTS` are the CPUs that kernels can be built for; the features of this one say which of them run here. Threads of
-native kernels are torch's own beside torch, a pool of ours elsewhere and after a fork.
+native kernels are torch's own with torch, a pool of ours elsewhere and after a fork.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", 1))
 PROBE = 'extern "C" int frisket_probe() { return 1; }\n'
 ENTRIES = 1024  # libraries on disk; beyond, the ones used longest ago go
 LOADED = 256  # libraries found without looking at the disk
-ORPHANED = 3600.0  # seconds after which a temporary file is nobody's
+ORPHANED = 3600.0  # seconds after which a temporary file may be removed
 PATIENCE = 120.0  # seconds to wait for another process that builds the same kernel
 RETRY = 60.0  # seconds after which a kernel is tried again that lacked memory or space
 DIGEST = hashlib.sha256().digest_size
@@ -87,7 +87,7 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     """A C++ source as a loaded library: `library('extern "C" int one() { return 1; }').one()`.
 
     Calls of its functions release the GIL. Libraries stay loaded, because others may hold their functions.
-    `BackendError`: a CPU without what the variant needs; `BuildError`: no compiler, or it refuses the source;
+    `BackendError`: a CPU without what the variant needs; `BuildError`: no compiler, or it refuses the source.
     `LaterError`: the compiler is killed, or no directory can be written to; `PendingError`: see `deferring`.
     """
     key = source, variant, os.environ.get("CXX", ""), os.environ.get("PATH", ""), Settings.read().cache_dir or ""
@@ -128,8 +128,8 @@ def there(source: str) -> bool:
 
 @contextmanager
 def deferring(when: bool = True) -> Iterator[None]:
-    """Inside, with FRISKET_COMPILE=background, a kernel that is not on disk is compiled in a thread, and `library`
-    raises `PendingError` until it is there: for callers that have library calls to run meanwhile."""
+    """Inside, with FRISKET_COMPILE=background, a kernel that is not on disk is compiled in a thread. `library`
+    raises `PendingError` until it is there. This is for callers that have library calls to run meanwhile."""
     before = _defers.set(when and Settings.read().compile == "background")
     try:
         yield
@@ -319,7 +319,7 @@ def directories(kind: str = "native") -> list[Path]:
 
 
 def writable(kind: str = "native") -> Path | None:
-    """The first of the directories that can be written to, by nobody else; None where there is none."""
+    """The first of the directories that can be written to by this user alone; None where there is none."""
     return next((d for d in directories(kind) if not barred(d)), None)
 
 
@@ -336,7 +336,7 @@ def barred(folder: Path) -> str:
 
 
 def ours(path: Path) -> bool:
-    """Whether nobody but this user and root may write to a file or a folder, or has made a link to it: code is loaded
+    """Whether no user but this one and root may write to a file or a folder, or has made a link to it: code is loaded
     from nowhere else. Windows knows no such modes."""
     if os.name == "nt":
         return path.exists()
@@ -435,7 +435,7 @@ def _alone(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # whoever waits for this file finds the kernel; whoever comes, too
+            path.unlink(missing_ok=True)  # processes that wait for this file find the kernel; later ones, too
 
 
 def _opened(path: Path, name: str) -> ctypes.CDLL | None:
@@ -453,12 +453,12 @@ def _digest(name: str, content: bytes) -> bytes:
 
 
 def _compile(source: str, command: list[str], path: Path) -> None:
-    """Compile to `path`: the source beside the library, and the checksum at the end of the library."""
+    """Compile to `path`: the source next to the library, and the checksum at the end of the library."""
     text, folder = path.with_suffix(".cpp"), path.parent
     put(text, source.encode())
     with tempfile.TemporaryDirectory(suffix=".tmp", dir=folder, ignore_cleanup_errors=True) as scratch:
         output = Path(scratch) / "library.so"
-        try:  # temporary files of the compiler go with the folder, whoever dies
+        try:  # temporary files of the compiler go with the folder, whichever process dies
             process = _run([*command, "-o", str(output), str(text)], TMPDIR=scratch)
         except OSError as error:  # no memory for a process
             raise LaterError(f"{command[0]} cannot be started: {error.strerror}") from None

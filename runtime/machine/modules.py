@@ -51,7 +51,7 @@ def installed_from() -> tuple[bool, str]:
     from urllib.parse import urlparse
     from urllib.request import url2pathname
 
-    # a clone that is the current folder has metadata of its own, which do not say it
+    # a clone that is the current folder has separate metadata, which do not say it
     texts = (x.read_text("direct_url.json") for x in distributions(name=DISTRIBUTION))
     origin = json.loads(next(filter(None, texts), "{}"))
     address = urlparse(origin.get("url", ""))
@@ -77,8 +77,8 @@ def extras() -> Iterator[None]:
 
 
 def load_source(source: str, *, importable: bool = False, **scope: Any) -> dict[str, Any]:
-    """The names of a generated module, beside those of `scope`; tracebacks show its lines. `importable` ones are
-    modules that others can import, one for a text: torch.compile looks there for what functions call."""
+    """The names of a generated module, in addition to those of `scope`; tracebacks show its lines. `importable` ones
+    are modules that others can import, one for a text: torch.compile looks there for what functions call."""
     digest = sha256(source.encode()).hexdigest()[:12]
     name, file = f"frisket_kernel_{digest}", f"<frisket {digest}>"
     if importable and name in sys.modules:

@@ -51,8 +51,19 @@ def traced(value: Any) -> bool:
 
 def is_tensor(value: Any) -> bool:
     """Whether this is a tensor of torch. Only tensors are asked for torch's attributes: arrays of other frameworks
-    have attributes of the same names and other meanings, such as the `layout` of a tracer of JAX 0.11."""
+    have attributes with the same names and other meanings, such as the `layout` of a tracer of JAX 0.11."""
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def stand_in(x: Any) -> Any:
+    """A value of the same type. Checks of library entries alone read its numbers, and all of them take 0."""
+    if not hasattr(x, "ndim"):
+        return x
+    dtype = str(x.dtype).removeprefix("torch.")
+    kind = np.float32 if dtype.startswith(("float", "bfloat")) else None
+    if kind is None and not dtype.startswith(("bool", "int", "uint")):
+        return x  # refused where it is read
+    return np.zeros((1,) * x.ndim, kind or (bool if dtype == "bool" else int))
 
 
 def learns(value: Any) -> bool:
@@ -453,7 +464,7 @@ class BoundExpr:
                 f"`{name}` is traced by jax.jit or another transform, and this takes values; attention takes the array "
                 "as it is: frisket.compile(...), or frisket.attention, of the function that captures it"
             )
-        near = nearest(name, definitions())
+        near = nearest(name, ["score", "total", "count", *definitions()])
         named = misnamed(name) or (f"did you mean `{near}`?" if near else "")
         hint = f" ({named})" if named else ""
         example = "<array>" if ir.names_of(self.expr)[name][0] != 0 else "..."

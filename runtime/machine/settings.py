@@ -66,6 +66,12 @@ def _check(text: str) -> bool:
     return text == "1"
 
 
+def _tuned(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ParameterError(f"FRISKET_TUNED={text}: write 0 or 1")
+    return text == "1"
+
+
 VARIABLES = (
     Variable("FRISKET_SHOW", _stages, "stages to print to stderr at each compilation; compiles: why it compiled"),
     Variable("FRISKET_CACHE_DIR", str, "where generated kernels are kept"),
@@ -73,6 +79,7 @@ VARIABLES = (
     Variable("FRISKET_CHECK", _check, "1: check every call against the float64 reference"),
     Variable("FRISKET_ENGINES", _engines, "0: no engines; flash,cudnn: these alone may run, compared in full or not"),
     Variable("FRISKET_COMPILE", _compile, "background: library calls run while a thread compiles a native kernel"),
+    Variable("FRISKET_TUNED", _tuned, "0: tiles that frisket tune measured are not used"),
 )
 
 
@@ -85,6 +92,7 @@ class Settings(NamedTuple):
     check: bool = False
     engines: bool | tuple[str, ...] = True
     compile: str | None = None
+    tuned: bool = True
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:

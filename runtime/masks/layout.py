@@ -104,7 +104,7 @@ class Layout(Tiling):
         """A picture of the tiles, written to a `.png` or `.svg` if there is a path: `layout.plot("mask.png")`.
 
         Options: `b` and `h`, a batch entry and head counted in the layout; `tokens`, positions instead of tiles;
-        `compact`, without axes; `dark`; `size` of the longer side in inches; `dpi`; `title`. Gives the matplotlib
+        `compact`, without axes; `dark`. `size` of the longer side is in inches; `dpi`; `title`. Gives the matplotlib
         figure. Raises `ParameterError` for other suffixes and for options that do not fit.
         """
         from frisket.runtime.draw.pixels import plot
@@ -286,7 +286,7 @@ def empty_rows(mask: Mask, problem: Problem, budget: int = BUDGET) -> Answer:
 
 
 def score_lookups(score: BoundExpr, shown: Mask | None, problem: Problem, budget: int = BUDGET) -> tuple[Lookup, ...]:
-    """Every table lookup of a score mod, and whether it stays inside its table wherever `shown` shows a position; for a
+    """Every table lookup of a score mod, and whether it stays inside its table wherever `shown` shows a position. For a
     mask alone, wherever the rest of the mask does not decide."""
     score.require_bound()
     left: BoundExpr = score

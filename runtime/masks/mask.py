@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl import ir
-from frisket.dsl.errors import ParameterError
+from frisket.dsl.errors import MaskSyntaxError, ParameterError
 from frisket.dsl.from_python.closure import paths_to
 from frisket.dsl.ir import Expr, names_of
 from frisket.dsl.program import Parsed, check_names, read
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 Params = Mapping[str, Any] | None
 MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
 ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
+WeightLike: TypeAlias = "str | Weight | Program | Expr | Callable[..., Any]"
 
 
 class Mask(parameters.BoundExpr):
@@ -150,7 +151,7 @@ class Mask(parameters.BoundExpr):
         >>> mask("causal & window(256)").visible_pairs(1_000_000, 1_000_000)
         255967360
         """
-        return layout.visible_pairs(self, Problem.of(q_len, kv_len, **where))
+        return layout.visible_pairs(self, _problem(q_len, kv_len, **where))
 
     @counting
     def implies(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -208,7 +209,14 @@ class Mask(parameters.BoundExpr):
 
 def _asked(q_len: int, kv_len: int, budget: int = layout.BUDGET, **where: Any) -> tuple[Problem, int]:
     """The problem that a question is about, and the steps that its answer may take."""
-    return Problem.of(q_len, kv_len, **where), budget
+    return _problem(q_len, kv_len, **where), budget
+
+
+def _problem(q_len: int, kv_len: int, **where: Any) -> Problem:
+    if other := where.keys() - {"batch", "heads", "origin", "sizes"}:
+        text = f"`{min(other)}` is no keyword of a question about a mask: batch, heads, origin and sizes are\n"
+        raise ParameterError(f"{text}  give the values of names to the mask: mask(..., {min(other)}=...)")
+    return Problem.of(q_len, kv_len, **where)
 
 
 class ScoreMod(parameters.BoundExpr):
@@ -263,9 +271,45 @@ class ScoreMod(parameters.BoundExpr):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
 
 
+class _Number(parameters.BoundExpr):
+    """A part of a program that is a number: a weight, or a divisor."""
+
+    def __init__(self, expr: Expr, params: Params = None, origin: parameters.Origin | None = None) -> None:
+        if expr.type is BOOL:
+            raise ParameterError(f"a {self.what} is a number, `{expr!r}` is a Bool")
+        super().__init__(ir.to_float(expr), params, origin)
+        if self.shown.op == "float":  # a text is a number of any type: `count`
+            (self.shown,) = self.shown.args
+
+
+class Divide(_Number):
+    """The divisor of rows: a Float of `total`, `count`, b, h, q, sizes and parameters."""
+
+    what = "divide"
+
+
+class Weight(_Number):
+    """The weight of a visible pair, in place of the softmax: a Float of `score`, positions and parameters.
+
+    `frisket.weight` makes a program of it and of its divisor.
+
+    >>> w = weight("sigmoid(score + bias)").weight
+    >>> w.unbound, w.bind(bias=-2.0)
+    (('bias',), Weight('sigmoid(score + bias)', bias=-2.0))
+    >>> weight("score * 0.9 ** (q - k)").weight.at(q="q + 8")
+    Weight('score * 0.9 ** (q + 8 - k)')
+    >>> w.require_bound()
+    Traceback (most recent call last):
+    frisket.dsl.errors.ParameterError: ...
+    """
+
+    what = "weight"
+
+
 @dataclass(frozen=True)
 class Program:
-    """A mask and a score mod, as a `.frisket` file holds them; `compile` and `attention` take one in place of a mask.
+    """A mask, a score mod, and a weight with a divisor, as a `.frisket` file holds them; `compile` and `attention` take
+    one in place of a mask.
 
     >>> import frisket as fk
     >>> fk.compile(fk.Program(mask=fk.mask("causal"), score=fk.score("softcap(50)")))
@@ -275,10 +319,22 @@ class Program:
     mask: Mask | None = None
     score: ScoreMod | None = None
     name: str = "program"
+    weight: Weight | None = None
+    divide: Divide | None = None
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """The parts of the program, by their names in a text."""
+        parts = {"mask": self.mask, "score": self.score, "weight": self.weight, "divide": self.divide}
+        return {n: p for n, p in parts.items() if p is not None}
+
+    @property
+    def exprs(self) -> ProgramExprs:
+        """The expressions of the parts."""
+        return ProgramExprs(**{n: p.expr for n, p in self.by_name.items()})
 
     def __str__(self) -> str:
-        lines = [] if self.mask is None else [f"mask = {self.mask}"]
-        return "\n".join(lines if self.score is None else [*lines, f"score = {self.score}"])
+        return "\n".join(f"{n} = {p}" for n, p in self.by_name.items())
 
     @property
     def hidden_by_score(self) -> Mask | None:
@@ -330,20 +386,22 @@ def mask(what: MaskLike, /, **params: Any) -> Mask:
 
 
 def _built(kind: Any, what: Any, params: Mapping[str, Any], again: bool = True) -> Any:
-    """A mask or a score mod from anything that stands for one. `again`: see `_from_python`."""
-    other, name = (ScoreMod, "mask") if kind is Mask else (Mask, "score")
+    """A part of a program from anything that stands for one. `again`: see `_from_python`."""
+    name = NAMES[kind]
     if isinstance(what, kind):
         return what.bind(**params)
-    if isinstance(what, other):
-        hint = "; a mask is given as mask=..." if other is Mask else ""
-        raise ParameterError(f"this is a {other.what}, not a {kind.what}{hint}")
+    kinds: Any = tuple(NAMES)
+    if isinstance(what, kinds):
+        hint = "; a mask is given as mask=..." if isinstance(what, Mask) else ""
+        raise ParameterError(f"this is a {what.what}, not a {kind.what}{hint}")
     if isinstance(what, Expr):
         return kind(what, params)
     if isinstance(what, str):
-        if (part := getattr(_program(what, name, name, params), name)) is None:
-            text = f"this text has a {other.what} and no {kind.what}; use frisket.{other.what.split()[0]}"
-            raise ParameterError(text)
-        return part
+        parts = _program(what, name, name, params).by_name
+        if name not in parts:
+            other = next(iter(parts.values())).what
+            raise ParameterError(f"this text has a {other} and no {kind.what}; use frisket.{other.split()[0]}")
+        return parts[name]
     return kind(*_from_python(what, name, params, again))
 
 
@@ -364,9 +422,73 @@ def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
     return _built(ScoreMod, what, params)  # type: ignore[no-any-return]
 
 
+def weight(source: WeightLike, /, divide: str | Divide | Expr | None = None, **params: Any) -> Program:
+    """A weight of pairs in place of the softmax, and a divisor of rows, as one program.
+
+    >>> print(weight("sigmoid(score + bias)", bias=-3.0))
+    weight = sigmoid(score + bias)
+    >>> import frisket as fk
+    >>> fk.compile("causal", weight=weight("relu2", divide="count"))
+    Attention(mask = causal; weight = relu2; divide = count)
+
+    Row i of the result is the sum of `weight * v[j]` over the keys j that it sees, divided by `divide` where that is
+    not None. Rows that see no key, or whose divisor is 0, are 0.
+
+    - `source`: a text, a function with `score`, an Expr, or a program with a weight. `score` is the score after the
+      score mod. Positions and parameters are as in a score mod.
+    - `divide`: a text of `total`, the sum of the row's weights before dropout; `count`, the number of keys that the row
+      sees; b, h, q, sizes and parameters. It may be a line of the first text, `divide = ...`.
+    - `params`: numbers and arrays for the names in both.
+
+    `weight("exp(score)", divide="total")` is the softmax, and runs its kernels. Raises as `mask`.
+    """
+    for name, x, kinds in (("weight", source, Program | Weight | Expr | str), ("divide", divide, Divide | Expr | str)):
+        if not isinstance(x, kinds) and not (callable(x) if name == "weight" else x is None):
+            kind = "a text or a function" if name == "weight" else "a text"
+            text = f"{name} is {kind}, not {type(x).__name__}; a parameter has another name, for example `{name}_`"
+            if isinstance(x, int | float) or callable(x):
+                text += f"\n  write what to compute: {name}=" + ('"count"' if callable(x) else f'"{x}"')
+            raise ParameterError(text)
+    if isinstance(source, Program):
+        parts: dict[str, Any] = dict(source.by_name)
+    elif isinstance(source, str):
+        parts = _program(source, "weight", "weight", values_read(source, "weight", params)).by_name
+    else:
+        parts = {"weight": _built(Weight, source, values_read(source, "weight", params))}
+    if divide is not None:
+        parts["divide"] = _built(Divide, divide, values_read(divide, "divide", params))
+    if "weight" not in parts:
+        raise ParameterError("there is no weight here; write `weight = ...`")
+    parts = {n: parts[n] for n in ("weight", "divide") if n in parts}  # as `mask` takes the mask of such a text
+    if unread := [n for n in params if not any(n in names_of(p.expr) for p in parts.values())]:
+        raise ParameterError(f"`{unread[0]}` is given, and neither weight nor divide uses it; remove it")
+    return Program(name="weight", **{n: p.bind(**only(params, p.expr)) for n, p in parts.items()})
+
+
+def values_read(source: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values whose names occur in a part of a program, in anything that stands for one."""
+    if source is None or not values:
+        return {}
+    if isinstance(source, str):
+        try:
+            parsed = read(source, kind=kind)
+        except MaskSyntaxError:  # types may need the values: parse again with all of them, for the error
+            return dict(values)
+        parts = [parsed.mask, parsed.score, parsed.weight, parsed.divide]
+        exprs = [e for e in parts if e is not None] or [e for e in (parsed.expr,) if e is not None]
+    elif isinstance(source, Program):
+        exprs = [p.expr for p in source.by_name.values()]
+    else:
+        exprs = [_built(next(k for k, n in NAMES.items() if n == kind), source, {}).expr]
+    return {n: x for e in exprs for n, x in only(values, e).items()}
+
+
 def for_one_call(source: Any, kind: Any, params: Mapping[str, Any]) -> Any:
-    """A mask or score mod for one call: the arrays of a function are not read again, because each call traces it."""
-    return _built(Mask if kind == "mask" else ScoreMod, source, params, again=False)
+    """A part of a program for one call: the arrays of a function are not read again, because each call traces it."""
+    return _built({n: k for k, n in NAMES.items()}[kind], source, params, again=False)
+
+
+NAMES: dict[Any, str] = {Mask: "mask", ScoreMod: "score", Weight: "weight", Divide: "divide"}  # in a text
 
 
 def _from_python(
@@ -376,7 +498,7 @@ def _from_python(
     values: every call of the attention takes them as they are. Without `again`, no call reads the arrays once more."""
     from frisket.dsl.from_python.trace import trace  # a text needs nothing of it
 
-    traced = trace(fn, kind)
+    traced = trace(fn, "mask" if kind == "mask" else "score")  # a weight takes what a score mod takes
     captured = {n: x for n, x in traced.tables.items() if n not in params}
     values = {n: x for n, x in captured.items() if not parameters.traced(x)}
     if not again:
@@ -408,7 +530,7 @@ def load(path: str | Path, **params: Any) -> Program:
 
 
 def program(text: str, /, name: str = "program", **params: Any) -> Program:
-    """The program in a text: definitions, `mask = ...`, `score = ...`."""
+    """The program in a text: definitions, `mask = ...`, `score = ...`, `weight = ...`, `divide = ...`."""
     return _program(text, None, name, params)
 
 
@@ -428,7 +550,8 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
             return kind(e, parameters.with_learned(only(values, e), params), _origin(parsed, what))
         return None
 
-    return Program(part(Mask, m, "mask"), part(ScoreMod, s, "score"), name)
+    weight, divide = part(Weight, parsed.weight, "weight"), part(Divide, parsed.divide, "divide")
+    return Program(part(Mask, m, "mask"), part(ScoreMod, s, "score"), name, weight, divide)
 
 
 def only(values: Mapping[str, Any], e: Expr) -> dict[str, Any]:

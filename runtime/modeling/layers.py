@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from frisket.dsl.errors import ParameterError, ShapeError, UnknownNameError
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.caches.jax_plain import Axes, KVCache, ShardedKVCache
-from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.calls.arrays import axis_order, framework_of
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.modules import extras
 from frisket.runtime.machine.parameters import refuse_additive
@@ -75,7 +75,14 @@ def rotate_half(x: Any) -> Any:
 
 
 def apply_rotary_pos_emb(
-    tensor: Any, sin: Any = None, cos: Any = None, layout: str = "bhsd", *, sin_: Any = None, cos_: Any = None
+    tensor: Any,
+    sin: Any = None,
+    cos: Any = None,
+    layout: str | None = None,
+    *,
+    sin_: Any = None,
+    cos_: Any = None,
+    axes: str | None = None,
 ) -> Any:
     """`tensor * cos + rotate_half(tensor) * sin`: queries or keys turned by their positions, in their own dtype.
 
@@ -84,16 +91,18 @@ def apply_rotary_pos_emb(
     >>> apply_rotary_pos_emb(q, *rotary_tables(torch.arange(16), 64)).shape
     torch.Size([2, 4, 8, 64])
 
-    `layout` "bhsd" is [batch, heads, length, head_dim], "bshd" [batch, length, heads, head_dim]. `sin` and `cos` are
-    [length, head_dim], [batch, length, head_dim], or have an axis of heads where the layout has it, of length 1 or one
-    table for each head. In place of head_dim they may have 1. Tables of more positions than `tensor` has are cut.
-    `sin_` and `cos_` are EasyDeL's names.
+    `axes` "bhsd", the default, is [batch, heads, length, head_dim], "bshd" [batch, length, heads, head_dim]. `layout`
+    is its older name. `sin` and `cos` are [length, head_dim] or [batch, length, head_dim]. With a fourth axis, heads,
+    they have the axis order of `tensor`, and one table or one for each head. In place of head_dim they may have 1.
+    Tables of more positions than `tensor` has are cut. `sin_` and `cos_` are EasyDeL's names.
     """
     if (sin is None) == (sin_ is None) or (cos is None) == (cos_ is None):
         raise ParameterError("give sin and cos once each: apply_rotary_pos_emb(tensor, sin, cos), or sin_= and cos_=")
     sin, cos = sin_ if sin is None else sin, cos_ if cos is None else cos
+    # as EasyDeL's function, which has no framework to ask
+    layout = axis_order(layout, axes) or "bhsd"
     if layout not in LENGTH_OF:
-        raise ParameterError(f"layout is {layout!r}; it is 'bhsd' or 'bshd'")
+        raise ParameterError(f"the axis order is {layout!r}; it is 'bhsd' or 'bshd'")
     if len(tensor.shape) != 4:
         raise ShapeError(f"tensor is {list(tensor.shape)}; it has 4 axes, {' '.join(layout)}")
     sin, cos = (_fitted(name, x, tensor, layout) for name, x in (("sin", sin), ("cos", cos)))
@@ -115,8 +124,9 @@ def _fitted(name: str, table: Any, tensor: Any, layout: str) -> Any:
         table = table[None]
     right = len(table.shape) == 4 and table.shape[heads] in (1, tensor.shape[heads]) and table.shape[at] >= length
     if not (right and table.shape[-1] in (1, tensor.shape[-1]) and table.shape[0] in (1, tensor.shape[0])):
-        text = f"{name} is {shape} for a tensor {list(tensor.shape)} in layout {layout!r}; it is [length, head_dim] or "
-        text += f"[batch, length, head_dim], or has the axes of {layout!r} with 1 or {tensor.shape[heads]} heads; with "
+        text = f"{name} is {shape} for a tensor {list(tensor.shape)} in the axis order {layout!r}; it is "
+        text += "[length, head_dim] or [batch, length, head_dim], or has the axes of "
+        text += f"{layout!r} with 1 or {tensor.shape[heads]} heads; with "
         raise ShapeError(f"{text}at least {length} positions")
     return table[:, :, :length] if layout == "bhsd" else table[:, :length]
 
@@ -368,7 +378,7 @@ class EasyMethod:
 
 
 class Keywords(dict[str, Any]):
-    """Keywords of a layer of flax nnx, with `dot_general_cls` beside them for those who make the product themselves:
+    """Keywords of a layer of flax nnx, and `dot_general_cls` for those who make the product themselves:
     flax's layers take one of the two names each."""
 
     def __missing__(self, key: str) -> Any:
@@ -394,8 +404,8 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
     (2, 3)
 
     `bits` is 2 to 8; None is the layer's own product. Both sides are scaled so that the largest magnitude along what
-    is summed is 2 ** (bits - 1) - 1, rounded, and multiplied as integers (int8, which every device multiplies); results
-    are floats again. By `mode`:
+    is summed is 2 ** (bits - 1) - 1, rounded. They are multiplied as integers (int8, which every device multiplies);
+    results are floats again. By `mode`:
 
     - "train": both products of the backward are of integers too; what was rounded passes gradients on.
     - "convert": like "serve", and the right side, the weights, is kept as integers and scales in `rhs`. Run the model

@@ -141,7 +141,7 @@ class Platform(StrEnum):
     PALLAS = "pallas"
 
 
-# of fields that are not None where nobody gives a value
+# of fields that are not None by default
 DEFAULTS: dict[str, Any] = {"sequence_axis_name": "sp", "scan_ring_attention": True, "dropout_prob": 0.0}
 DEFAULTS |= {"blocksize_b": 1}
 IN_CONFIG = {"runtime_dtype": "attn_dtype", "runtime_softmax_dtype": "attn_softmax_dtype"}  # other names of fields

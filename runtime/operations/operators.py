@@ -20,13 +20,13 @@ from frisket.dsl import ir
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import names_of
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.attention.entry import attention_for, stand_in
+from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.backends.base import Backend, backends_of
 from frisket.runtime.calls.arrays import framework_of, scale_of
 from frisket.runtime.calls.options import Options, rate_and_seed
 from frisket.runtime.calls.program import program_of
-from frisket.runtime.machine.parameters import call_value, refuse_additive, traced
-from frisket.runtime.masks.mask import Mask, ScoreMod, only
+from frisket.runtime.machine.parameters import call_value, refuse_additive, stand_in, traced
+from frisket.runtime.masks.mask import Divide, Mask, ScoreMod, Weight, only
 from frisket.runtime.masks.mask import mask as as_mask
 from frisket.runtime.masks.mask import score as as_score
 from frisket.runtime.parallel.deal import Deal
@@ -52,16 +52,18 @@ class CallSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class OpCall:
-    """Attention of one call, beside its q, k and v. `params` are the values of the names without one."""
+    """Attention of one call, besides its q, k and v. `params` are the values of the names without one."""
 
     mask: Mask | None
     score: ScoreMod | None
+    weight: Weight | None
+    divide: Divide | None
     params: dict[str, Any]
     sinks: Any
 
     def attention(self, options: Options) -> Any:
         """Compiled; equal problems are compiled once."""
-        return attention_for(self.mask, self.score, options, self.params)
+        return attention_for(self.mask, self.score, options, self.params, self.weight, self.divide)
 
 
 class OperatorArgs(NamedTuple):
@@ -70,6 +72,8 @@ class OperatorArgs(NamedTuple):
 
     mask: Any
     score: Any
+    weight: Any
+    divide: Any
     bias: Any
     segment_ids: Any
     positions: Any
@@ -96,8 +100,10 @@ def problem(lengths: CallSizes, args: OperatorArgs, called: Sequence[str]) -> Op
     refuse_additive(array, bias)
     # texts are checked with stand-ins: traced arrays have no values
     stand_ins = {n: stand_in(x) for n, x in values.items()}
-    parts = program_of(None if array is not None else mask, args.score, stand_ins, called)
+    text = None if array is not None else mask
+    parts = program_of(text, args.score, stand_ins, called, weight=args.weight, divide=args.divide)
     parts = parts.without(values)  # values come with a call, and are no part of what is compiled
+    weights: list[Any] = [parts.weight, parts.divide]
     masks, flags = [m for m in (parts.mask,) if m is not None], _flags(args.causal, args.window)
     scores = [s for s in (parts.score,) if s is not None]
     if align not in (None, "end", "start") or (align and (positions is not None or has_origin)):
@@ -107,6 +113,7 @@ def problem(lengths: CallSizes, args: OperatorArgs, called: Sequence[str]) -> Op
         at = _by_place(tables, "positions", positions, lengths, has_origin)
         masks = [m.at(**at) for m in masks]
         scores = [s.at(**at) for s in scores]
+        weights = [w if w is None else w.at(**at) for w in weights]
         flags = [m.at(**at) for m in flags]
     elif not has_origin and align != "start" and (ahead := lengths.kv_len - lengths.q_len):
         reach = [n for n in (*([0] if args.causal else []), *_sides(args.window)[1:]) if n >= 0]  # keys after a query
@@ -135,9 +142,9 @@ def problem(lengths: CallSizes, args: OperatorArgs, called: Sequence[str]) -> Op
     if bias is not None:
         scores.append(as_score(f"score + {_table(tables, 'attention_bias', bias, lengths, has_origin)}"))
     whole, chain = reduce(and_, masks) if masks else None, reduce(ScoreMod.then, scores) if scores else None
-    read = {n for x in (whole, chain) if x is not None for n in names_of(x.expr)}
+    read = {n for x in (whole, chain, *weights) if x is not None for n in names_of(x.expr)}
     tables = {n: x for n, x in tables.items() if n in read}  # a mask of keys reads no positions of queries
-    return OpCall(whole, chain, {**values, **tables}, sinks_of_heads(args.softmax_aux, lengths))
+    return OpCall(whole, chain, weights[0], weights[1], {**values, **tables}, sinks_of_heads(args.softmax_aux, lengths))
 
 
 def _flags(causal: bool, window: Any) -> list[Mask]:
@@ -238,6 +245,8 @@ class FrisketAttention(AttentionImpl):
         bias: Any = None,
         init_bias: Any = None,
         score: Any = None,
+        weight: Any = None,
+        divide: Any = None,
         causal: bool = False,
         sliding_window: int | tuple[int, int] | None = None,
         align: str | None = None,
@@ -255,10 +264,10 @@ class FrisketAttention(AttentionImpl):
     ) -> AttentionOutput:
         """Attention of query [batch, q_len, heads, dim] over key and value [batch, kv_len, kv_heads, dim].
 
-        `mask` is a text, a function, an `fk.Mask`, or an array [batch, heads, q_len, kv_len] (an axis may have length
-        1, heads be the key heads), [batch, q_len, kv_len] or [batch, kv_len]: Bool, True is what is seen, or integers,
-        0 is what is not. `score` and `params` are a score mod and values of names, as in `fk.attention`. What more is
-        given is joined to that:
+        `mask` is a text, a function, an `fk.Mask`, or an array. An array is [batch, heads, q_len, kv_len] (an axis may
+        have length 1, heads be the key heads), [batch, q_len, kv_len] or [batch, kv_len]. Bools: True is what is seen.
+        Integers: 0 is what is not. `score`, `weight`, `divide` and `params` are a score mod, a weight in place of the
+        softmax, its divisor and values of names, as in `fk.attention`. What more is given is joined to that:
 
         - `causal`, and `sliding_window=w` or `(left, right)`: keys at most so far before and after a query.
         - `align`: the place of queries for `causal` and the window, if q and k differ in length. "end", the default,
@@ -283,7 +292,7 @@ class FrisketAttention(AttentionImpl):
         if init_bias is not None and mask is None and bias is None:
             bias = init_bias()
         query, key, value = self.arranged(query, key, value)
-        seen = mask, score, bias, segment_ids, positions, causal, sliding_window, align
+        seen = mask, score, weight, divide, bias, segment_ids, positions, causal, sliding_window, align
         args = OperatorArgs(*seen, scale, logits_soft_cap, softmax_aux, origin is not None, params)
         op_call = problem(self.lengths(query, key), args, KEYWORDS)
         scale = scale if isinstance(scale, float | None) else 1.0  # another one is part of the score mod
@@ -291,10 +300,10 @@ class FrisketAttention(AttentionImpl):
         out = self.attend(op_call, options, query, key, value, {"seed": seed, "origin": origin, "sizes": sizes})
         return AttentionOutput(attention_outputs=self.placed(out, self.specs(query)[-1]))
 
-    def compiled(self, mask: Any = None, score: Any = None) -> Attention:
-        """The attention of a mask and a score mod as this operator runs it, to be called with a cache."""
+    def compiled(self, mask: Any = None, score: Any = None, weight: Any = None, divide: Any = None) -> Attention:
+        """The attention of a mask, a score mod and a weight as this operator runs it, to be called with a cache."""
         options = Options(self.metadata.softmax_scale, True, self.chosen(), self.metadata.tile)
-        return attention_for(mask, score, options, {})
+        return attention_for(mask, score, options, {}, weight, divide)
 
     def lengths(self, query: Any, key: Any) -> CallSizes:
         return CallSizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1], key.shape[2])
@@ -376,7 +385,7 @@ class RingAttention(FrisketAttention):
 
         Arrays and the result are in the order of the sequence, and are distributed in between. With `deal`, made by
         `fk.parallel.deal` for the same mask or one that shows more, they are in its order (`deal.permute(x, axis=1)`),
-        once for all layers; tables, segments and positions stay in the order of the sequence. Without it, clauses of
+        once for all layers. Tables, segments and positions stay in the order of the sequence. Without it, clauses of
         the mask that read traced values do not decide how tokens are distributed, nor which keys are sent.
         """
         if keywords.get("origin") is not None or keywords.get("sizes") is not None:

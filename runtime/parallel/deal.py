@@ -8,7 +8,7 @@
 1.0
 
 Tiles are divided over ranks with as few bytes as possible among the partitions that are balanced. A partition is an int
-array [ranks, tiles per rank] of tile numbers, ascending in a row. The work is on tiles and runs of tiles: O(ranks *
+array [ranks, tiles per rank] of tile numbers, ascending in a row. The work is on tiles and tile ranges: O(ranks *
 tiles) for each partition that is tried.
 """
 
@@ -29,7 +29,7 @@ from frisket.grammar.memo import own_state
 from frisket.lowering.analysis.tiles import FULL
 from frisket.runtime.calls.arrays import framework_of, take
 from frisket.runtime.export.tile_lists import elements
-from frisket.runtime.machine.parameters import digest
+from frisket.runtime.machine.parameters import digest, traced
 from frisket.runtime.masks.mask import Mask, MaskLike
 from frisket.runtime.masks.mask import mask as as_mask
 
@@ -226,9 +226,19 @@ def deal(
         if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
             raise ShapeError(f"{name} is {n!r}\n  it is a positive integer: deal(mask, length, ranks, tile=128)")
     length, ranks, tile = int(length), int(ranks), int(tile)
-    what = as_mask(mask, **params)
+    what = _known_mask(mask, params)
     layout = what.layout(length, length, batch, heads, (tile, tile))
     return Deal(length, tile, ranks, batch, heads, best(_work(layout, ranks)), what, layout)
+
+
+def _known_mask(mask: MaskLike, params: dict[str, Any]) -> Mask:
+    """The mask of a deal, which the host reads. Raises `ParameterError` for traced values."""
+    for name in (n for n, x in params.items() if traced(x)):  # in `as_mask` the error would tell of calls
+        text = f"`{name}` is traced by jax.jit or another transform, and a deal is made on the host\n"
+        raise ParameterError(
+            f'{text}  make it outside; or deal of a wider mask without `{name}`, such as "causal", for all its values'
+        )
+    return as_mask(mask, **params)
 
 
 def _work(layout: Layout, ranks: int) -> TileCosts:
@@ -277,7 +287,7 @@ class Deal:
     def under(self, mask: MaskLike, **params: Any) -> Deal:
         """A deal with the same tokens on each rank, and the needs and costs of another mask: that of another layer, or
         of other documents."""
-        what = as_mask(mask, **params)
+        what = _known_mask(mask, params)
         layout = what.layout(self.length, self.length, self.batch, self.heads, (self.tile, self.tile))
         return Deal(self.length, self.tile, self.ranks, self.batch, self.heads, self.tiles, what, layout)
 
@@ -372,7 +382,7 @@ class Deal:
     @cached_property
     def needs(self) -> NDArray[np.int64]:
         """int64 [ranks, ranks, 2]: `needs[r, s]` is the range of places on rank s, counted from 0 and rounded to tiles,
-        that queries of rank r may see; (0, 0) where they see none."""
+        that queries of rank r may see. (0, 0) where they see none."""
         places = self._work.needs(self.tiles) * self.tile
         # rounded to tiles, a range may reach into padding
         return np.asarray(np.minimum(places, self.held[None, :, None]))

@@ -1,7 +1,7 @@
 """Context parallel attention on JAX: the work of every device of a mesh axis inside `jax.shard_map`.
 
-All devices run one program. It reads the positions of a device's tokens from tables, at the device's place on the axis,
-and the flat planner in it makes the spans of every pair of shards. Shapes are equal on all devices, so each sends as
+All devices run one program. It reads the positions of a device's tokens from tables, at the device's place on the axis.
+The flat planner in it makes the spans of every pair of shards. Shapes are equal on all devices, so each sends as
 many tokens at a step of the ring as the device that needs most: `deal.bytes(..., padded=True)`.
 
 Processes of `jax.distributed` first check that they make the same call: programs that differ wait without end.
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import add
 from typing import Any, TypeAlias
 
 import jax
@@ -25,19 +26,21 @@ from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
 from jax.sharding import AxisType
 
 from frisket.dsl.errors import ParameterError, PeerError, ShapeError
-from frisket.dsl.ir import param, substitute, walk
+from frisket.dsl.ir import SCORE, param, substitute, walk
 from frisket.dsl.types import INT
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.plan import Cotangents, ForwardResults
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.merge import merged
+from frisket.runtime.attention.weighted import Sums, check_weighted, divided, problem_of, sums_of, weighted_results
 from frisket.runtime.calls.arrays import framework_of
-from frisket.runtime.calls.options import CallArgs, from_key
+from frisket.runtime.calls.options import CallArgs, from_key, refuse_parts
 from frisket.runtime.jax.call import narrowed, reverse_only
-from frisket.runtime.jax.op import LSE, OUT, of_sinks, prepared, varying_alike
-from frisket.runtime.jax.primitives import Task, bound
+from frisket.runtime.jax.derivatives import LSE, OUT, Task, bound, of_sinks
+from frisket.runtime.jax.op import prepared, varying_alike
 from frisket.runtime.machine.parameters import digest
+from frisket.runtime.masks.mask import Weight
 from frisket.runtime.plans.device import split_host_device
 from frisket.runtime.sharding.partition import spec_of, split_as
 
@@ -80,9 +83,10 @@ def attend(
             mesh=mesh, in_specs=(spec, spec, spec, PartitionSpec()), out_specs=spec,
         )(q, k, v, doc)
 
-    Inside `jax.shard_map` the arrays are a device's own: q [batch, shard, heads, dim], k and v [batch, shard, kv_heads,
-    dim], and so is the result, with `return_lse` also lse [batch, heads, shard], natural log. With `mesh` they are
-    those of all devices, in the deal's order; `attend` then calls shard_map: `attend(att, q, k, v, deal=d, mesh=mesh)`.
+    Inside `jax.shard_map` the arrays are those of one device: q [batch, shard, heads, dim], k and v [batch, shard,
+    kv_heads, dim]. So is the result, with `return_lse` also lse [batch, heads, shard], natural log. With `mesh` they
+    are those of all devices, in the deal's order; `attend` then calls shard_map: `attend(att, q, k, v, deal=d,
+    mesh=mesh)`.
 
     "ring" sends between each two devices what `deal.needs` says, one step ahead of the kernels; devices whose pair
     sees nothing send nothing and run nothing. "all-gather" brings all keys to every device and runs one kernel. The
@@ -92,11 +96,12 @@ def attend(
     `batch_axis` and `head_axis` are the mesh axes over which batch entries and heads are split as well, if they are.
     Tables among `params` are whole, in the order of the sequence, on every device, and so are `sinks`; their gradients
     are sums over all devices. `split={"doc": 0, "bias": (1, 2)}` says along which axes a table is split as the arrays
-    are, distributed where it is read at q or k; a table that is split along keys is sent with them. Positions in masks,
+    are, distributed where it is read at q or k. A table that is split along keys is sent with them. Positions in masks,
     score mods and dropout are those of the sequence.
 
     Raises `ShapeError` for shards that are not the deal's, `ParameterError` where the mask may show more than the deal.
     """
+    refuse_parts(att.options, "context parallelism")
     axes = batch_axis, head_axis
     parts = {n: (a,) if isinstance(a, int) else tuple(a) for n, a in (split or {}).items()}
     if mesh is not None:
@@ -105,11 +110,15 @@ def attend(
         local = partial(attend, att, split=split, return_lse=return_lse, **how)
         spec, rows = spec_of(batch_axis, axis, head_axis), spec_of(batch_axis, head_axis, axis)
         tables = _specs({"b": batch_axis, "h": head_axis, "q": axis, "k": axis}, att, parts)
+        _check_mesh(q, k, deal, mesh, axis, axes)
         values = {"seed": seed, "sinks": sinks, **params}
         return _over(mesh, local, (spec, tables), (q, k, v), values, (spec, rows) if return_lse else spec)
     _check(q, k, deal, axis, variant)
     bound_att, known = bind_host_values(att, parts, params)
     shard = Shard(bound_att, deal, axis, variant == "all-gather", axes, parts, known, (q.shape[0], q.shape[2]))
+    weighted = att.program.weight is not None
+    if weighted:
+        check_weighted(att.program.exprs, att.options.sinks if sinks is None else sinks, return_lse, False)
     check_covered(shard.att.program, deal, shard.values, *shard.whole_sizes)
     agree(_agreed_values(shard, q, k, v, variant))
     arrays = {"q": q, "k": k, "v": v, **shard.values}
@@ -123,8 +132,28 @@ def attend(
     flow = {"q", "k", "v", "sinks", *shard.learnable}
     groups = ({n: x for n, x in arrays.items() if (n in flow) is kind} for kind in (True, False))
     learned, fixed = varying_alike(*groups)
-    out, lse = _differentiable(shard)(reverse_only(learned), fixed)
-    return (out, lse) if return_lse else out
+    learned = reverse_only(learned)
+    if not weighted:
+        out, lse = _differentiable(shard)(learned, fixed)
+        return (out, lse) if return_lse else out
+    # devices add up sums, and each divides its rows once
+    summing = replace(shard, att=bound_att.undivided)
+    flow = {"q", "k", "v", *summing.learnable}
+    read = {n: x for n, x in learned.items() if n in flow}
+    sums = Sums(*_differentiable_sums(summing)(read, fixed))
+    out = _divided(shard, sums, _values_of(learned | fixed), q.dtype)
+    return weighted_results((out, sums.total), return_lse, False)
+
+
+def _divided(shard: Shard, sums: Sums, values: Arrays, dtype: Any) -> Any:
+    """The rows of this device, by their sums over all keys."""
+    program, options = shard.att.program, replace(shard.att.options, dropout=0.0)
+    program = replace(program, mask=None, score=None, weight=Weight(SCORE), places=None)  # the divisor alone
+    rows = replace(shard, att=Attention(program, options))
+    local = rows.local.attention.program
+    values = {**local.scalars, **local.tables, **rows.read(values, {}, jnp.zeros(0, jnp.int32))}
+    values |= {AT["q"]: rows.positions(), AT["b"]: rows.first(0), AT["h"]: rows.first(1)}
+    return divided(sums, local.divide, values, "bshd", problem_of(sums.total, None, None), dtype)
 
 
 def _specs(axes: Mapping[str, Axes], att: Attention, split: Mapping[str, tuple[int, ...]]) -> Arrays:
@@ -155,6 +184,25 @@ def _over(mesh: Any, local: Callable[..., Any], specs: Any, qkv: Any, values: Ar
     return run(*operands)
 
 
+def _check_ranks(deal: Deal, axis: str, ranks: int) -> None:
+    if ranks != deal.ranks:
+        raise ShapeError(f"the deal is of {deal.ranks} ranks, mesh axis {axis!r} has {ranks} devices")
+
+
+def _check_mesh(q: Any, k: Any, deal: Deal, mesh: Any, axis: str, others: Sequence[Axes]) -> None:
+    """Raises errors of ours for what shard_map would refuse: axes that the mesh lacks, arrays that are not permuted."""
+    for keyword, axes in zip(("axis", "batch_axis", "head_axis"), (axis, *others), strict=True):
+        for name in (axes,) if isinstance(axes, str) else axes or ():
+            if name not in mesh.axis_names:
+                there = ", ".join(map(repr, mesh.axis_names))
+                raise ParameterError(f"{keyword}={axes!r}, and the mesh has no axis {name!r}\n  its axes are {there}")
+    _check_ranks(deal, axis, mesh.shape[axis])
+    places = deal.ranks * deal.shard
+    if any(x.ndim != 4 or x.shape[1] != places for x in (q, k)):
+        text = f"q is {tuple(q.shape)} and k {tuple(k.shape)}; with mesh= they are [batch, {places}, heads, dim]"
+        raise ShapeError(f"{text}\n  what deal.permute(x, axis=1) gives: the tokens of all devices, with padding")
+
+
 def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
     check_variant(variant)
     try:
@@ -166,8 +214,7 @@ def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
     if left := [n for n in mesh.axis_names if n not in mesh.manual_axes]:
         text = f"jax.shard_map leaves mesh axis {left[0]!r} to automatic sharding\n"
         raise ParameterError(f"{text}  without axis_names= it takes all axes, and arrays are split by its in_specs")
-    if ranks != deal.ranks:
-        raise ShapeError(f"the deal is of {deal.ranks} ranks, mesh axis {axis!r} has {ranks} devices")
+    _check_ranks(deal, axis, ranks)
     if q.ndim != 4 or k.ndim != 4 or q.shape[1] != deal.shard or k.shape[1] != deal.shard:
         text = f"q is {tuple(q.shape)} and k {tuple(k.shape)}; they are [batch, {deal.shard}, heads, dim] on each of "
         raise ShapeError(f"{text}{deal.ranks} devices\n  what deal.permute(x, axis=1) gives, split over {axis!r}")
@@ -217,6 +264,42 @@ def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
     return attended
 
 
+def _differentiable_sums(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
+    """`Sums` of a shard's weighted rows, with a backward; operands as of `_differentiable`. The attention of `shard`
+    divides by `average`."""
+    program = replace(shard.att.program, divide=None)  # its backward takes cotangents of the sums
+    backward_shard = replace(shard, att=Attention(program, shard.att.options))
+    kind = _AllGather if shard.all_keys else _Ring
+    run, back = kind(shard), kind(backward_shard)
+
+    @jax.custom_vjp
+    def attended(learned: Arrays, fixed: Arrays) -> Any:
+        return run.forward(learned, fixed)
+
+    @usual_promotion()
+    def forwards(learned: Arrays, fixed: Arrays) -> Any:
+        numerator, total, count = run.forward(learned, fixed)
+        numerator, total = _checkpoint(numerator, OUT), _checkpoint(total, LSE)
+        return (numerator, total, count), (learned, fixed, total)
+
+    @usual_promotion()
+    def backwards(residuals: Any, cotangents: Any) -> Any:
+        learned, fixed, total = residuals
+        dnumerator = cotangents[0].astype(summable(learned["q"]).dtype)
+        # kernels read neither out nor lse
+        rows = {"q": learned["q"], "out": dnumerator, "lse": total, "dout": dnumerator, "dlse": cotangents[1]}
+        grads = back.backward(learned, fixed, rows)
+        return {n: grads[n].astype(x.dtype) for n, x in learned.items()}, None
+
+    attended.defvjp(forwards, backwards)
+    return attended
+
+
+def summable(x: Any) -> Any:
+    """Arrays whose sums of rows have the range of float32."""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
 def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
     """(out, lse, lse_residual) before any key: of the sinks alone."""
     q = learned["q"]
@@ -231,6 +314,13 @@ def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
     return state["out"], state["lse"], state["lse_residual"]
 
 
+def _no_sums(learned: Arrays) -> tuple[Any, ...]:
+    """Sums of weighted rows before any key."""
+    out, lse, _ = _began({n: x for n, x in learned.items() if n != "sinks"}, learned["v"].shape[3])
+    zeros = jnp.where(lse == 0, lse, 0)  # differs between devices as lse does
+    return out, zeros, zeros
+
+
 class _Ring:
     """A ring in which every rank sends straight to the ranks that read its keys."""
 
@@ -241,9 +331,13 @@ class _Ring:
         q, values = learned["q"], _values_of(learned | fixed)
 
         def step(keys: Arrays, k_at: Any, state: Any) -> Any:
-            return merged((state, self.shard.forward(q, values, keys, k_at)), jnp, "bshd"), {}
+            part = self.shard.forward(q, values, keys, k_at)
+            return tuple(map(add, state, part)) if weighted else merged((state, part), jnp, "bshd"), {}
 
-        local_keys = {n: (learned | fixed)[n] for n in self.axis}
+        local_keys, weighted = {n: (learned | fixed)[n] for n in self.axis}, self.shard.weighted
+        # sums begin at 0, and have no sinks
+        if weighted:
+            return self._walk(local_keys, _no_sums(learned), step, ())  # type: ignore[no-any-return]
         out, lse, lse_residual = self._walk(local_keys, _began(learned, learned["v"].shape[3]), step, ())
         return out.astype(q.dtype), lse, lse_residual
 
@@ -326,6 +420,8 @@ class _AllGather:
         if "sinks" in learned:
             # kernels count no sinks: `_began` counts them, and nothing else
             results = merged((_began(learned, learned["v"].shape[3]), results), jnp, "bshd")
+        if self.shard.weighted:
+            return results
         return results[0].astype(arrays["q"].dtype), *results[1:]
 
     def backward(self, learned: Arrays, fixed: Arrays, rows: Arrays) -> Arrays:
@@ -393,6 +489,11 @@ class Shard:
     values: Arrays  # the caller's tables and numbers that gradients or traces may depend on
     lengths: tuple[int, int]  # batch entries and heads of this device
 
+    @property
+    def weighted(self) -> bool:
+        """Whether rows are no softmaxes: parts are sums then."""
+        return self.att.program.weight is not None
+
     @cached_property
     def whole_sizes(self) -> tuple[int, int]:
         """Batch entries and heads of all devices."""
@@ -435,7 +536,7 @@ class Shard:
     # -- attention to some keys -------------------------------------------------------------------
 
     def read(self, values: Arrays, keys: Arrays, k_at: Any) -> Arrays:
-        """The values that the local attention reads beside positions: of the caller's `values`, and of `keys`, the
+        """The values that the local attention reads besides positions: of the caller's `values`, and of `keys`, the
         tables that have come with the keys at `k_at`."""
         at = {"q": self.positions(), "k": k_at}
         at |= {c: self.first(i) + jnp.arange(n, dtype=jnp.int32) for i, (c, n) in enumerate(zip("bh", self.lengths))}
@@ -471,6 +572,9 @@ class Shard:
     def _call(self, q: Any, keys: Arrays, tables: Arrays, k_at: Any, seed: Any) -> Any:
         """(JaxCall, its arrays that gradients flow to, other arrays) of this device's queries and some keys."""
         att = self.local.attention
+        # the sum of a float16 row may be above 65504
+        if self.weighted:
+            q, keys = summable(q), {**keys, "k": summable(keys["k"]), "v": summable(keys["v"])}
         at = {AT["q"]: self.positions(), AT["k"]: k_at, AT["b"]: self.first(0), AT["h"]: self.first(1)}
         params = tables | {n: x for n, x in at.items() if n in att.program.names}
         call = att.call(CallArgs(q, keys["k"], keys["v"], seed=seed, layout="bshd", params=params))
@@ -479,10 +583,13 @@ class Shard:
         return inner, *varying_alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
 
     def forward(self, q: Any, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Any, Any]:
-        """(out in the dtype of lse, lse, its rounding error) of attention to these keys, without sinks."""
+        """(out in the dtype of lse, lse, its rounding error) of attention to these keys, without sinks; of weighted
+        rows their sums."""
         inner, learned, fixed = self._call(q, keys, self.read(values, keys, k_at), k_at, values.get("seed"))
         arrays = {n: learned[n] for n in "qkv"} | learned | fixed
         out, lse, _, lse_residual, _ = bound(Task(inner, tuple(arrays), lse_residual=True), *arrays.values())
+        if self.weighted:  # the count of keys is in the place of the rounding error
+            return sums_of((out, lse, lse_residual), "bshd")
         return out.astype(lse.dtype), lse, lse_residual
 
     def backward(self, rows: Arrays, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Arrays, Arrays]:
@@ -497,11 +604,14 @@ class Shard:
 
         tables, back = jax.vjp(read, floats, moving)
         tables = self.read(values, keys, k_at) | tables
+        dtypes = {n: keys[n].dtype for n in "kv"}
         inner, learned, fixed = self._call(rows["q"], keys, tables, k_at, values.get("seed"))
         source = {t.name: t.source for t in inner.plan.tables} | {s.name: s.source for s in inner.plan.slots}
         grad_names = tuple(sorted(learned))
         arrays = {n: learned[n] for n in "qkv"} | learned | fixed | {n: x for n, x in rows.items() if n != "q"}
-        grads = dict(zip(grad_names, bound(Task(inner, tuple(arrays), grad_names), *arrays.values()), strict=True))
+        grads = dict(
+            zip(grad_names, bound(Task(inner, tuple(arrays), grad_names, parted=True), *arrays.values()), strict=True)
+        )
         sums: Arrays = {}
         for n, x in grads.items():
             if n not in ("q", "k", "v"):
@@ -510,7 +620,7 @@ class Shard:
         # vjp wants a cotangent of every result
         cotangents = {n: sums[n].astype(x.dtype) if n in sums else jnp.zeros_like(x) for n, x in floating.items()}
         dfloats, dmoving = back(cotangents)
-        return grads["q"], dfloats, dmoving | {"k": grads["k"], "v": grads["v"]}
+        return grads["q"], dfloats, dmoving | {n: grads[n].astype(dtype) for n, dtype in dtypes.items()}
 
 
 def bind_host_values(att: Attention, split: Collection[str], params: dict[str, Any]) -> tuple[Attention, Arrays]:

@@ -1,4 +1,4 @@
-"""An attention as one rank computes it: mask and score mod read tables of the rank's own places.
+"""An attention as one rank computes it: mask, score mod and weight read tables of the rank's own places.
 
 Place q of a shard holds position `q_at[q]` of the sequence. A mask reads `q_at[q]` in place of `q`. A lookup at `q`
 alone becomes a table of places, `doc[q]` the table `doc_of_q`. The flat planner finds in it the facts of `doc`: places
@@ -29,7 +29,7 @@ from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.parameters import BoundExpr, Origin, digest
-from frisket.runtime.masks.mask import Mask, ScoreMod
+from frisket.runtime.masks.mask import Divide, Mask, ScoreMod, Weight
 
 from .deal import Deal
 
@@ -62,7 +62,7 @@ class ShardAttention:
     """An attention rewritten for one shard, by `on_shard`. A shard makes its tables and calls it."""
 
     attention: Attention
-    tables: tuple[ShardTable, ...]  # tables that the attention reads beside AT
+    tables: tuple[ShardTable, ...]  # tables that the attention reads besides AT
     sent_with_keys: Mapping[str, int]  # tables of the caller that are split along keys -> the axis of keys
 
 
@@ -72,7 +72,7 @@ def place(coordinate: str) -> Expr:
 
 def on_shard(att: Attention, where: ShardPlace, shapes: Mapping[str, tuple[int, ...]]) -> ShardAttention:
     """`att` on a shard. `shapes`: of the tables that every call brings whole. Raises `ParameterError` where a split
-    table is read at other coordinates than its own."""
+    table is read at coordinates of another shard."""
     program = att.program
     if clashes := sorted(program.names & set(AT.values())):
         text = f"`{clashes[0]}` is a name of context parallel's own; rename it, for example `my_{clashes[0]}`"
@@ -84,7 +84,7 @@ def on_shard(att: Attention, where: ShardPlace, shapes: Mapping[str, tuple[int, 
     # without padding every place is a token
     if padding and where.places > where.length:
         seen = conj(*([] if seen is None else [seen]), *padding)
-    score = None if program.score is None else rewriter.rewritten(program.score)
+    score, weight, divide = (None if p is None else rewriter.rewritten(p) for p in program.every_part[1:])
     origin = Origin(declared=rewriter.declared)
     values = {**program.scalars, **program.tables}
 
@@ -95,7 +95,14 @@ def on_shard(att: Attention, where: ShardPlace, shapes: Mapping[str, tuple[int, 
     draws = program.places or ()  # where dropout draws already, of q and k or of all four
     draws = (*(BoundExpr(var(c)) for c in "bhqk"[: 4 - len(draws)]), *draws) if att.options.dropout else ()
     places = tuple(bound(BoundExpr, rewriter.rewritten(x)) for x in draws) or None
-    program = replace(program, mask=bound(Mask, seen), score=bound(ScoreMod, score), places=places)
+    program = replace(
+        program,
+        mask=bound(Mask, seen),
+        score=bound(ScoreMod, score),
+        places=places,
+        weight=bound(Weight, weight),
+        divide=bound(Divide, divide),
+    )
     return ShardAttention(Attention(program, att.options), tuple(rewriter.tables.values()), rewriter.sent_with_keys)
 
 
@@ -150,7 +157,7 @@ RISING: dict[str, Callable[..., bool]] = {
 
 
 class _Rewriter:
-    """Rewrites mask, score mod and places of dropout for a shard; whatever both read becomes one table."""
+    """Rewrites the parts of a program and places of dropout for a shard; what two of them read becomes one table."""
 
     def __init__(self, program: CallProgram, where: ShardPlace, known: Mapping[str, Any]) -> None:
         self.program, self.where, self.known = program, where, known

@@ -1,4 +1,5 @@
-"""Context parallel attention on torch tensors: ranks send or gather keys, and merge results by lse. Imports torch.
+"""Context parallel attention on torch tensors: ranks send or gather keys, and merge results by lse. Of programs with a
+weight they add up the sums of rows. Imports torch.
 
 The steps of a rank, messages between the ranks of a process group and the errors of ranks that fail are a `Wire`'s.
 The backward computes weights from the lse of all keys (as in ring attention, H. Liu et al., arXiv 2310.01889): keys
@@ -8,7 +9,7 @@ and values are sent again, and their gradients are sent back.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,10 +26,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from frisket.dsl.errors import ParameterError, PeerError, ShapeError
+from frisket.dsl.ir import uses
 from frisket.lowering.dtypes import accumulate
+from frisket.lowering.plan import Cotangents, ForwardResults
 from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.weighted import Sums, check_weighted, divided, problem_of, sums_of, weighted_results
 from frisket.runtime.calls.arrays import recorded, version_of
-from frisket.runtime.calls.options import CallArgs, seed_of, sinks_of
+from frisket.runtime.calls.options import CallArgs, refuse_parts, seed_of, sinks_of
 from frisket.runtime.machine.parameters import check_plain, digest
 from frisket.runtime.torch.autograd import dsinks, written_out
 from frisket.runtime.torch.op import cast, kept_ready
@@ -219,9 +223,9 @@ def attend(
 ) -> Any:
     """`fk.parallel.attend(att, q, k, v, deal=deal)` in every rank of `group`: the rank's shard of `att` of all tokens.
 
-    q [batch, heads, deal.shard, head_dim], k and v with key heads, are what `deal.permute(x, 2)` has for this rank;
-    so is the result, 0 on padding, and lse [batch, heads, deal.shard] with `return_lse`, -inf there. Every rank of
-    the group makes the same call; `deal` is of the attention's mask, `deal.under(mask)` of another layer's.
+    q [batch, heads, deal.shard, head_dim], k and v with key heads, are what `deal.permute(x, 2)` has for this rank.
+    So is the result, 0 on padding, and lse [batch, heads, deal.shard] with `return_lse`, -inf there. Every rank of
+    the group makes the same call; `deal` belongs to the attention's mask, `deal.under(mask)` of another layer's.
 
     `variant` "ring" computes on the keys of one rank while it receives those of the next. "all-gather" first gathers
     all keys that the rank needs, and runs one kernel. Both send only the keys that `deal.needs` names.
@@ -232,8 +236,9 @@ def attend(
     example. With dropout every rank gives the same `seed`.
 
     Raises `PeerError` where ranks differ in their calls, at the first such call, and where a rank does not answer
-    within the timeout of the group; `ShapeError` and `ParameterError` for what does not fit the deal.
+    within the timeout of the group. `ShapeError` and `ParameterError` for what does not fit the deal.
     """
+    refuse_parts(att.options, "context parallelism")
     if recorded():
         text = "messages between ranks are no part of a graph that make_fx or torch.jit.trace records\n  record "
         raise ParameterError(f"{text}what is before and behind context parallel attention, and call it in between")
@@ -242,6 +247,8 @@ def attend(
     _check(q, k, v, deal, wire, variant)
     seed = seed_of(seed, att.options.dropout, "torch")
     sinks = att.options.sinks if sinks is None else sinks
+    if att.program.weight is not None:
+        check_weighted(att.program.exprs, sinks, return_lse, False)
     if sinks is not None:
         sinks = sinks_of(sinks, q.shape[1], "torch", accumulate(q.dtype), q.device)
     _agree(wire, att, (q, k, v), deal, (variant, sizes), params, sinks)
@@ -263,13 +270,33 @@ def attend(
         learned = dict(zip(learned, shared, strict=True))
     real_tokens = int(deal.held[wire.rank])
     fixed = {n: x for n, x in params.items() if n not in learned}
-    job = RingJob(att, wire, deal, variant, steps(deal, wire.rank, variant), seed, origin, sizes, fixed, tuple(learned))
     qkv = [x[:, :, :real_tokens] for x in (q, k, v)]  # padding is no query and no key
-    out, lse = _RingFunction.apply(job, *qkv, sinks, *learned.values())  # type: ignore[no-untyped-call]
+    # parts of weighted rows are sums, which are divided behind the last step
+    run = att if att.program.weight is None else att.undivided
+    read, of_steps = ({n: x for n, x in y.items() if n in run.program.names} for y in (learned, fixed))
+    all_steps = steps(deal, wire.rank, variant)
+    job = RingJob(run, wire, deal, variant, all_steps, seed, origin, sizes, of_steps, tuple(read))
+    if att.program.weight is None:
+        out, lse = _RingFunction.apply(job, *qkv, sinks, *read.values())  # type: ignore[no-untyped-call]
+    else:
+        sums = Sums(*_RingOfSums.apply(job, *qkv, *read.values()))  # type: ignore[no-untyped-call]
+        out = _divided(att, job, sums, {**fixed, **learned}, q.dtype)
+        lse = weighted_results((out, sums.total), True, False)[1] if return_lse else sums.total
     if real_tokens < deal.shard:
         out = pad(out, (0, 0, 0, deal.shard - real_tokens))
         lse = pad(lse, (0, deal.shard - real_tokens), value=-torch.inf)
     return (out, lse) if return_lse else out
+
+
+def _divided(att: Attention, job: RingJob, sums: Sums, params: Mapping[str, Any], dtype: Any) -> Tensor:
+    """The rows of this rank, by their sums over the keys of all ranks."""
+    problem = problem_of(sums.total, (*job.origin, 0, 0), (*job.sizes, job.deal.length, job.deal.length))
+    divide, values = att.program.divide, {**att.program.scalars, **att.constants, **params}
+    # a deal scatters the tokens of a rank: places in the array are no positions
+    if divide is not None and "q" in uses(divide.expr):
+        values["dealt_q"] = job.deal.positions(job.wire.rank)[: problem.q_len]
+        divide = divide.at(q="dealt_q[q]", dealt_q=values["dealt_q"])
+    return divided(sums, divide, values, "bhsd", problem, dtype)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -415,28 +442,106 @@ class _RingFunction(torch.autograd.Function):
         sums = {n: torch.zeros_like(x, dtype=lse.dtype) for n, x in inputs.items() if n in targets}
         if "sinks" in targets:
             sums["sinks"] = dsinks(of_sinks, out, lse, dout, dlse)
-        home: list[Callable[[], None]] = []
-        for i, keys, vals in job.keys(k, v):
-            grads: dict[str, Tensor] = {}
-            if keys is not None:
-                ready = ctx.ready[i]
-                learned = {n for n, source in ready.kv_inputs if source in targets}
-                grad_names = frozenset(targets & {"q", "k", "v"} | learned)
-                softmax_stats, share = residuals[2 * i : 2 * i + 2]
-                saved = q, keys, vals, None, out, lse, softmax_stats, *(inputs[n] for _, n in ready.kv_inputs)
-                grads = ready.gradients(job.seed, grad_names, saved, dout, dlse, share)
-                for name, source in (("q", "q"), *ready.kv_inputs):
-                    if name in grads:
-                        sums[source] += grads[name]
-            if "k" in sums:
-                # the messages of the step before have come while this one computed
-                for wait in home:
-                    wait()
-                home = [_send_back(job.wire, job.steps[i], grads, k, v, sums)]
-        for wait in home:
-            wait()
+
+        def gradients(i: int, names: frozenset[str], keys: Tensor, vals: Tensor) -> dict[str, Tensor]:
+            ready = ctx.ready[i]
+            softmax_stats, share = residuals[2 * i : 2 * i + 2]
+            saved = q, keys, vals, None, out, lse, softmax_stats, *(inputs[n] for _, n in ready.kv_inputs)
+            grads: dict[str, Tensor] = ready.gradients(job.seed, names, saved, dout, dlse, share)
+            return grads
+
+        _add_gradients(job, ctx.ready, (k, v), sums, gradients)
         pairs = zip(inputs.items(), needed, strict=True)
         return None, *(sums[n].to(x.dtype) if need else None for (n, x), need in pairs)
+
+
+class _RingOfSums(torch.autograd.Function):
+    """(numerator, total, count) of (job, q, k, v, *values): `Sums` of this rank's rows over the keys of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, job: RingJob, q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Any:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        named = dict(zip(job.learned, values, strict=True))
+        sums = [q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide), *q.new_zeros((2, *q.shape[:3]), dtype=wide)]
+        ctx.ready = [None] * len(job.steps)
+        with closing(job.keys(k, v)) as brought:
+            for i, keys, vals in brought:
+                if keys is None:
+                    continue
+                mine, keys, vals = (_summable(x) for x in (q, keys, vals))
+                ready = ctx.ready[i] = job.ready(i, mine, keys, vals, named)
+                rows = ready.run(job.seed, True, mine, keys, vals, None, *(named[n] for _, n in ready.kv_inputs))
+                for whole, part in zip(sums, sums_of(rows, "bhsd"), strict=True):
+                    whole += part
+        ctx.job = job
+        ctx.save_for_backward(q, k, v, *values)
+        ctx.mark_non_differentiable(sums[2])
+        ctx.set_materialize_grads(False)
+        return tuple(sums)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dnumerator: Any, dtotal: Any, *_: Any) -> Any:
+        job, needed = ctx.job, ctx.needs_input_grad[1:]
+        q, k, v, *values = ctx.saved_tensors
+        inputs = {"q": q, "k": k, "v": v, **dict(zip(job.learned, values, strict=True))}
+        targets = {n for n, need in zip(inputs, needed, strict=True) if need}
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        rows, narrow = q.shape[:3], _summable(q)
+        zeros = q.new_zeros((), dtype=wide)
+        dnumerator = zeros.expand(*rows, v.shape[3]) if dnumerator is None else dnumerator
+        dnumerator = dnumerator.to(narrow.dtype).contiguous()
+        dtotal = (zeros.expand(rows) if dtotal is None else dtotal).contiguous()
+        # gradients of keys and values are one message
+        if targets & {"k", "v"}:
+            targets |= {"k", "v"}
+        sums = {n: torch.zeros_like(x, dtype=wide) for n, x in inputs.items() if n in targets}
+
+        def gradients(i: int, names: frozenset[str], keys: Tensor, vals: Tensor) -> dict[str, Tensor]:
+            ready = ctx.ready[i]
+            arrays = narrow, _summable(keys), _summable(vals), *(inputs[n] for _, n in ready.kv_inputs)
+            # kernels read the shapes of results alone
+            results, cotangents = (kind(dnumerator, dtotal) for kind in (ForwardResults, Cotangents))
+            grads: dict[str, Tensor] = ready.gradients_of_sums(job.seed, names, arrays, results, cotangents)
+            return grads
+
+        _add_gradients(job, ctx.ready, (k, v), sums, gradients)
+        pairs = zip(inputs.items(), needed, strict=True)
+        return None, *(sums[n].to(x.dtype) if need else None for (n, x), need in pairs)
+
+
+def _add_gradients(
+    job: RingJob,
+    ready_by_step: Sequence[Any],
+    kv: tuple[Tensor, Tensor],
+    sums: dict[str, Tensor],
+    gradients: Callable[[int, frozenset[str], Tensor, Tensor], dict[str, Tensor]],
+) -> None:
+    """Add the gradients of all steps to `sums`, by name, and send those of keys and values to their ranks. `gradients`
+    computes the ones of these names in a step, from its keys and values."""
+    home: list[Callable[[], None]] = []
+    for i, keys, vals in job.keys(*kv):
+        grads: dict[str, Tensor] = {}
+        # None: no query of this rank sees a key of that step
+        if keys is not None:
+            inputs = ready_by_step[i].kv_inputs
+            learned = {n for n, source in inputs if source in sums}
+            grads = gradients(i, frozenset(sums.keys() & {"q", "k", "v"} | learned), keys, vals)
+            for name, source in (("q", "q"), *inputs):
+                if name in grads:
+                    sums[source] += grads[name]
+        if "k" in sums:
+            # the messages of the step before have come while this one computed
+            for wait in home:
+                wait()
+            home = [_send_back(job.wire, job.steps[i], grads, *kv, sums)]
+    for wait in home:
+        wait()
+
+
+def _summable(x: Tensor) -> Tensor:
+    """Arrays whose sums of rows have the range of float32."""
+    return x.float() if x.dtype == torch.float16 else x
 
 
 def _share(lse: Tensor, whole: Tensor) -> Tensor:
@@ -577,6 +682,8 @@ def _agree(
     texts = {
         "the mask": "everything visible" if att.program.mask is None else str(att.program.mask),
         "the score mod": str(att.program.score),
+        "the weight": str(att.program.weight),
+        "the divisor": str(att.program.divide),
         "the values of their parameters": f"{values} {kinds}",
         "the lengths": f"{deal.length} tokens in tiles of {deal.tile}, shards of {deal.shard}",
         "the mask of the deal": repr(deal.mask),

@@ -29,6 +29,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.grammar.memo import memo
 from frisket.lowering.analysis.decide import sees_itself
 from frisket.lowering.analysis.layout import bind, grid_of, swap
+from frisket.lowering.analysis.reach import SMALLEST, SMALLEST_DOUBLE, narrowed
 from frisket.lowering.analysis.solve import facts_of
 from frisket.lowering.analysis.table import RUN_LIMIT, Table
 from frisket.lowering.analysis.tiling import check_block, check_reach
@@ -52,9 +53,10 @@ from .run import SpanRequest, check_sorted, kernel_tables, on_host, source, span
 def split_host_device(
     params: Values, flat: bool | None, learnable: Collection[str] = (), framework: str | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(values of the host, values that stay where they are): traced ones, torch tables on an accelerator, arrays of
-    `framework` (of any, when None) that gradients may flow to, being `learnable`, and, where `flat` asks for the
-    flat planner, every table of a framework. `flat=False` keeps all on the host but what requires a gradient."""
+    """(values of the host, values that stay where they are). Those that stay are traced ones, torch tables on an
+    accelerator, arrays of `framework` (of any, when None) that gradients may flow to, being `learnable`. Where `flat`
+    asks for the flat planner, so is every table of a framework. `flat=False` keeps all on the host but what requires a
+    gradient."""
     for n, x in params.items():
         check_plain(n, x)
     stays = {n for n, x in params.items() if _stays(x, flat, n in learnable, framework)}
@@ -119,7 +121,7 @@ class FlatPlan:
         # the spans it holds, by tile and whether they are transposed
         self.spans_by_tile: dict[tuple[tuple[int, int], bool], Any] = works
         self._read: dict[str, Any] = {}  # the tables that spans were made of, as they were
-        self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
+        self._ranges: dict[Any, Any] = {}  # what Triton's planners made from the tables
         self.static = device_plan_template(key)
         self.shown: set[Any] = set()
         self.calls: dict[Any, Any] = {}
@@ -445,6 +447,8 @@ def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
     written = program.exprs.changed(lambda e: decided(bind(e, known), program.scalars))
     sane = finite_tables(program.tables)
     _check_lengths_of_tables(key, written, known)
+    if written.weight is not None:  # windows by a table need its entries
+        written, _ = narrowed(written, program.scalars, {}, SMALLEST_DOUBLE if program.double else SMALLEST)
     exprs = prepare(program.scored(written), sane, rules)
     problem = key.problem
     host = Mask(exprs.visible)
@@ -485,7 +489,7 @@ def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
 
 
 def _check_lengths_of_tables(key: DevicePlanSpec, exprs: ProgramExprs, known: Values) -> None:
-    """Check table lengths like `check_reach` on the host, where that can be known: a mask that reads a device's tables
+    """Check table lengths like `check_reach` on the host, where that can be known. A mask that reads a device's tables
     may show anything, but for the diagonal where it does whatever they hold."""
     mask = exprs.visible
     if names_of(mask).keys() & {n for n, *_ in key.device_specs}:

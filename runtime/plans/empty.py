@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.lowering.dtypes import DOUBLE, accumulate
+from frisket.lowering.dtypes import DOUBLE, accumulate, result_of
 from frisket.lowering.plan import Geometry
 from frisket.runtime.calls.arrays import Arrays
 from frisket.runtime.calls.program import CallProgram
@@ -43,7 +43,8 @@ def results_of(arrays: Arrays, g: Geometry, sinks: Any = None, learned: Iterable
         inputs = [x for x in (q, k, v, sinks, *learned) if x is not None and x.requires_grad]
         # an empty sum is 0, and gives each input a gradient of 0
         link = sum((x.reshape(-1)[:0].sum().to(real) for x in inputs), torch.zeros((), dtype=real, device=q.device))
-        zeros = q.new_zeros(out) + link.to(q.dtype)
+        half = getattr(torch, result_of(arrays.dtype))
+        zeros = torch.zeros(out, dtype=half, device=q.device) + link.to(half)
         empty = torch.full(rows, -torch.inf, dtype=real, device=q.device)
         lse = empty if sinks is None else sinks.to(real)[None, :, None].expand(rows).clone()
         return zeros, lse + link, empty.clone()

@@ -26,7 +26,7 @@ from frisket.lowering.plan import KV_INPUTS, LoopPlan, Problem
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import cpp as planner_cpp
 from frisket.lowering.planner import triton as planner_triton
-from frisket.lowering.planner.planner import ROOM, Planner
+from frisket.lowering.planner.planner import Planner
 from frisket.lowering.planner.triton import FINE, GRAIN
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.calls.arrays import uploaded
@@ -83,18 +83,22 @@ class PlannerStep:
         self.ranges = {(r.source, r.axes): kind(module, r.axes, tables[r.source]) for r, kind in kinds.items()}
         sizes, lengths = place.problem.named_sizes, (place.problem.q_len, place.problem.kv_len)
         arguments: list[Any] = [None] * 4  # bounds, count, overflow, work
-        arguments += [self.starts, slices * rows, rows, *lengths, *place.block, place.room, records]
+        arguments += [self.starts, slices * rows, rows, *lengths, *place.block, place.pieces(plan), records]
         arguments += [sizes[n] for n in emitted.sizes] + [_number(values[n], kind) for n, kind in emitted.scalars]
         for entry in emitted.entries:
             arguments += [None, *tables[entry.source].shape, *tables[entry.source].stride()]
         for ready in self.ranges.values():
             arguments += [None, None, ready.rows, *ready.sizes]
-        pieces = 1 << (max(emitted.pieces or place.room, records) - 1).bit_length()  # Triton's blocks are powers of 2
+        pieces = max(emitted.pieces or place.pieces(plan), records)
+        pieces = 1 << (pieces - 1).bit_length()  # Triton's blocks are powers of 2
         at_once = _at_once(module, max(1, 32 // pieces))
         grid = (-(-slices * rows // at_once),)
         warps = 1 if pieces < 256 else 4
         self.plan = PlannerLaunch(module.plan_spans, grid, arguments, warps, ROWS=at_once, PIECES=pieces)
         self.longest = PlannerLaunch(module.longest_first, (slices, -(-rows // 64)), [None, None, rows], 4, BLOCK=64)
+        # the order of one row, as steps of decoding have it, needs no launch
+        first = np.zeros((slices, 1), np.int32)
+        self.only_row = on_device("torch", first, place.device, "order", {}) if rows == 1 else None
 
     def __call__(self, tables: Mapping[str, Tensor], scalars: Sequence[Tensor], ranges: dict[Any, Any]) -> SpanArrays:
         """`ranges` keeps what is made of tables, for other spans of the same."""
@@ -102,7 +106,7 @@ class PlannerStep:
 
         slices, rows, records = self.shape
         bounds = torch.empty((slices, rows, records, 4), dtype=torch.int32, device=self.device)
-        count, work, order = (torch.empty((slices, rows), dtype=torch.int32, device=self.device) for _ in range(3))
+        count, work = (torch.empty((slices, rows), dtype=torch.int32, device=self.device) for _ in range(2))
         left = torch.empty((slices, rows), dtype=torch.bool, device=self.device)
         pointers = [bounds, count, left, work, *scalars, *[tables[e.source] for e in self.emitted.entries]]
         for key, ready in self.ranges.items():
@@ -110,6 +114,9 @@ class PlannerStep:
                 ranges[key] = ready(tables[key[0]])
             pointers += ranges[key]
         self.plan(*pointers)
+        if self.only_row is not None:
+            return bounds, count, left, self.only_row
+        order = torch.empty_like(count)
         self.longest(work, order)
         return bounds, count, left, order
 
@@ -267,8 +274,8 @@ class SpanRequest:
     block: tuple[int, int]  # tokens of a tile: queries, keys
     device: Any = None
     copies: dict[Any, Any] = field(default_factory=dict)  # the host's arrays, copied to devices
-    ranges: dict[Any, Any] = field(default_factory=dict)  # arrays that planners in Triton have made of the tables
-    room: int = ROOM  # pieces of a row of tiles that are held at once
+    ranges: dict[Any, Any] = field(default_factory=dict)  # arrays that planners in Triton made from the tables
+    room: int = 0  # pieces of a row of tiles that are held at once; 0: as the mask asks for
     records: int = 0  # of a row; 0: as many as the mask says, or RECORDS
 
     @property
@@ -277,8 +284,12 @@ class SpanRequest:
         turned = replace(problem, q_len=problem.kv_len, kv_len=problem.q_len, sizes=problem.full)
         return replace(self, at=(b, h, k, q), problem=turned, block=(bk, bq))
 
+    def pieces(self, plan: Planner) -> int:
+        """Pieces of a row that are held at once."""
+        return self.room or plan.room
+
     def most(self, plan: Planner) -> int:
-        """Records of a row."""
+        """Tile ranges in a row."""
         return self.records or plan.records(-(-self.problem.kv_len // self.block[1]))
 
 
@@ -331,7 +342,7 @@ class Prepared:
         word = self.word = np.zeros(self.where[""], np.int64)
         tables = {n: np.ascontiguousarray(entries_of(values[n]), DTYPES[self.types[n]]) for n in plan.tables}
         self.alive = at, tables  # the words have their addresses
-        numbers = (len(at[0]), q_len, place.problem.kv_len, bq, bk, place.room, records)
+        numbers = (len(at[0]), q_len, place.problem.kv_len, bq, bk, place.pieces(plan), records)
         word[: len(planner_cpp.HEAD)] = [*numbers, *(_address(x) for x in (*at, self.bounds, self.count))]
         for name, size in place.problem.named_sizes.items():
             word[self.where[name]] = size
@@ -382,7 +393,7 @@ def spans(plan: Planner, framework: str, place: SpanRequest, values: Mapping[str
     ints = np.int64 if framework == "torch" or plan.int64 else np.int32  # JAX has no int64 by default
     at = [on_device(framework, x.astype(ints).reshape(-1, 1, 1), place.device, id(x), place.copies) for x in place.at]
     options: dict[str, Any] = {"q_len": place.problem.q_len, "kv_len": place.problem.kv_len, "block": place.block}
-    options |= {"room": place.room, "records": place.most(plan)}
+    options |= {"room": place.pieces(plan), "records": place.most(plan)}
     bounds, count, overflow = _function(plan, framework)(*at, place.problem.full, scalars, tables, **options)
     if framework == "jax":
         return bounds.astype(np.int32), count.astype(np.int32), overflow, None

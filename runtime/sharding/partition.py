@@ -230,7 +230,7 @@ def current_mesh(own: Any = None) -> Any:
 
 
 def split_as(x: Any, mesh: Any, spec: Any, explicit: bool = False) -> Any:
-    """`x` split over the axes of a mesh: explicit ones are set and, unless these alone are meant, automatic ones asked
+    """`x` split over the axes of a mesh. Explicit ones are set and, unless these alone are meant, automatic ones asked
     for, each kind by a function of JAX that takes no other."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit_kind, automatic = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
@@ -276,7 +276,7 @@ FIELDS |= {EXPERT_GATE: "expert_gate_axis", BIAS_HEAD_SEQ: "bias_head_sequence_a
 FIELDS |= {BIAS_KV_SEQ: "bias_key_sequence_axis", DATA_PARALLEL: "data_parallel_axis"}
 FIELDS |= {FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis", TENSOR_PARALLEL: "tensor_parallel_axis"}
 FIELDS |= {SEQUENCE_PARALLEL: "sequence_parallel_axis", EXPERT_PARALLEL: "expert_parallel_axis"}
-# field -> the fields it is read from where nobody sets it
+# field -> the fields it is read from by default
 DEFAULTS: dict[str, tuple[str, ...]] = {"batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
 _OF_TENSORS = "head_axis", "kv_head_axis", "hidden_state_axis", "mlp_intermediate_axis", "vocab_axis"
 DEFAULTS |= dict.fromkeys(("sequence_axis", "query_sequence_axis", "key_sequence_axis"), ("sequence_parallel_axis",))
@@ -296,9 +296,9 @@ class PartitionAxis:
     >>> PartitionAxis().resolve_axis([BATCH, HEAD], MODE_TRAIN)
     [('fsdp', 'dp'), 'tp']
 
-    Each field is a name, a tuple of names, or None: on every device. The first five say what a mesh calls its axes,
-    and those after them follow from them where they are not given: batches over the data-parallel axes, lengths over
-    the sequence axis, heads and the sizes of layers over the tensor axis, experts over theirs; head sizes, biases'
+    Each field is a name, a tuple of names, or None: on every device. The first five say what a mesh calls its axes.
+    Those after them follow from them where they are not given. Batches go over the data-parallel axes, lengths over
+    the sequence axis, heads and the sizes of layers over the tensor axis, experts over theirs. Head sizes, biases'
     axes and gates are whole. In `GENERATION_MODES` the fields `decode_...` stand for those without; one that is None
     leaves the field without, as in eformer. The length of a step, 1, is split by no axis of several devices.
     """
@@ -410,7 +410,7 @@ class PartitionManager:
         """The spec of an array: an entry for every one of `axes`, in `mode`.
 
         `dynamic_axes`, or `axes` of that kind, says both. Where `mode` is the number of a dimension, `shape` has it.
-        On a mesh, names it has not are left out, and with a `shape` an axis that does not divide its dimension is left
+        On a mesh, names that it lacks are left out. With a `shape` an axis that does not divide its dimension is left
         out too: that dimension is on every device of the axis. Raises `ParameterError` where an axis would then split
         two dimensions.
         """

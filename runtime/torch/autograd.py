@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from frisket.grammar.memo import memo
 from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs
 from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge, lse_of
 from frisket.runtime.calls.arrays import in_graph, recorded
+
+from .differentiable import DifferentiableCall, second
+from .differentiable import gradients as gradients_recorded
 
 if TYPE_CHECKING:
     from .ready import PreparedCall
@@ -43,25 +46,27 @@ def transformed(*cotangents: Any) -> bool:
     )
 
 
-def no_forward_mode() -> NoReturn:
-    """Raise: no rule is there for tangents."""
-    raise BackwardError(
-        "forward mode is asked for (torch.func.jvp, jacfwd, hessian or torch.autograd.forward_ad); attention has first "
-        "derivatives in reverse, by backward(), torch.func.grad, vjp and jacrev\n"
-        "  where none are needed detach its arguments"
-    )
+def has_tangents(*arrays: Any) -> bool:
+    """Whether some of the tensors have forward_ad's tangents. Raises inside an operator of torch, which hides them and
+    has no rule for them."""
+    c = torch._C
+    if c._dispatch_tls_is_dispatch_key_excluded(c.DispatchKey.AutogradFunctionality):
+        if not c._len_torch_dispatch_stack():
+            keys = c._dispatch_tls_local_include_set(), c.DispatchKeySet(c.DispatchKey.Undefined)
+            with c._ForceDispatchKeyGuard(*keys):
+                refuse_tangents(*arrays)
+        return False
+    duals = (forward_ad.unpack_dual(x) for x in arrays if isinstance(x, Tensor))  # type: ignore[no-untyped-call]
+    return any(x.tangent is not None for x in duals)
 
 
 def refuse_tangents(*arrays: Any) -> None:
-    """Refuse tensors that have tangents."""
-    c = torch._C
-    inside = c._dispatch_tls_is_dispatch_key_excluded(c.DispatchKey.AutogradFunctionality)
-    if inside and not c._len_torch_dispatch_stack():  # an operator of torch hides them
-        with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), c.DispatchKeySet(c.DispatchKey.Undefined)):
-            refuse_tangents(*arrays)
-    for x in () if inside else arrays:
-        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
-            no_forward_mode()
+    """Refuse tensors that have tangents, in a graph or an operator of torch."""
+    if has_tangents(*arrays):
+        raise BackwardError(
+            "an operator of a compiled graph gets tangents of torch.autograd.forward_ad, and has no rule for them\n"
+            "  take torch.func.jvp inside of what is compiled, or call the attention outside of the graph"
+        )
 
 
 def written_out(x: Any) -> Any:
@@ -75,7 +80,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ready: PreparedCall, seed: Any, largest: bool, *arrays: Any) -> Any:
         out, lse, top, softmax_stats = ready.saving(seed, largest, *arrays)
-        ctx.ready, ctx.seed, ctx.versions = ready, seed, _versions(ready)
+        ctx.ready, ctx.seed, ctx.versions = ready, seed, versions(ready)
         ctx.save_for_backward(*arrays[:4], out, lse, softmax_stats, *arrays[4:])
         ctx.set_materialize_grads(False)  # no zeros as large as lse, where out alone has a cotangent
         if top is not None:
@@ -83,19 +88,15 @@ class Attend(torch.autograd.Function):
         return out, lse, top
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        no_forward_mode()
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         dout, dlse, _ = cotangents
-        _refuse_changed(ctx)
+        refuse_changed(ctx)
         saved = ctx.saved_tensors
         inputs = saved[:4] + saved[7:]  # q, k, v, sinks and values
         if dout is None and dlse is None:
             return (None,) * (3 + len(inputs))  # no result was used
         run = partial(gradients, ctx.ready, ctx.seed, saved, needed=ctx.needs_input_grad[3:])
-        return None, None, None, *_once(run, inputs, dout, dlse)
+        return None, None, None, *recorded_gradients(run, ctx.ready, ctx.seed, inputs, dout, dlse)
 
 
 class AttendAgain(torch.autograd.Function):
@@ -105,34 +106,42 @@ class AttendAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, repeat: Any, ready: PreparedCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
         out, lse, softmax_stats = repeat.forward(q, k, v, True)
-        ctx.again, ctx.versions = (repeat, ready), _versions(ready)
+        ctx.again, ctx.versions = (repeat, ready), versions(ready)
         ctx.save_for_backward(q, k, v, None, out, lse, softmax_stats)
         ctx.set_materialize_grads(False)
         return out
-
-    jvp = Attend.jvp
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
         if dout is None:
             return (None,) * 5
-        _refuse_changed(ctx)
+        refuse_changed(ctx)
         saved = ctx.saved_tensors
         repeat, ready = ctx.again
         run = partial(gradients_again, repeat, ready, saved, needed=(*ctx.needs_input_grad[2:], False))
-        return None, None, *_once(run, saved[:4], dout, None)[:3]
+        return None, None, *recorded_gradients(run, ready, None, saved[:4], dout, None)[:3]
 
 
-def _once(run: Callable[..., list[Any]], inputs: Any, dout: Any, dlse: Any) -> list[Any]:
-    """The gradients `run(dout, dlse)`, which have none themselves; of mapped cotangents one after another."""
+def recorded_gradients(
+    run: Any, ready: PreparedCall, seed: Any, inputs: Sequence[Any], dout: Any, dlse: Any
+) -> list[Any]:
+    """The gradients `run(dout, dlse)`, which have gradients where a graph of the backward is asked for; of mapped
+    cotangents one after another."""
+    needed = run.keywords["needed"]
     if transformed(dout, dlse):
-        results = iter(mapped(lambda *both: [g for g in _once(run, inputs, *both) if g is not None], dout, dlse))
-        return [next(results) if need else None for need in run.keywords["needed"]]  # type: ignore[attr-defined]
+        results = iter(
+            mapped(
+                lambda *both: [g for g in recorded_gradients(run, ready, seed, inputs, *both) if g is not None],
+                dout,
+                dlse,
+            )
+        )
+        return [next(results) if need else None for need in needed]
     if not torch.is_grad_enabled():
-        return run(dout, dlse)
-    with torch.no_grad():  # a graph of the backward is asked for
+        return run(dout, dlse)  # type: ignore[no-any-return]
+    with torch.no_grad():
         grads = run(dout, dlse)
-    return list(_Once.apply(grads, dout, dlse, *inputs))  # type: ignore[no-untyped-call]
+    return list(Gradients.apply(ready, seed, needed, grads, dout, dlse, *inputs))  # type: ignore[no-untyped-call]
 
 
 def mapped(run: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
@@ -150,7 +159,11 @@ def mapped(run: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
         else:
             interpreter: Any = retrieve_current_functorch_interpreter()
             level, below = interpreter.level(), interpreter.lower()
+            # others are mapped further out
+            where = [d if d is None or functorch.maybe_get_level(x) == level else None for x, d in zip(operands, where)]
         with below:
+            if 0 not in where:
+                return mapped(run, *operands)
             whole = [x if d is None else maps._remove_batch_dim(x, level, 1, d) for x, d in zip(operands, where)]
             n = len(whole[where.index(0)])
             results = each(partial(mapped, run), n, where, whole)
@@ -165,16 +178,16 @@ def each(run: Callable[..., Sequence[Any]], n: int, dims: Sequence[Any], operand
     return tuple(torch.stack(column) for column in zip(*rows, strict=True))
 
 
-def _refuse_changed(ctx: Any) -> None:
+def refuse_changed(ctx: Any) -> None:
     ready = ctx.again[1] if hasattr(ctx, "again") else ctx.ready
-    if _versions(ready) != ctx.versions:
+    if versions(ready) != ctx.versions:
         raise BackwardError(
             "a table of this attention was changed in place between the forward and the backward, which needs what "
             "the forward saw\n  change it after the backward, or make a new tensor and a new plan"
         )
 
 
-def _versions(ready: PreparedCall) -> list[int]:
+def versions(ready: PreparedCall) -> list[int]:
     """torch's counts of writes to a plan's tables, which are the user's own on a device; torch checks live ones."""
     # tensors of inference mode have no count
     return [x._version for x in ready.inputs.tables.values() if not x.is_inference()]
@@ -184,8 +197,9 @@ def gradients(ready: PreparedCall, seed: Any, saved: tuple[Any, ...], dout: Any,
     """Gradients of q, k, v, sinks and values, in this order, None where not `needed`."""
     q, k, v, sinks, out, lse, softmax_stats, *values = saved
     names, grad_names = _gradient_names(ready.kv_inputs, needed)
-    if forward_ad._current_level >= 0:
-        refuse_tangents(*saved, dout, dlse)
+    if forward_ad._current_level >= 0 and has_tangents(*saved, dout, dlse):
+        arrays = q, k, v, sinks, *values
+        return gradients_recorded(DifferentiableCall.of(ready, seed), dout, dlse, arrays, needed)
     if torch._C._is_torch_function_mode_enabled():
         with torch._C.DisableTorchFunction():
             return gradients(ready, seed, saved, dout, dlse, needed)
@@ -223,13 +237,13 @@ def _gradient_names(
 
 
 def share_of_sinks(ready: PreparedCall, sinks: Tensor, lse: Tensor, softmax_stats: Any) -> Tensor:
-    """The weight of the sink in each row, [batch, heads, q_len]: exp(sink - lse), with what `softmax_stats` knows of
-    the row where it does, since a float32 lse of 1e5 is off by 0.004."""
+    """The weight of the sink in each row, [batch, heads, q_len]: exp(sink - lse). It takes what `softmax_stats` knows
+    of the row where it does: a float32 lse of 1e5 is off by 0.004."""
     sinks, lse = (x.clamp(max=torch.finfo(torch.float32).max) for x in (sinks, lse))  # inf - inf is 0 here
     if softmax_stats is None:
         share: Tensor = (sinks[:, None] - lse).exp()
     elif ready.stats_kind == "offset":
-        share = (sinks.double()[:, None] - lse_of(ready.inputs.plan, softmax_stats, lse)).exp().to(lse.dtype)
+        share = (sinks.double()[:, None] - lse_of(ready.inputs, softmax_stats, lse)).exp().to(lse.dtype)
     else:  # the rounding error of lse; twice, where it comes from a graph
         share = (sinks[:, None] - lse - (softmax_stats if softmax_stats.ndim == 3 else softmax_stats[..., 0])).exp()
     return share
@@ -244,34 +258,37 @@ def dsinks(share: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any) -> 
     return -(torch.where(lse == -torch.inf, 0.0, share) * delta).sum((0, 2))
 
 
-class _Once(torch.autograd.Function):
-    """Gradients that have none themselves."""
+class Gradients(torch.autograd.Function):
+    """`grads`, the gradients of a call, as a function of (ready, seed, needed, grads, dout, dlse, *inputs)."""
 
     @staticmethod
-    def forward(ctx: Any, grads: list[Any], *inputs: Any) -> Any:
+    def forward(ctx: Any, ready: PreparedCall, seed: Any, needed: Any, grads: list[Any], *operands: Any) -> Any:
+        ctx.call = ready, seed, needed
+        ctx.save_for_backward(*operands)
+        ctx.set_materialize_grads(False)
         return tuple(None if g is None else g.view_as(g) for g in grads)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        return no_second(ctx, *cotangents)
-
-
-def no_second(ctx: Any, *cotangents: Any) -> Any:
-    """Raise where a gradient of a gradient is asked for."""
-    raise BackwardError(
-        "a gradient of a gradient of attention is asked for, and there is none\n"
-        "  leave out create_graph=True, or write attention with dense operations where second derivatives matter"
-    )
+        ready, seed, needed = ctx.call
+        dout, dlse, *inputs = ctx.saved_tensors
+        return (
+            None,
+            None,
+            None,
+            None,
+            *second(DifferentiableCall.of(ready, seed), cotangents, dout, dlse, inputs, needed),
+        )
 
 
 # -- tokens in another order ---------------------------------------------------------------------------
 
 Index = NDArray[np.int64]
-APART = 1 << 16  # bytes of a batch entry or head from which it is worth a call of its own
+APART = 1 << 16  # bytes of a batch entry or head from which it is worth a separate call
 
 
 def take(x: Tensor, index: Index, axis: int, inverse: Index | None = None, scratch: bool = False) -> Tensor:
-    """`x` at `index` along an axis; with the index that puts rows back, gradients are gathered by it: torch's own
+    """`x` at `index` along an axis. With the index that puts rows back, gradients are gathered by it: torch's own
     gradient adds rows to zeros, and takes three times as long. `scratch`: no user sees the tensor."""
     # what follows reads memory of the host
     if in_graph(x) or not x.is_cpu or x.is_neg() or forward_ad._current_level >= 0:

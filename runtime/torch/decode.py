@@ -136,13 +136,15 @@ def step_of(
         return step
     if settings.show or att.learned or native_build.reason():
         return None
-    if not RECORDS[choose(att.options.backend, "torch", "cpu")].tier:  # kernels of a GPU, or an engine's
+    if not RECORDS[
+        choose(att.options.backend, "torch", "cpu", invariant=att.options.tuning.invariant)
+    ].tier:  # kernels of a GPU, or an engine's
         return None
     try:
-        with native_build.deferring(not (att.options.backend or settings.backend)):
+        with native_build.deferring(not (att.options.backend or settings.backend or att.options.tuning.invariant)):
             step = DecodeCall(att, qkv, sizes, kv_inputs, tables, params)
     except native_build.BuildError as error:  # of its planner
-        if att.options.backend or settings.backend:
+        if att.options.backend or settings.backend or att.options.tuning.invariant:
             raise
         native_build.fall_back(error)
         return None

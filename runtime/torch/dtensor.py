@@ -1,6 +1,6 @@
 """The operators of attention on DTensors: batch and heads over the devices of a mesh. Imports torch.distributed.
 
-Every rank computes its own batch entries and heads, at their place in the whole problem, so that a mask or score mod
+Every rank computes its own batch entries and heads, at their place in the whole problem. So a mask or score mod
 that reads `b` or `h` means those of all ranks. Tables are whole in every rank. Ranks send tensors that are placed
 otherwise, and gradients of tensors that all ranks read.
 """
@@ -105,7 +105,7 @@ def split(q: Any) -> Placements:
 
 
 def part(n: int, axis: int, mesh: Any, placements: Placements) -> tuple[int, int]:
-    """(start, size) of what this rank has of `n` entries along an axis, in chunks as DTensors have them."""
+    """(start, size) of this rank's part of `n` entries along an axis, in chunks as DTensors have them."""
     start = 0
     for i, p in enumerate(placements):
         if isinstance(p, Shard) and p.dim % 4 == axis:
@@ -149,7 +149,7 @@ def placed(
     starts = [0, 0, 0, 0]
     if " origin0" in at:
         starts = [entries[i] for entries, i in (at[f" origin{i}"] for i in range(4))]
-    if " size0" not in at:  # of the whole problem, where nobody says more
+    if " size0" not in at:  # of the whole problem, by default
         sizes = [s + n for s, n in zip(starts, (*q.shape[:3], kv_len), strict=True)]
         whole = [x if isinstance(x, int | torch.SymInt) else x.max() for x in sizes]  # a vector of origins: the longest
         names += "".join(f",{'tensor' if isinstance(x, Tensor) else 'number'}  size{i}" for i, x in enumerate(whole))
@@ -170,9 +170,24 @@ def keys_of(place: RankPart, x: Any) -> Any:
     return keys if place.keys is None else keys.index_select(1, place.keys)
 
 
+def _check_tables(q: Any, k: Any, v: Any, sinks: Any, values: Sequence[Any], names: str) -> None:
+    """Raises `ParameterError` where a table or the sinks are a DTensor and q, k and v are not."""
+    if any(isinstance(x, DTensor) for x in (q, k, v)):
+        return
+    tables = [name for kind, name in names_of(names)[1] if kind == "tensor"]
+    for name, x in (("sinks", sinks), *zip(tables, values, strict=True)):
+        if isinstance(x, DTensor):
+            raise ParameterError(
+                f"`{name}` is a DTensor {x.placements}, and q, k and v are tensors of this rank\n  a parameter under "
+                "fully_shard is whole in the forward of its module alone: read it there, at every call; where no "
+                f"gradient is needed, give {name}.full_tensor()"
+            )
+
+
 def attend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`frisket::attend`."""
     q, k, v, sinks, values, numbers, spec, names = args
+    _check_tables(q, k, v, sinks, values, names)
     with torch.no_grad():
         place = place_of(q, k, v, names)
         tensors, ints, rank_names = placed(place, q, values, numbers, names, k.shape[2])
@@ -221,4 +236,5 @@ def _gradient(place: RankPart, which: int, like: Any, g: Tensor) -> Any:
 
 ops = torch.ops.frisket
 HANDLERS: dict[Any, Callable[..., Any]] = {ops.attend.default: attend, ops.attend_backward.default: attend_backward}
+HANDLERS |= {ops.attend_reads_host.default: attend, ops.attend_backward_reads_host.default: attend_backward}
 DTensor._op_dispatcher._custom_op_handlers.update(HANDLERS)

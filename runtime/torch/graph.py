@@ -15,19 +15,22 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.attention import merge
+from frisket.runtime.attention.weighted import Sums, summed
+from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import WORDS, scale_of
 from frisket.runtime.calls.options import CallArgs
 
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
-from .autograd import refuse_tangents
+from .autograd import has_tangents, refuse_tangents
 from .op import cast
-from .running import sorted_out
+from .running import RecordedCall, kind_of, operator, reserved, sorted_out
 from .spec import HEAD, attention_of
 
 # -- what a graph is written with: traced by Dynamo, so plain Python --------------------------------------------------
 
 
-Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, top: None where nobody asks for them
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, top: None unless wanted
 
 
 def attend(att: Any, request: CallArgs, rows: bool = True) -> Results:
@@ -39,7 +42,55 @@ def attend(att: Any, request: CallArgs, rows: bool = True) -> Results:
         return by_plan(att, request, rows)
     params, sinks = request.params, att.options.sinks if request.sinks is None else request.sinks
     values = {n: x for n, x in (att.inputs if dynamo else att.constants).items() if n not in params}
-    return written(att.spec, att.options.dropout, request, sinks, {**values, **params}, rows)
+    rate, backend = att.options.dropout, att.options.backend
+    return written(att.spec, rate, backend, request, sinks, {**values, **params}, rows)
+
+
+def sums(att: Any, request: CallArgs) -> tuple[Tensor, Sums]:
+    """(out, sums) of a call in a graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        return summed(att, request, attend)
+    params = {**{n: x for n, x in att.inputs.items() if n not in request.params}, **request.params}
+    arrays, place = (request.q, request.k, request.v), (request.origin, request.sizes, request.layout)
+    out, *rest = _sums_by_text(att.spec, arrays, request.seed, place, tuple(params), *params.values())
+    return out, Sums(*rest)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _sums_by_text(
+    spec: str,
+    arrays: tuple[Any, Any, Any],
+    seed: Any,
+    place: tuple[Any, Any, Any],
+    names: tuple[str, ...],
+    *values: Any,
+) -> tuple[Tensor, ...]:
+    """`sums` of the attention that the text `spec` says. Dynamo does not trace it; what records its graph does."""
+    params = dict(zip(names, values, strict=True))
+    att = attention_of(spec, tuple((n, *kind_of(x)) for n, x in params.items() if not reserved(n)))
+    q, k, v = arrays
+    out, rest = summed(att, CallArgs(q, k, v, None, seed, None, True, *place, params=params), attend)
+    return out, *rest
+
+
+def merged_sums(
+    parts: Any, divide: str | None, layout: str | None, origin: Any, sizes: Any, params: Mapping[str, Any]
+) -> tuple[Tensor, Sums]:
+    """`frisket.merge_sums` in a graph of Dynamo."""
+    flat = tuple([(out, *of_part) for out, of_part in parts])
+    out, *rest = _merged_by_text(flat, divide, (layout, origin, sizes), tuple(params), *params.values())
+    return out, Sums(*rest)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _merged_by_text(
+    parts: Any, divide: str | None, place: tuple[Any, Any, Any], names: tuple[str, ...], *values: Any
+) -> tuple[Tensor, ...]:
+    pairs = [(out, of_part) for out, *of_part in parts]
+    layout, origin, sizes = place
+    params = dict(zip(names, values, strict=True))
+    merged: tuple[Any, Sums] = merge.merged_sums(pairs, divide, layout, origin, sizes, params)
+    return merged[0], *merged[1]
 
 
 def by_plan(att: Any, request: CallArgs, rows: bool) -> Results:
@@ -51,11 +102,12 @@ def by_plan(att: Any, request: CallArgs, rows: bool) -> Results:
     return attend(same, request._replace(plan=None, origin=plan.origin, sizes=plan.sizes, params=values), rows)
 
 
-def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: CallArgs, rows: bool) -> Results:
-    """(out, lse, top) of `frisket.attention(q, k, v, mask, score, ...)` in a graph; `options` as a spec begins."""
-    if not isinstance(mask, (str, type(None))) or not isinstance(score, (str, type(None))):
+def written_call(texts: tuple[Any, ...], options: tuple[Any, ...], request: CallArgs, rows: bool) -> Results:
+    """(out, lse, top) of `frisket.attention(q, k, v, mask, score, ...)` in a graph; `texts` are those of mask, score
+    mod, weight and divisor, and `options` as a spec begins."""
+    if not all(isinstance(x, (str, type(None))) for x in texts):
         raise ParameterError(
-            "in a graph of torch frisket.attention takes a mask and a score mod as texts\n"
+            "in a graph of torch frisket.attention takes a mask, a score mod and a weight as texts\n"
             "  or make att = frisket.compile(mask, score) outside, and call that"
         )
     scale = options[0]
@@ -67,15 +119,22 @@ def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: CallA
             "in a graph of torch frisket.attention takes no nested tensors\n"
             "  make att = frisket.compile(mask, score) outside, and call that"
         )
-    text = mask or ""
-    spec = HEAD.format(*options, False, len(text), ()) + text + (score or "")
-    return written(spec, options[4], request, request.sinks, request.params, rows)
+    written_texts = [x or "" for x in texts]
+    spec = HEAD.format(*options, False, tuple([len(x) for x in written_texts]), ()) + "".join(written_texts)
+    return written(spec, options[4], options[2], request, request.sinks, request.params, rows)
 
 
 def written(
-    spec: str, rate: float, request: CallArgs, sinks: Any, params: Mapping[str, Any], rows: bool = True
+    spec: str,
+    rate: float,
+    backend: str | None,
+    request: CallArgs,
+    sinks: Any,
+    params: Mapping[str, Any],
+    rows: bool = True,
 ) -> Results:
-    """One call of an operator; `sinks` and `params` are those of the attention where the call brings none."""
+    """One call of an operator; `rate` is the dropout rate. Where the call brings no `sinks` and `params`, they are the
+    attention's."""
     q, k, v = cast(request.q, request.k, request.v)
     layout, seed = request.layout, request.seed
     if layout == "bshd":
@@ -104,20 +163,55 @@ def written(
         learned = [n for n, x in items if isinstance(x, Tensor) and x.requires_grad]
         if learned or any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks)):
             grad_names = ":" + ":".join(learned)
-    if forward_ad._current_level >= 0:
-        refuse_tangents(q, k, v, sinks, *(x for _, x in items))
-    tensors, numbers, names = sorted_out(items, ("max" if request.top else "") + grad_names)
+    host = "host" if q.device.type != "cpu" and _reads_host(spec, rate, backend, items, q.device) else ""
+    tensors, numbers, names = sorted_out(items, ("max" if request.top else "") + host + grad_names)
     if sinks is not None:
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
         sinks = torch.as_tensor(sinks, dtype=real, device=q.device).expand(q.shape[1])
     lse: Tensor | None
     largest: Tensor | None
+    # only inside of torch.func do the operators have a rule for tangents
+    outside = forward_ad._current_level >= 0 and torch._C._functorch.maybe_current_level() is None
+    if outside and has_tangents(q, k, v, sinks, *tensors):
+        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+            refuse_tangents(q, k, v, sinks, *tensors)  # what AOTAutograd compiles runs without them
+        out, lse, largest, _ = RecordedCall((numbers, spec, names), [q, k, v, sinks, *tensors]).results()
+        return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
     # torch.func.grad, which enables gradients too, is not seen by requires_grad
     if compiled and not (torch.is_grad_enabled() or spread or rows or request.top):
-        out, lse, largest = torch.ops.frisket.attend_alone(q, k, v, sinks, tensors, numbers, spec, names), None, None
+        alone = operator("attend_alone", names)
+        out, lse, largest = alone(q, k, v, sinks, tensors, numbers, spec, names), None, None
     else:
-        out, lse, largest, _ = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
+        out, lse, largest, _ = operator("attend", names)(q, k, v, sinks, tensors, numbers, spec, names)
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
+
+
+def _reads_host(
+    spec: str, rate: float, backend: str | None, items: list[tuple[str, Any]], device: torch.device
+) -> bool:
+    """Whether no CUDA graph may hold a call on a GPU. Such a call reads values of tensors on the host, or copies
+    tensors from the host. A call with Ints, such as positions, is one too: each value would need a graph."""
+    if rate or (backend is not None and not RECORDS[backend].loads):  # dropout reads its seed
+        return True
+    for _, x in items:
+        if isinstance(x, Tensor):
+            if x.device != device:
+                return True
+        elif not isinstance(x, (bool, float)):  # torch's graph holds Bools and Floats as constants
+            return True
+    scalars = [(n, x) for n, x in items if isinstance(x, Tensor) and not x.ndim]
+    if not scalars:
+        return False
+    kinds = tuple([(n, *kind_of(x)) for n, x in items if not reserved(n)])
+    loaded = loaded_scalars(spec, kinds)
+    return not all(x.is_floating_point() and n in loaded for n, x in scalars)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def loaded_scalars(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> tuple[str, ...]:
+    """The Float parameters of the score mod alone, whose values kernels load. The host reads the values of all other
+    scalars."""
+    return tuple(sorted(attention_of(spec, kinds).program.learnable))
 
 
 def written_tiles(spec: str, like: Tensor, sizes: Any, block: Any, params: dict[str, Any]) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention to jagged nested tensors of torch: their packed tokens as one row, positions inside each sequence.
 
-A mask and a score mod are rewritten: of a packed row, b is the sequence that holds the query, q and k count from the
-first token of their sequences, `Q_LEN` and `KV_LEN` are the lengths of those, and a query sees its own sequence alone.
+A mask and a score mod are rewritten. In a packed row, b is the sequence that holds the query. q and k count from the
+first token of their sequences, and `Q_LEN` and `KV_LEN` are the lengths of those. A query sees its own sequence alone.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def _check_alike(k: Tensor, v: Tensor) -> None:
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
-    """Whether both have sequences of the same lengths at the same places. Of two tensors of offsets a graph says no."""
+    """Whether both hold sequences with the same lengths at the same places. Of two tensors of offsets a graph says
+    no."""
     import torch
 
     mine, theirs = ((t.offsets(), t.lengths()) for t in (x, y))
@@ -213,7 +214,7 @@ def closed(x: Tensor, like: Tensor) -> Tensor:
 
 
 def rewritten(program: CallProgram, pattern: Pattern) -> tuple[CallProgram, JaggedTables, str | None]:
-    """A mask and a score mod of sequences as those of a packed row, over tables without values yet; the names of those
+    """A mask and a score mod of sequences as those of a packed row, over tables without values yet. The names of those
     tables, and that of the number of sequences where it is read."""
     number = fresh("sequences", program.names)
     names = names_for(pattern, {*program.names, number}, ir.param(number))
@@ -282,12 +283,17 @@ def attend(att: Attention, request: CallArgs) -> tuple[Tensor, Tensor, Any]:
         rest = {n: x for n, x in att.constants.items() if n not in params}
         sinks = att.options.sinks if request.sinks is None else request.sinks
         packed_request = CallArgs(*packed, seed=request.seed, top=request.top)
-        results = written(spec, att.options.dropout, packed_request, sinks, {**rest, **values, **params})
+        rate, backend = att.options.dropout, att.options.backend
+        results = written(spec, rate, backend, packed_request, sinks, {**rest, **values, **params})
     else:
         _check_tables(att.program, ragged, packed[0].shape[1], {**att.constants, **params})
         inside: Any = att.jagged(ragged.pattern)[0]
-        results = inside(
-            *packed, seed=request.seed, sinks=request.sinks, return_lse=True, return_max=True, **values, **params
-        )
+        if att.program.weight is None:
+            results = inside(
+                *packed, seed=request.seed, sinks=request.sinks, return_lse=True, return_max=True, **values, **params
+            )
+        else:
+            out, total = inside.with_total(*packed, seed=request.seed, params={**values, **params})
+            results = out, total, total
     out, lse, largest = closed_all(results, q)
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest

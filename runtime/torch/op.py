@@ -30,6 +30,7 @@ from weakref import ref
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.autograd import forward_ad
 
 from frisket.dsl.errors import BackendError, BackwardError
@@ -40,12 +41,12 @@ from frisket.lowering.dtypes import accumulate
 from frisket.lowering.pipeline import TiledPlan
 from frisket.lowering.plan import KV_INPUTS, RATE, SEED, ForwardResults, KernelInputs, Spans
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.runtime.backends.base import RECORDS, no_gradients
+from frisket.runtime.backends.base import LIBRARY, RECORDS, no_gradients
 from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.backends.registry import automatic, library, quickest, target_of, warn_slow
 from frisket.runtime.backends.stages import compiled, record
 from frisket.runtime.calls.arrays import COPIED, NATURAL, arrays, transpose_to, uploaded
-from frisket.runtime.calls.options import CALLS, CallArgs, Options
+from frisket.runtime.calls.options import CALLS, CallArgs, Options, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.cpp_build import BuildError, LaterError, PendingError, deferring, fall_back, kernel_step
 from frisket.runtime.machine.parameters import kind_of
@@ -53,8 +54,11 @@ from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import CheckedCall, DeviceTiledPlan, refuse_written
 from frisket.runtime.plans.empty import nothing
 
-from .autograd import AttendAgain, gradients_with_permutation, refuse_tangents, with_permutation, written_out
+from . import weighted
+from .autograd import AttendAgain, gradients_with_permutation, has_tangents, with_permutation, written_out
+from .differentiable import dual
 from .ready import ChangingTables, PreparedCall, VendorCall, readable
+from .tangents import attend as attend_with_tangents
 
 Tensor = Any
 NUMBERS = (bool, int, float)
@@ -69,8 +73,8 @@ def attend(att: Any, request: CallArgs, saving: bool = False, lse: bool = True) 
         q, k, v = cast(q, k, v)  # operators of ours are none that autocast knows
         request = request._replace(q=q, k=k, v=v)
     settings = Settings.read()
-    if forward_ad._current_level >= 0:
-        refuse_tangents(q, k, v, sinks, *params.values(), *att.learned.values())
+    if forward_ad._current_level >= 0 and has_tangents(q, k, v, sinks, *params.values(), *att.learned.values()):
+        return _with_tangents(att, request, saving)
     if plan is not None and getattr(plan, "on_device", False):
         refuse_written(plan)  # a plan of the host has copies
     try:
@@ -114,6 +118,24 @@ def attend(att: Any, request: CallArgs, saving: bool = False, lse: bool = True) 
         inputs = [transpose_to(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.kv_inputs, inputs, strict=True)]
     results: tuple[Any, ...] = ready.attend(request, inputs, att.options, saving)
     return results
+
+
+def _with_tangents(att: Any, request: CallArgs, saving: bool) -> tuple[Any, ...]:
+    """`attend` of tensors that have tangents."""
+    q, k, v, params = request.q, request.k, request.v, request.params
+    primal = [dual(x)[0] for x in (q, k, v)]
+    ready = kept_ready(att, request._replace(q=primal[0], k=primal[1], v=primal[2])).generated
+    known = att.learned if request.plan is None else request.plan.device_values
+    values = [params[n] if n in params else known[n] for _, n in ready.kv_inputs]
+    sinks = att.options.sinks if request.sinks is None else request.sinks
+    if sinks is not None:
+        sinks = sinks_of(sinks, ready.inputs.geometry.heads, "torch", accumulate(ready.real), q.device)
+    if ready.bshd:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    seed = seed_of(request.seed, att.options.dropout, "torch")
+    out, lse, top = attend_with_tangents(ready, seed, request.top, q, k, v, sinks, *values)
+    results = out.transpose(1, 2) if ready.bshd else out, lse, top if request.top else None
+    return (*results, None) if saving else results
 
 
 def _first_call(
@@ -173,8 +195,8 @@ def _fast_path_of(att: Any, ready: PreparedCall, request: CallArgs, key: Any) ->
     repeat = RECORDS[ready.inputs.target.backend].executors["torch"].repeat
     if repeat is None or key is None or key[0] is not None or getattr(request.plan, "on_device", False):
         return None
-    # a fast path takes no rows, no seed, and no sinks of the options
-    if ready.seed or att.options.rows is not None or att.options.sinks is not None:
+    # a fast path takes no rows, no seed, no sinks of the options, and makes no cotangents of weighted rows
+    if ready.inputs.plan.weighted or ready.seed or att.options.rows is not None or att.options.sinks is not None:
         return None
     if any(x.is_inference() for x in ready.inputs.tables.values()):
         return None
@@ -193,8 +215,8 @@ def kept_ready(att: Any, request: CallArgs, defers: bool = False) -> PreparedCal
 
 
 def _earlier(att: Any, request: CallArgs, key: Any, entries: tuple[bytes, ...], ready: Any) -> PreparedCall | None:
-    """The `PreparedCall` of an earlier call with this key, which kept `ready`: for these entries of tables of the host,
-    or with this call's plan if the mask reads tables of a device."""
+    """The `PreparedCall` of an earlier call with this key, which kept `ready`. It is for these entries of tables of the
+    host, or with this call's plan if the mask reads tables of a device."""
     plan, step = request.plan, ready
     if entries:
         step = ready(entries, att.calls) if type(ready) is ChangingTables else None
@@ -266,8 +288,8 @@ def run(call: CheckedCall, ready: PreparedCall, saving: bool = False) -> tuple[A
 def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, tuple[bytes, ...]]:
     """(key of a call's `PreparedCall`, or None where every call is prepared again; the entries of its host tables).
 
-    A host table may be written to by torch, by numpy through shared memory, or through `.data`, and versions of tensors
-    count some of these only: entries are compared, bit for bit. They are bytes, whose comparison ends at the first
+    A host table may be written to by torch, by numpy through shared memory, or through `.data`. Versions of tensors
+    count some of these only, so entries are compared, bit for bit. They are bytes, whose comparison ends at the first
     difference."""
     q, k, v, plan, _, _, _, origin, sizes, layout, params = request
     entries: tuple[bytes, ...] = ()
@@ -322,7 +344,7 @@ def prepare(call: CheckedCall, options: Options, defers: bool = True) -> Prepare
     """The prepared executor of calls of these shapes.
 
     An engine runs it where a proof and the costs say so. Library calls replace a native kernel that cannot be built,
-    unless the backend was named, and where it `defers` one that is still being compiled: its result is for one call."""
+    unless the backend was named, and where it `defers` one that is still being compiled. Its result is for one call."""
     proof = engine_call(call, options)
     if proof is not None:
         named = call.backend == proof.backend
@@ -372,11 +394,16 @@ def facts_of(call: CheckedCall, options: Options, platform: str) -> proofs.Engin
     )
 
 
+def prepared_for(call: CheckedCall, options: Options, arch: str) -> PreparedCall:
+    """The prepared executor of generated kernels of a call as on a GPU of `arch`, which may not be here."""
+    return _prepared(call, options, arch)
+
+
 def _built(call: CheckedCall, options: Options, defers: bool = False) -> PreparedCall:
     """The prepared executor of generated kernels, or of library calls."""
     ready, run = _prepared(call, options), RECORDS[call.backend].executors["torch"]
     # nothing to build ahead, or no library calls in place of a backend that is named
-    if run.build is None or options.backend or Settings.read().backend:
+    if run.build is None or options.backend or Settings.read().backend or options.tuning.invariant:
         return ready
     try:
         with deferring(defers):
@@ -385,7 +412,7 @@ def _built(call: CheckedCall, options: Options, defers: bool = False) -> Prepare
         fall_back(error)
         fallback = _prepared(replace(call, backend=library("torch")), options)
         return replace(fallback, awaits=True) if isinstance(error, LaterError) else fallback
-    return replace(ready, backward=_or_library(ready.backward))
+    return replace(ready, backward=_or_library(ready.backward), falls_back=True)
 
 
 def _or_library(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -407,13 +434,13 @@ def _or_library(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
+def _prepared(call: CheckedCall, options: Options, arch: str | None = None) -> PreparedCall:
     """The prepared call of a backend; `kv_inputs` are the Float tables and scalars that were given to a flat plan."""
     inputs, geometry, plan = call.arrays, call.geometry, call.plan
     backend = RECORDS[call.backend]
     if backend.interpreter is not None and backend.interpreted:
         warn_slow(call.backend, geometry)  # Triton's interpreter
-    target = target_of(call.backend, geometry, inputs.dtype, options, plan, inputs.q.device)
+    target = target_of(call.backend, geometry, inputs.dtype, options, plan, inputs.q.device, arch)
     if Settings.read().show:
         compiled(call, options, inputs.q.device)  # prints stages
     work = plan.work((target.block_q, target.block_k), proofs=backend.guarded)
@@ -423,7 +450,7 @@ def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
     operands: list[Any] = [*work.plan.tables, *work.plan.slots]
     uses = [x for x in operands if x.source in KV_INPUTS or (x.type is FLOAT and x.source in named)]
     input_names = {x.name for x in uses}  # this call's values are not kept: they may hold its graph
-    uploads = _on_device(work, inputs.q.device, real) if work.tables else {}
+    uploads = _on_device(work, inputs.q.device, real, backend.loads) if work.tables else {}
     tables = {n: t for n, t in uploads.items() if n not in input_names}
     slots = {n: x for n, x in work.slots.items() if n not in input_names}
     source = {s.source: s.name for s in work.plan.slots}
@@ -435,6 +462,8 @@ def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
     fixed = MappingProxyType(slots), MappingProxyType(tables), None, options.rows, options.deterministic
     executors = backend.executors["torch"]
     forward, backward = executors.forward, executors.backward or _refused(backend.name)
+    if work.plan.weighted and backend.tier == LIBRARY:
+        forward, backward = weighted.forward, weighted.backward
     if options.rows is not None and not executors.rows:  # arrays are permuted around those that read no rows by tables
         forward, backward = with_permutation(forward), gradients_with_permutation(backward)
     return PreparedCall(
@@ -448,6 +477,7 @@ def _prepared(call: CheckedCall, options: Options) -> PreparedCall:
         seed=source.get(SEED),
         stats_kind=backend.stats_kind,
         check=executors.checks_gradients,
+        compiles=executors.compiles,
     )
 
 
@@ -458,16 +488,23 @@ def _refused(name: str) -> Callable[..., Any]:
     return backward
 
 
-def refuse_ambiguous(program: CallProgram, tables: Mapping[str, Any]) -> None:
-    """Raise where a learned tensor is read by the mask and the score mod: the gradient of one would be missing."""
-    mask, score = program.exprs.mask, program.exprs.score
-    if mask is None or score is None or not torch.is_grad_enabled():  # no gradient, nothing to miss
+def _requires_gradient(x: Any) -> bool:
+    return torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+
+
+def refuse_ambiguous(
+    program: CallProgram, tables: Mapping[str, Any], learns: Callable[[Any], bool] = _requires_gradient
+) -> None:
+    """Raise where a learned tensor is read by the mask and another part: the gradient of one would be missing."""
+    mask, others = program.exprs.mask, [p for p in program.every_part[1:] if p is not None]
+    if mask is None:
         return
     for name, x in tables.items():
-        if getattr(x, "requires_grad", False) and name in names_of(mask) and name in names_of(score):
+        part = next((p for p in others if name in names_of(p.expr)), None)
+        if learns(x) and name in names_of(mask) and part is not None:
             raise BackwardError(
-                f"`{name}` requires a gradient, and both the mask and the score mod read it: no gradient flows through "
-                "a mask\n  give the mask a detached copy under another name"
+                f"`{name}` requires a gradient, and both the mask and the {part.what} read it: no gradient flows "
+                "through a mask\n  give the mask a detached copy under another name"
             )
 
 
@@ -482,12 +519,22 @@ def on_host(spans: DeviceSpans) -> Spans:
     return Spans(spans.bounds.numpy(), spans.count.numpy(), spans.slice_of)
 
 
-def _on_device(work: TiledPlan | DeviceTiledPlan, device: Any, real: Any) -> Mapping[str, Tensor]:
-    """The tables as tensors, those of the host made once for each plan, device and dtype of Floats."""
+def _on_device(work: TiledPlan | DeviceTiledPlan, device: Any, real: Any, loads: bool) -> Mapping[str, Tensor]:
+    """The tables as tensors, those of the host made once for each plan, device and dtype of Floats. Where kernels load
+    them, they are converted before the copy: what torch makes on a GPU may be in the memory of a CUDA graph that it
+    warms up."""
     if isinstance(work, DeviceTiledPlan):
         return readable(work.tables, device, real)
 
     def tensors() -> dict[str, Tensor]:
-        return readable({n: uploaded(t, device) for n, t in work.tables.items()}, device, real)
+        tables = {n: _as_read(np.asarray(t), real) if loads else t for n, t in work.tables.items()}
+        return readable({n: uploaded(t, device) for n, t in tables.items()}, device, real)
 
-    return cached_on(work.plan, (device, real), tensors)
+    return cached_on(work.plan, (device, real, loads), tensors)
+
+
+def _as_read(table: NDArray[Any], real: Any) -> NDArray[Any]:
+    """A table of the host in the dtype that kernels of a GPU read: Floats as scores, Ints of 32 or 64 bits."""
+    if table.dtype.kind == "f":
+        return table.astype(str(real).removeprefix("torch."), copy=False)
+    return table.astype(np.int32) if table.dtype.kind in "iu" and table.dtype.itemsize < 4 else table

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError
 from frisket.dsl.ir import var, walk
+from frisket.lowering.derive import backward_of
 from frisket.lowering.dtypes import accumulate
 from frisket.lowering.plan import KV_INPUTS, Cotangents, ForwardResults, KernelInputs, Spans, Target
 from frisket.lowering.planner.planner import READS
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.cpp.torch import FastPath, lse_of
 from frisket.runtime.backends.engines import proof as proofs
-from frisket.runtime.calls.arrays import NATURAL
+from frisket.runtime.calls.arrays import NATURAL, capturing, keep_for_graphs
 from frisket.runtime.calls.arrays import refuse_gradients as refuse_stored
 from frisket.runtime.calls.options import CallArgs, Options, seed_of, sinks_of
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
@@ -32,6 +33,7 @@ from frisket.runtime.plans.device import CallPlan, CheckedCall, FlatPlan
 from frisket.runtime.plans.run import DTYPES, Prepared, SpanRequest, function, kernel_tables
 
 from .autograd import Attend
+from .weighted import RowCotangents
 
 Tensor = Any
 Array = NDArray[Any]
@@ -68,7 +70,9 @@ class PreparedCall:
     stats_kind: str = ""  # see `Backend.stats_kind`; the tensor of these numbers is always called `softmax_stats`
     check: Callable[..., Any] | None = None  # raises where the backward would refuse gradients
     awaits: bool = False  # whether library calls run while a native kernel is compiled
-    template: FlatPlan | None = None  # a plan without values: each call makes its own, from the tables it brings
+    falls_back: bool = False  # whether library calls run where a native kernel cannot be built
+    compiles: Callable[..., Any] | None = None  # see `Executors`; None after the first call with gradients
+    template: FlatPlan | None = None  # a plan without values: each call makes one, from the tables it brings
     runs: int = field(default=0, init=False)  # calls that did not take the fast path
     # runs such calls by the addresses of their arrays; made at the second run, as more may follow
     fast: FastPath | None = field(default=None, init=False)
@@ -91,23 +95,35 @@ class PreparedCall:
             arrays = (*[x.transpose(1, 2) for x in arrays[:3]], *arrays[3:])
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays):
             if self.stored:
-                refuse_stored(self.inputs.geometry.kv_dtype, {source for _, source in self.kv_inputs})
+                refuse_stored(self.inputs.geometry.stored_dtype, {source for _, source in self.kv_inputs})
             if self.check is not None:
                 pairs = zip(self.kv_inputs, arrays[4:], strict=True)
                 # before the forward, which would run for nothing
                 self.check_gradients(arrays, seed, frozenset(n for (n, _), x in pairs if x.requires_grad))
+            self.compile_together(arrays, seed, grad_names_of(arrays, self.kv_inputs))
             out, *rest = Attend.apply(self, seed, top, *arrays)  # type: ignore[no-untyped-call]
         else:
+            if saving:  # a graph, where another operator is the backward
+                self.compile_together(arrays, seed, frozenset("qkv"))
             out, *rest = self.saving(seed, top, *arrays) if saving else self.run(seed, top, *arrays)
         return out.transpose(1, 2) if self.bshd else out, *rest
 
+    def compile_together(self, arrays: Sequence[Any], seed: Any, grad_names: frozenset[str]) -> None:
+        """Compile the kernels of the first call with gradients at the same time, where its backend does."""
+        compiles, self.compiles = self.compiles, None
+        if compiles is not None and not self.stored:
+            compiles(self, arrays, seed, grad_names)
+
     def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor) -> Any:
-        # largest scores that nobody asks for take time
+        # largest scores that are not wanted take time
         return self.forward(self.inputs_of(q.device, seed, sinks, values), q, k, v, top=top)
 
     def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
-        """The results of `run`, and what the backward knows of each row in addition to lse; None where that is nothing,
+        """The results of `run`, and what the backward knows of each row in addition to lse. None where that is nothing,
         and where in a graph the backward may be the native one, which counts rows another way."""
+        if self.inputs.plan is not None and self.inputs.plan.weighted:
+            out, total, count = self.run(seed, True, q, k, v, sinks, *values)[:3]
+            return out, total, count if top else None, count if self.inputs.plan.counts else None
         if self.awaits or (not self.stats_kind and sinks is None):
             return *self.run(seed, top, q, k, v, sinks, *values), None
         inputs = self.inputs_of(q.device, seed, sinks, values)
@@ -122,7 +138,7 @@ class PreparedCall:
         if self.stats_kind != "offset":
             # the rounding error of lse: both together fit float64
             return out, lse.double() + softmax_stats, None
-        return out, lse_of(inputs.plan, softmax_stats, lse), softmax_stats
+        return out, lse_of(inputs, softmax_stats, lse), softmax_stats
 
     def gradients(
         self, seed: Any, grad_names: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Any, share: Any = None
@@ -134,12 +150,36 @@ class PreparedCall:
         lse_residual = softmax_stats if self.stats_kind == "lse_residual" else None
         results = ForwardResults(out, lse, lse_residual, softmax_stats if self.stats_kind == "offset" else None, share)
         inputs, cotangents = self.inputs_of(q.device, seed, sinks, values), Cotangents(dout, dlse)
+        if inputs.plan.weighted:
+            rows = RowCotangents.of(inputs, ForwardResults(out, lse, None, softmax_stats), cotangents, grad_names)
+            sums = ForwardResults(out, lse), Cotangents(rows.dout, rows.dtotal)
+            pairs = self.gradients_of_sums(seed, grad_names, (q, k, v, *values), *sums)
+            named = dict(zip((n for n, _ in self.kv_inputs), values, strict=True))
+            flat = {n: torch.zeros_like(x) for n, x in named.items() if n in grad_names - {*pairs, *rows.of_divide}}
+            return flat | {n: _sum(pairs.get(n), rows.of_divide.get(n)) for n in {*pairs, *rows.of_divide}}
         grads: dict[str, Tensor] = self.backward(inputs, q, k, v, results, cotangents, grad_names=grad_names)
         return grads
+
+    def gradients_of_sums(
+        self,
+        seed: Any,
+        grad_names: frozenset[str],
+        arrays: tuple[Any, ...],
+        results: ForwardResults,
+        cotangents: Cotangents,
+    ) -> dict[str, Tensor]:
+        """Gradients of weighted rows by the cotangents of their sums; of values that no weight reads there are none.
+        `arrays` are q, k, v and the values. The backward reads neither out nor total of the `results`."""
+        q, k, v, *values = arrays
+        inputs = self.inputs_of(q.device, seed, None, values)
+        names = grad_names & ({"q", "k", "v"} | {g.source for g in backward_of(inputs.plan).gradients})
+        return self.backward(inputs, q, k, v, results, cotangents, grad_names=names) if names else {}
 
     def inputs_of(self, device: Any, seed: Any, sinks: Tensor | None, values: Sequence[Tensor]) -> KernelInputs:
         """The inputs of kernels, with the values of a call as kernels take them."""
         x = self.inputs
+        if capturing(device) and self.loads:  # tables of a call on a GPU are the user's, those of the host copies
+            keep_for_graphs(x.spans.static.copies if x.spans.on_device else x.tables)
         if sinks is None and self.seed is None and not self.kv_inputs:
             return x
         slots, tables = x.slots, x.tables
@@ -173,15 +213,16 @@ class PreparedCall:
     def stored(self) -> bool:
         """Whether keys and values are stored, in 8 bits or pages: no gradient flows then."""
         plan, g = self.inputs.plan, self.inputs.geometry
-        return bool(g.kv_dtype or plan.pages or any(t.source in KV_INPUTS for t in plan.tables))
+        return bool(g.stored_dtype or plan.pages or any(t.source in KV_INPUTS for t in plan.tables))
 
     @property
     def generated(self) -> PreparedCall:
-        """The prepared call of generated kernels: an engine's has one beside it."""
+        """The prepared call of generated kernels: an engine's holds one too."""
         return self
 
-    def taking(self, sinks: Tensor | None, top: bool) -> PreparedCall:
-        """The prepared call for such sinks and `top`: generated kernels where an engine lacks them, else itself."""
+    def taking(self, sinks: Tensor | None, top: bool, qkv: Iterable[Tensor] = ()) -> PreparedCall:
+        """The prepared call for such arrays, sinks and `top`: generated kernels where an engine lacks them, else
+        itself."""
         return self
 
     def bind(self, plan: FlatPlan) -> PreparedCall:
@@ -203,7 +244,19 @@ class PreparedCall:
         # every call with a plan comes here: `replace` takes twice as long, and constructors of frozen classes too
         inputs = _with_values(self.inputs, spans, self.inputs.slots, tables, self.inputs.sinks)
         how = self.forward, self.backward, self.real, self.bshd, self.kv_inputs, self.loads, self.seed
-        return PreparedCall(inputs, *how, self.stats_kind, self.check, self.awaits, template)
+        more = self.stats_kind, self.check, self.awaits, self.falls_back, self.compiles
+        return PreparedCall(inputs, *how, *more, template)
+
+
+def grad_names_of(arrays: Sequence[Any], kv_inputs: Sequence[tuple[str, str]]) -> frozenset[str]:
+    """The names of arrays of a call that require a gradient, without sinks, whose gradient no kernel computes."""
+    names = "q", "k", "v", "sinks", *(n for n, _ in kv_inputs)
+    learned = (n for n, x in zip(names, arrays, strict=True) if x is not None and x.requires_grad)
+    return frozenset(learned) - {"sinks"}
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor:
+    return y if x is None else x if y is None else x + y
 
 
 def _with_values(x: KernelInputs, spans: Any, slots: Any, tables: Any, sinks: Any) -> KernelInputs:
@@ -223,7 +276,7 @@ class ChangingTables:
     """Prepared calls of one kind whose tables change from call to call, on the host. `op` asks here before it plans.
 
     After CHANGES plans of the host a planner in C++ makes the spans. There is a planner for each set of tables that
-    ascend, its `order`: it searches these, and of a range of others it knows the least and the greatest entry and
+    ascend, its `order`. It searches these, and of a range of others it knows the least and the greatest entry and
     classes of ids. So it may read more tiles; it is kept while these take less time than a plan of the host."""
 
     def __init__(self, plan: CallPlan, params: Mapping[str, Any]) -> None:
@@ -340,7 +393,7 @@ class TablePlanner:
             if x.itemsize > 2 and not -LARGEST < low.min() <= high.max() < LARGEST:
                 return None
         run: Prepared | None = getattr(self.thread, "run", None)
-        if run is None:  # each thread has memory of its own to plan in: a lock could stay locked in a forked child
+        if run is None:  # each thread has separate memory to plan in: a lock could stay locked in a forked child
             run = self.thread.run = self.prepared()
         wide = {n: x.astype(DTYPES[run.types[n]], copy=False) for n, x in tables.items() if n in run.types}
         run({n: x.ctypes.data for n, x in wide.items()})  # `wide` is referred to until it returns
@@ -399,8 +452,9 @@ def _tiles_read(spans: Spans) -> int:
 
 @dataclass(eq=False)
 class VendorCall(PreparedCall):
-    """A prepared call of an engine. The largest score of a row, sinks where the engine takes no plans, and gradients
-    that are not the engine's are the generated kernels', which are prepared when the first call asks for them."""
+    """A prepared call of an engine. It leaves three to the generated kernels: the largest score of a row, sinks where
+    the engine takes no plans, and gradients that are not the engine's. Those kernels are prepared when the first call
+    asks for them."""
 
     proof: Any = None
     named: bool = False  # an engine that is named raises an error where it cannot run a call
@@ -410,7 +464,7 @@ class VendorCall(PreparedCall):
     def of_call(
         cls, call: CheckedCall, options: Options, proof: proofs.Proof, named: bool, prepare: Callable[..., PreparedCall]
     ) -> VendorCall:
-        """The engine that a proof names, and `call` by a backend that takes every call beside it."""
+        """The engine that a proof names, and `call` by a backend that takes every call, for comparison."""
         arrays, record = call.arrays, RECORDS[proof.backend]
         empty = {n: x.new_empty(0) for n, x in zip("qkv", arrays.qkv)}  # `prepare` is remembered: no call's arrays
         bare = replace(call, arrays=replace(arrays, **empty))
@@ -430,8 +484,10 @@ class VendorCall(PreparedCall):
         assert self.prepare is not None
         return self.prepare()
 
-    def taking(self, sinks: Tensor | None, top: bool) -> PreparedCall:
+    def taking(self, sinks: Tensor | None, top: bool, qkv: Iterable[Tensor] = ()) -> PreparedCall:
         lacks = RECORDS[self.proof.backend].features
+        if self.proof.contiguous and (self.bshd or not all(x.is_contiguous() for x in qkv)):
+            return self.generated
         return self.generated if (top and "max" in lacks) or (sinks is not None and "sinks" in lacks) else self
 
     @property
@@ -440,12 +496,17 @@ class VendorCall(PreparedCall):
 
     def __call__(self, arrays: tuple[Any, ...], seed: Any, top: bool, saving: bool = False) -> tuple[Any, ...]:
         sinks = arrays[3]
-        if self.taking(sinks, top) is self:
+        if self.taking(sinks, top, arrays[:3]) is self:
             return super().__call__(arrays, seed, False, saving)
         if self.named:
             what = "sinks" if sinks is not None else "the largest score of each row"
             raise BackendError(f"backend {self.proof.backend!r} does not do {what}; leave out the backend")
         return self.generated(arrays, seed, top, saving)
+
+    def compile_together(self, arrays: Sequence[Any], seed: Any, grad_names: frozenset[str]) -> None:
+        if not self.proof.gradients and (compiles := self.generated.compiles) is not None:
+            self.generated.compiles = None
+            compiles(self.generated, arrays, seed, grad_names, forward=False)
 
     def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
         return self.saving(seed, top, q, k, v, sinks)[:3]

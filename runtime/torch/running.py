@@ -1,8 +1,9 @@
 """Runs the operators of torch in a graph (`operators.py`) on tensors with values. Imports torch.
 
 `names` says, in order, what `values` (tensors) and `numbers` are; the names of scales and pages are no identifiers.
-Before them it says "max" where the largest scores are asked for, then ":" where a graph may ask for gradients, and the
-names of the values that want one, with ":" between.
+Before them it says "max" where the largest scores are asked for, and "host" where the call reads numbers or tables on
+the host. Then it says ":" where a graph may ask for gradients, and the names of the values that want one, with ":"
+between.
 
 Inside torch.func (grad, vjp and their like, and vmap) an axis that vmap adds is no batch axis: `b` of a mask keeps its
 meaning. Where nothing reads `b`, the entries of the mapped axis are run as one batch all the same, otherwise one after
@@ -11,30 +12,35 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
-from torch._functorch.autograd_function import generate_single_level_function
+from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import _disable_current_modes
 
+from frisket.dsl.ir import names_of as reads
 from frisket.dsl.ir import uses
+from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import check_devices, refuse_gradients
 from frisket.runtime.calls.options import CallArgs
+from frisket.runtime.machine.caller import outside
 from frisket.runtime.machine.settings import Settings
 
-from .autograd import each, gradients, gradients_again, mapped, no_forward_mode, no_second
+from .autograd import each, gradients, gradients_again, mapped
+from .differentiable import DifferentiableCall, dual, one_level, second
+from .differentiable import gradients as gradients_recorded
 from .op import attend as attend_op
-from .op import kept_ready
+from .op import kept_ready, refuse_ambiguous
 from .spec import attention_of
+from .tangents import attend as attend_with_tangents
 
 Tensors = Sequence[Tensor]
 Ints = Sequence[int]
@@ -61,7 +67,7 @@ def call_of(
             params[name] = kind == "True" if kind in ("True", "False") else float(kind)
     seed, _ = params.pop(" seed", None), params.pop(" rank", None)  # the rank is there to tell graphs apart
     place = {w: [_known(params.pop(f" {w}{i}")) for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
-    att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
+    att = attention_of(spec, tuple((n, *kind_of(x)) for n, x in params.items() if not reserved(n)))
     origin, sizes = (tuple(x) or None for x in place.values())
     seed = None if seed is None else int(seed)
     return att, CallArgs(*qkv, None, seed, sinks, top, origin, sizes, "bhsd", params)
@@ -72,7 +78,8 @@ def _known(x: Any) -> Any:
     return int(x) if isinstance(x, Tensor) and not x.ndim else x
 
 
-def _kind(x: Any) -> tuple[int, type]:
+def kind_of(x: Any) -> tuple[int, type]:
+    """How many axes a value has, and bool, int or float."""
     if not isinstance(x, Tensor):
         return 0, type(x)
     return x.ndim, float if x.is_floating_point() else bool if x.dtype == torch.bool else int
@@ -134,7 +141,7 @@ def attend_backward(
         saved: tuple[Any, ...] = (q, k, v, None, out, lse, softmax_stats)
         results = gradients_again(ready.fast, ready, saved, dout, dlse, tuple(needed[:4]))
         return [g.contiguous() for g in results if g is not None]
-    ready = ready.taking(sinks, request.top)  # as in the forward
+    ready = ready.taking(sinks, request.top, (q, k, v))  # as in the forward
     inputs = [request.params[n] for _, n in ready.kv_inputs]
     saved = (q, k, v, sinks, out, lse, softmax_stats, *inputs)
     needed_by_name = dict(zip(learnable(values, names), needed[4:], strict=True))
@@ -151,7 +158,8 @@ def attend_backward(
 
 def mapped_backward(dout: Any, dlse: Any, *rest: Any) -> list[Tensor]:
     """`frisket::attend_backward` of cotangents that torch.autograd.grad(is_grads_batched=True) maps."""
-    return list(mapped(lambda *both: torch.ops.frisket.attend_backward(*both, *rest), dout, dlse))
+    backward = operator("attend_backward", rest[-2])
+    return list(mapped(lambda *both: backward(*both, *rest), dout, dlse))
 
 
 def fake_tiles(like: Tensor, values: Tensors, numbers: Ints, sizes: Ints, block: Ints, spec: str, names: str) -> Tensor:
@@ -170,12 +178,12 @@ def fake_attend(
     # an operator returns a tensor, if an empty one
     top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
     softmax_stats = lse.new_empty((*lse.shape, norm_width(q.dtype, v.shape[3], q.device.type)))
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, softmax_stats
+    return fake_attend_alone(q, k, v), lse, top, softmax_stats
 
 
 def fake_attend_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     check_devices(q, k, v)
-    return q.new_empty((*q.shape[:3], v.shape[3]))
+    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.bfloat16 if q.itemsize == 1 else q.dtype)
 
 
 def fake_attend_backward(dout: Any, dlse: Any, *rest: Any) -> list[Tensor]:
@@ -205,7 +213,7 @@ def gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     if (dout is None and dlse is None) or not any(needed):
         return None, None, None, None, [None] * len(values), None if numbers else [], None, None
     inputs = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, softmax_stats), ctx.static, needed)
-    results = iter(torch.ops.frisket.attend_backward(*inputs))
+    results = iter(operator("attend_backward", names)(*inputs))
     grads = [next(results) if need else None for need in needed]
     rest = iter(grads[4:])
     return *grads[:4], [next(rest) if f else None for f in floating], None if numbers else [], None, None
@@ -222,8 +230,8 @@ def gradient_inputs(
 def refuse_stored(q: Tensor, k: Tensor, names: str) -> None:
     """Raise where keys and values are stored: such calls have no gradients."""
     stored = [n for _, n in names_of(names)[1] if reserved(n)]
-    if stored or q.dtype != k.dtype:
-        refuse_gradients("" if q.dtype == k.dtype else str(k.dtype).removeprefix("torch."), stored)
+    if stored or k.itemsize == 1:
+        refuse_gradients(str(k.dtype).removeprefix("torch.") if k.itemsize == 1 else "", stored)
 
 
 def sorted_out(items: list[tuple[str, Any]], names: str) -> tuple[list[Tensor], list[int], str]:
@@ -255,6 +263,12 @@ def grad_names_of(text: str) -> frozenset[str] | None:
     return frozenset(names.split(":")) if colon else None
 
 
+def operator(name: str, names: str) -> Any:
+    """The operator `name`, or its like that reads the host where `names` says so."""
+    head = names.partition(",")[0].partition(":")[0]
+    return getattr(torch.ops.frisket, f"{name}_reads_host" if head.endswith("host") else name)
+
+
 def reserved(name: str) -> bool:
     """Whether a name is not the user's, but that of scales or pages of stored keys and values."""
     return " of " in name
@@ -279,7 +293,7 @@ class FuncAttend(torch.autograd.Function):
     @staticmethod
     def forward(static: Any, q: Any, k: Any, v: Any, sinks: Any, *values: Any) -> Any:
         numbers, spec, names = static
-        return torch.ops.frisket.attend(q, k, v, sinks, list(values), numbers, spec, names)
+        return operator("attend", names)(q, k, v, sinks, list(values), numbers, spec, names)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -287,10 +301,6 @@ class FuncAttend(torch.autograd.Function):
         out, lse, top, softmax_stats = output
         ctx.save_for_backward(*arrays, out, lse, softmax_stats)
         ctx.mark_non_differentiable(top, softmax_stats)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        no_forward_mode()
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
@@ -324,17 +334,19 @@ class FuncBackward(torch.autograd.Function):
         q, k, v, sinks, *values = arrays
         flags = [*needed[:4], *(n for n, x in zip(needed[4:], values, strict=True) if x.is_floating_point())]
         inputs = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, softmax_stats), static, flags)
-        return tuple(torch.ops.frisket.attend_backward(*inputs))
+        return tuple(operator("attend_backward", static[2])(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    jvp = FuncAttend.jvp
+        ctx.static, ctx.needed, dout, dlse, _, _, _, *arrays = inputs
+        ctx.save_for_backward(dout, dlse, *arrays)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        return no_second(ctx, *cotangents)
+        dout, dlse, *arrays = ctx.saved_tensors
+        call = RecordedCall(ctx.static, arrays)
+        dout, dlse, *grads = call.second(iter(cotangents), dout, dlse, ctx.needed)
+        return None, None, dout, dlse, None, None, None, *grads
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
@@ -349,16 +361,16 @@ class FuncBackward(torch.autograd.Function):
         return tuple(_split(x, n) for x in grads), (0,) * len(grads)
 
 
-def transformed(name: str, *inputs: Any) -> Any:
-    """An operator inside of torch.func's transforms. `functionalize` has nothing to replace: operators write to no
-    argument."""
+def transformed(name: str, host: str, *inputs: Any) -> Any:
+    """The operator `name + host` inside of torch.func's transforms. `functionalize` has nothing to replace: operators
+    write to no argument."""
     interpreter: Any = retrieve_current_functorch_interpreter()
     if interpreter.key() != TransformType.Functionalize:
         return globals()[f"_transformed_{name}"](*inputs)
     api: Any = FunctorchFunctionalizeAPI(interpreter)
     inputs = api.unwrap_tensors(inputs)
     with api.redispatch_to_next():
-        results = getattr(torch.ops.frisket, name)(*inputs)
+        results = getattr(torch.ops.frisket, name + host)(*inputs)
     return api.wrap_tensors(results)
 
 
@@ -368,23 +380,17 @@ def _in_one_level(kind: Any, *operands: Any) -> Any:
     interpreter: Any = retrieve_current_functorch_interpreter()
     if interpreter.key() == TransformType.Vmap:
         return kind.apply(*operands)
-    level = interpreter.level()
-
-    def forward(*operands: Any) -> Any:
-        alive = torch._C._functorch.unwrap_if_dead  # what vjp saved outlives its level
-        plain = tree_map_only(torch.Tensor, lambda x: _unwrap_for_grad(alive(x), level), operands)
-        with torch.enable_grad(), interpreter.lower():
-            results = kind.forward(*plain)
-        return tuple(_wrap_for_grad(x, level) for x in results)
-
-    function: Any = generate_single_level_function(interpreter, kind)
-    function.forward = staticmethod(forward)
-    with enable_single_level_autograd_function():
-        return function.apply(*operands)
+    return one_level(kind, interpreter, kind.forward, *operands)
 
 
 def _transformed_attend(q: Any, k: Any, v: Any, sinks: Any, values: Any, *static: Any) -> Any:
-    """`frisket::attend` inside of torch.func's transforms, whose rules are those of `FuncAttend`."""
+    """`frisket::attend` inside of torch.func's transforms, whose rules are those of `FuncAttend`, but for tangents."""
+    if values:
+        numbers, spec, names = static
+        att, request = call_of(values, numbers, spec, names)
+        refuse_ambiguous(att.program, request.params, _differentiated)
+    if _has_tangents():
+        return RecordedCall(static, [q, k, v, sinks, *values]).results()
     return _in_one_level(FuncAttend, static, q, k, v, sinks, *values)
 
 
@@ -397,12 +403,15 @@ def _transformed_attend_backward(*inputs: Any) -> Any:
     dout, dlse, *arrays, values, out, lse, softmax_stats, numbers, spec, names, needed = inputs
     flags = iter(needed[4:])
     needed = (*needed[:4], *(x.is_floating_point() and next(flags) for x in values))
+    if _has_tangents():
+        grads = RecordedCall((numbers, spec, names), [*arrays, *values]).gradients(dout, dlse, needed)
+        return [g for g, need in zip(grads, needed, strict=True) if need]
     arrays = [dout, dlse, out, lse, softmax_stats, *arrays]  # q, k, v and sinks are last
     return list(_in_one_level(FuncBackward, (numbers, spec, names), needed, *arrays, *values))
 
 
 def _separate_calls(static: Any, dims: Any, values: Any) -> bool:
-    """Whether entries of a mapped axis are different calls: with sinks or values of their own (by `dims`), with
+    """Whether entries of a mapped axis are different calls. They are with sinks or separate values (by `dims`), with
     positions or sizes of a batch, random draws, keys that are stored, or masks and score mods that know b."""
     numbers, spec, names = static
     # names with blanks are those of places, seeds and stored keys
@@ -422,3 +431,118 @@ def _joined(x: Any, dim: Any, n: int) -> Any:
 
 def _split(x: Any, n: int) -> Any:
     return x.unflatten(0, (n, -1))
+
+
+# -- tangents, and derivatives of gradients -------------------------------------------------------------
+
+
+def _has_tangents() -> bool:
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    return bool(interpreter.key() == TransformType.Jvp)
+
+
+def _entries_or_shape(x: Tensor) -> Tensor:
+    """A value as a plan reads it: without transforms. Floats that torch.vmap maps have a shape alone."""
+    return torch.empty(x.shape, dtype=x.dtype) if x.is_floating_point() and _mapped(x) else unwrapped(x).detach()
+
+
+def _levels(x: Tensor) -> Iterator[Tensor]:
+    """The tensor as each transform of torch.func sees it, the innermost transform first."""
+    functorch: Any = torch._C._functorch
+    yield x
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+        yield x
+
+
+def _mapped(x: Tensor) -> bool:
+    return any(map(torch._C._functorch.is_batchedtensor, _levels(x)))
+
+
+def _differentiated(x: Any) -> bool:
+    mapped = torch._C._functorch.is_batchedtensor  # torch.vmap has no rule for tangents
+    levels = [] if not isinstance(x, Tensor) else [y for y in _levels(x) if not mapped(y)]
+    return any(y.requires_grad or dual(y)[1] is not None for y in levels)
+
+
+def _tensors(names: str) -> list[str]:
+    return [name for kind, name in names_of(names)[1] if kind == "tensor"]
+
+
+class RecordedCall:
+    """An operator's call as a `DifferentiableCall`, from (numbers, spec, names) and [q, k, v, sinks, *values]."""
+
+    @outside
+    def __init__(self, static: Any, arrays: Sequence[Any]) -> None:
+        numbers, spec, names = static
+        self.arrays = arrays
+        q, k, v, _, *values = arrays
+        with outside_transforms(), _disable_current_modes(), torch.no_grad():
+            plain = [_entries_or_shape(x) for x in values]
+            device = "cpu" if q.is_meta else q.device  # no kernel runs, and plans ask which would
+            qkv: Any = tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+            att, request = call_of(plain, numbers, spec, names, qkv, None)
+            mask, named = att.program.exprs.mask, dict(zip(_tensors(names), values, strict=True))
+            for name in () if mask is None else named.keys() & reads(mask):
+                unwrapped(named[name])  # a mask is laid out by entries, and torch.vmap's raise
+            ready = kept_ready(att, request)
+        self.ready, self.seed, self.top = ready.generated, request.seed, request.top
+        tensors = _tensors(names)
+        self.places = [tensors.index(name) for _, name in ready.generated.kv_inputs]  # among the values
+
+    @cached_property
+    def call(self) -> DifferentiableCall:
+        return DifferentiableCall.of(self.ready, self.seed)
+
+    def _read(self, values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in self.places]
+
+    @outside
+    def results(self) -> tuple[Any, ...]:
+        """The results of `frisket::attend`."""
+        q, k, v, sinks, *values = self.arrays
+        out, lse, top = attend_with_tangents(self.ready, self.seed, self.top, q, k, v, sinks, *self._read(values))
+        width = norm_width(q.dtype, v.shape[3], q.device.type)
+        return out, lse, top if self.top else lse.new_empty(0), lse.new_zeros((*lse.shape, width))
+
+    @outside
+    def gradients(self, dout: Any, dlse: Any, needed: Sequence[bool]) -> list[Any]:
+        """The gradients of the arrays that are `needed`."""
+        arrays, values = self.arrays[:4], self.arrays[4:]
+        flags = [*needed[:4], *self._read(needed[4:])]
+        grads = gradients_recorded(self.call, dout, dlse, [*arrays, *self._read(values)], flags)
+        return self._spread(grads, needed)
+
+    @outside
+    def second(self, cotangents: Any, dout: Any, dlse: Any, needed: Sequence[bool]) -> list[Any]:
+        """The derivatives by (dout, dlse, *arrays) of the gradients that are `needed`, one cotangent for each."""
+        by_array = [next(cotangents) if need else None for need in needed]
+        flags = [*needed[:4], *self._read(needed[4:])]
+        arrays = [*self.arrays[:4], *self._read(self.arrays[4:])]
+        of_grads = [*by_array[:4], *self._read(by_array[4:])]
+        dout, dlse, *grads = second(self.call, of_grads, dout, dlse, arrays, flags)
+        return [dout, dlse, *self._spread(grads, [False] * len(needed))]
+
+    def _spread(self, grads: Sequence[Any], needed: Sequence[bool]) -> list[Any]:
+        """Gradients of all values, from those that the score mod reads; the others are 0 where they are `needed`."""
+        by_place = dict(zip(self.places, grads[4:], strict=True))
+        values = [
+            torch.zeros_like(x) if need and i not in by_place else by_place.get(i)
+            for i, (x, need) in enumerate(zip(self.arrays[4:], needed[4:], strict=True))
+        ]
+        return [*grads[:4], *values]
+
+
+def setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    dout, dlse, q, k, v, sinks, values, _, _, _, *static, needed = inputs
+    ctx.save_for_backward(dout, dlse, q, k, v, sinks, *values)
+    ctx.call = static, needed
+
+
+def second_gradient(ctx: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradient of `frisket::attend_backward`."""
+    (dout, dlse, *arrays), (static, needed) = ctx.saved_tensors, ctx.call
+    flags = iter(needed[4:])
+    needed = (*needed[:4], *(x.is_floating_point() and next(flags) for x in arrays[4:]))
+    dout, dlse, *grads = RecordedCall(static, arrays).second(iter(cotangents), dout, dlse, needed)
+    return dout, dlse, *grads[:4], list(grads[4:]), None, None, None, None if static[0] else [], None, None, None

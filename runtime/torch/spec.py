@@ -8,9 +8,9 @@ param w: int = 4
 mask = q >= k & abs(q - k) < w
 score = 5 * tanh(score / 5)
 
-The first line has the options, a dict of Python literals. Its `score` is where the score mod's text begins when mask
-and score mod have a text each, as `frisket.attention` takes them; -1: what follows is one program. `at` has the lengths
-of texts behind it, those of the positions where dropout draws; without any it draws where the arrays are.
+The first line has the options, a dict of Python literals. Its `texts` are the lengths of the texts of the mask, the
+score mod, the weight and the divisor, as `frisket.attention` takes them; None: what follows is one program. `at` has
+the lengths of texts behind it, those of the positions where dropout draws; without any it draws where the arrays are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.ir import names_of
-from frisket.dsl.program import read
+from frisket.dsl.program import ROOTS, read
 from frisket.dsl.show import show
 from frisket.grammar.memo import memo
 from frisket.runtime.backends.stages import new_history
@@ -33,7 +33,7 @@ from frisket.runtime.calls.program import CallProgram, joined
 from frisket.runtime.machine.parameters import BoundExpr, Origin
 from frisket.runtime.masks.mask import Program, program
 
-WORDS = ("scale", "gqa", "backend", "tile", "dropout", "tuning", "deterministic", "engines", "unwritten", "score", "at")
+WORDS = ("scale", "gqa", "backend", "tile", "dropout", "tuning", "deterministic", "engines", "unwritten", "texts", "at")
 HEAD = "{{'scale': '{!r}', " + ", ".join(f"'{word}': {{!r}}" for word in WORDS[1:]) + "}}\n"  # infinity is no literal
 
 
@@ -44,15 +44,14 @@ def spec_of(program: CallProgram, o: Options, learned: Collection[str]) -> str:
     options = scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.choices, o.deterministic, o.engines
     _, names = declarations(program, learned)
     places = [show(e, names) for e in program.positions or ()]
-    head = HEAD.format(*options, program.unwritten, -1, tuple(map(len, places)))
+    head = HEAD.format(*options, program.unwritten, None, tuple(map(len, places)))
     return head + text_of(program, learned) + "".join(places)
 
 
 def text_of(program: CallProgram, learned: Collection[str]) -> str:
     """A program: tables and what is learned are declared, scalars have their values."""
     lines, names = declarations(program, learned)
-    parts = {"mask": program.mask, "score": program.score}
-    definitions = [f"{part} = {show(p.expr, names)}" for part, p in parts.items() if p is not None]
+    definitions = [f"{part} = {show(p.expr, names)}" for part, p in program.named.by_name.items()]
     return lines + "\n".join(definitions)
 
 
@@ -101,17 +100,17 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
     scale = None if header["scale"] == "None" else float(header["scale"])
     fixed = {n: header[n] for n in ("backend", "tile", "dropout", "deterministic", "engines")}
     options = Options(scale, header["gqa"], tuning=Tuning.of(header["tuning"]), **fixed)
-    at = header["score"]
-    if at < 0:
+    if header["texts"] is None:
         text, *others = _cut(text, header["at"])
         lines = [x for x in text.splitlines(keepends=True) if x.startswith("param ")]
         # declarations alone are no program: everything is visible
         parts = program(text) if len("".join(lines)) < len(text) else Program()
         places = tuple(_place("".join(lines), x) for x in others) or None
-        whole = replace(joined(parts.mask, parts.score), places=places, unwritten=header["unwritten"])
+        whole = replace(joined(*(parts.by_name.get(n) for n in ROOTS)), places=places, unwritten=header["unwritten"])
         att = attention_by("program")(whole, options)
         att.history = history_of(spec)  # each graph makes an attention, and its records would go with it
         return att
     # entries do not matter: the call brings values
     params: dict[str, Any] = {n: np.ones((1,) * r, t) for n, r, t in kinds}
-    return attention_by("texts")(text[:at] or None, text[at:] or None, options, params)
+    mask, score, weight, divide = (x or None for x in _cut(text, header["texts"])[1:])
+    return attention_by("texts")(mask, score, options, params, weight, divide)

@@ -6,6 +6,7 @@ import signal
 
 import cases
 import gpu
+import gpu_order
 import gpu_profile
 import gpu_right
 import pytest
@@ -32,9 +33,11 @@ register(replace(RECORDS["gluon"], reason=lambda framework=None: "", instead="",
 
 @pytest.mark.exhaustive
 def test_gpu_benchmark_parts_measure_in_separate_processes():
-    forward, backward, decode, serving, layout, tune, right, profile = measured(
+    forward, backward, strided, decode, serving, shared, chunk, layout, tune, right, profile = measured(
         ("speed", "forward: sinks, window 1024, D 16"), ("speed", "backward: ALiBi, causal, D 16"),
-        ("speed", "decode: causal, batch 1"), ("serving", "4 queries, int8, pages of 64"),
+        ("speed", "backward: causal, D 64, transposed"), ("speed", "decode: causal, batch 1"),
+        ("serving", "4 queries, int8, pages of 64"), ("serving", "shared prefix, int8"),
+        ("serving", "chunk of 2048, pages of 16"),
         ("layout", "documents, 512 tokens"),
         ("tune", "dkv, causal, D 16, 2 stages"), ("right", "triton, softcap(c), float32"),
         ("profile", "backward: causal, D 16"),
@@ -45,9 +48,12 @@ def test_gpu_benchmark_parts_measure_in_separate_processes():
     pairs, took = 48 * 49 / 2, found["ms"]["frisket"] / 1e3
     assert found["tflops"]["frisket"] == pytest.approx(4 * 2 * 16 * pairs / took / 1e12)  # 2 heads of 16
     assert set(backward["rows"]["48"]["ratios"]) == {"dense / frisket"}
+    assert {"SDPA flash", "dense"} <= set(strided["rows"]["48"]["figures"]["ms"])
     assert "FlexAttention does not support backward on CPU" in backward["rows"]["48"]["notes"]["flex"]
     assert set(decode["figures"]["share of bandwidth"]) == {"frisket", "flex", "SDPA"}
     assert set(serving["rows"]["1 x 96"]["figures"]["share of bandwidth"]) == {"frisket"}
+    assert set(shared["rows"]["2 x 96"]["figures"]["share of bandwidth"]) == {"one call", "cascade"}
+    assert set(chunk["rows"]["1 x 96"]["figures"]["share of bandwidth"]) == {"frisket, triton"}  # of 16 bits: gluon
     assert layout["notes"]["synchronizes"] is False
     assert set(tune["figures"]["ms"]) == {"as chosen", "16 x 16, 4 warps, 2 stages"}
     assert set(right["rows"]["16"]["figures"]["error"]) == {"out", "lse", "dq", "dk", "dv"}
@@ -113,6 +119,12 @@ def test_gpu_benchmark_parts_of_the_first_hour_come_first():
     assert [row for row in speed if row in of_the_issue] == of_the_issue
     assert max(map(speed.index, of_the_issue)) < speed.index("decode: causal, batch 1")
     assert 32768 in FULL.lengths
+    listed = {row for part, row in gpu_order.ordered(FULL) if part == "speed"}
+    wanted = {
+        f"{way}: {name}" for way in ("forward", "backward") for name in ("full, D 192", "causal, D 128, transposed")
+    }
+    assert ("first", "frisket, with gradients") in gpu_order.ordered(FULL)
+    assert listed >= {*wanted, "backward: causal, D 192", "forward: causal, D 128, GQA 8"}
 
 
 def test_gpu_benchmark_rows_without_results_come_first(tmp_path, capsys):
@@ -141,7 +153,7 @@ def test_gpu_page_states_the_rows_that_results_lack():
     parts = gpu.loaded(gpu.RESULTS / "gpu.json")
     rows = gpu.lacking("right", PARTS["right"].rows(FULL), parts)
     known = parts["right"]["rows"]
-    page = " ".join((gpu.RESULTS.parents[1] / "docs" / "performance.md").read_text().split())
+    page = " ".join((gpu.RESULTS.parent / "h100.md").read_text().split())
     left = {True: dict[str, list[str]](), False: dict[str, list[str]]()}  # by whether a row never ran
     for row in rows:
         backend, name, dtype, shared, _ = gpu_right.ROW.fullmatch(row).groups()
@@ -156,10 +168,10 @@ def test_gpu_page_states_the_rows_that_results_lack():
     assert never.keys() == {"flash, bfloat16", "flash, float16", *engines}
     assert no_lse.keys() == {"triton, bfloat16"}
     assert f"- the lse of {len(no_lse['triton, bfloat16'])} masks in bfloat16 on Triton" in page
-    assert [part for part in PARTS if part not in parts] == ["orders", "graphs", "steps", "jax-window"]
+    assert [part for part in PARTS if part not in parts] == ["eight", "orders", "graphs", "steps", "jax-window"]
     files = PARTS["cases"].rows(FULL)
-    assert len(set(files) - parts["cases"]["rows"].keys()) == 2
-    assert "Two files have not run to their end" in page
+    assert len(set(files) - parts["cases"]["rows"].keys()) == 4
+    assert "Four files have not run to their end" in page
     first = [row not in known for row in rows]
     assert first == sorted(first, reverse=True)
 
@@ -221,6 +233,18 @@ def test_rows_are_kept_and_resumed(tmp_path):
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]["speed"]
     assert found["machine"]["gpu"] == "none: Triton's interpreter"
     assert list(found["rows"]) == ["forward: full, D 16"]
+
+
+def test_queries_of_8_bits_are_compared_and_timed():
+    name = "causal, D 32, a scale for 64 tokens"
+    correct, speed = measured(("eight", f"right: {name}"), ("eight", f"speed: {name}"))
+    error = correct["figures"]["error"]
+    assert (
+        0 < error["out"] < error["out, by the definition"]
+    )  # the reference stands for the kernel, and rounds out alone
+    assert correct["figures"]["cases"] == {"passed": 1, "failed": 0}
+    assert set(speed["figures"]["tflops"]) == {"frisket", "frisket, bfloat16"}
+    assert "1,200 TFLOP/s in FP8" in speed["notes"]["published"]
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def stored(
     key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
     plan = make_plan(
         ProgramExprs((k <= q + lookup("start", (b,))) & (k < lookup("end", (b,))), score * key if scales else None),
-        weight=value if scales else None,
+        value_scale=value if scales else None,
         pages=Pages("pages", page) if page else None,
     )
     geometry = Geometry(2, 4 * group, 4, queries, 4096, dim, dim, dim**-0.5)

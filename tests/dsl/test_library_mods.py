@@ -1,4 +1,4 @@
-"""Every score mod of the library against its formula, in numpy and from other people's words."""
+"""Every score mod and weight of the library against its formula, in numpy and from other people's words."""
 
 from __future__ import annotations
 
@@ -89,6 +89,22 @@ def test_mods_are_their_formulas(signature):
     one = MODS[signature]
     want = FORMULAS[signature](*call(one.text, one.params)[1])
     np.testing.assert_allclose(applied(one.score), want, rtol=1e-12, atol=1e-12)
+
+
+WEIGHTS = {
+    "sigmoid_attention(bias)": lambda: 1 / (1 + np.exp(math.log(SIZE) - SCORE)),
+    "relu2": lambda: np.where(SCORE > 0, SCORE * SCORE, 0),
+    "retention(gamma)": lambda gamma: SCORE * np.exp((Q - K) * np.log(gamma.astype(float)[H])),
+    "polynomial(p)": lambda p: SCORE * SCORE * SCORE * SCORE,
+    "linear": lambda: SCORE,
+    "softmax1": lambda: np.minimum(np.exp(SCORE), math.exp(60)),
+}
+
+
+@pytest.mark.parametrize(("signature", "one"), cases.weights(SIZE).items())
+def test_library_weights_are_their_formulas(signature, one):
+    arguments = [] if signature.startswith("sigmoid") else call(one.text, one.params)[1]
+    np.testing.assert_allclose(applied(one.program.weight), WEIGHTS[signature](*arguments), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("buckets", "far"), [(32, 128), (16, 64), (8, 20), (64, 1000)])

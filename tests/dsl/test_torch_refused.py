@@ -80,7 +80,7 @@ REFUSED = [
     (lambda s, b, h, q, k: torch.where(q > k, s), "where() received an invalid combination of arguments"),
     (lambda s, b, h, q, k: torch.norm(bias[b, h, q], p=3), "`norm` of order 3: the orders are 1, 2 and inf"),
     (lambda s, b, h, q, k: s + sparse[q, k], "`sparse` is a sparse or nested tensor: capture a dense one"),
-    (lambda s, b, h, q, k: s + meta[q], "`meta` has no values to read: it is a meta or fake tensor"),
+    (lambda s, b, h, q, k: s + meta[q], "`meta` has no values to read: it is a meta or fake tensor, or inside torch.vmap or torch.func\n  give it to"),
     (lambda s, b, h, q, k: s + complex_[q], "`complex_` is of torch.complex64; tables hold bool, int or float"),
     (lambda s, b, h, q, k: torch.vmap(lambda x: x + s)(doc)[0], "inside torch.vmap or torch.func"),
     (lambda b, h, q, k: "a" + q, "a str and a position meet in `add`"),

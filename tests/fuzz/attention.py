@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from typing import Any
 
@@ -20,6 +21,7 @@ Tensor = Any
 CLOSE = 1e-8  # of float64 beside float64, a part of the largest entry
 SHAPE = 2, 3, 6, 9  # of what a score mod alone is asked about
 DIM = 8
+BACKEND = os.environ.get("WEIGHTS_BACKEND", "library")  # of the target `weights`: `cpp` compiles each of its programs
 
 
 def number_of(text: str) -> int:
@@ -82,6 +84,53 @@ def gradients(p: Problem) -> str:
     return str(m)
 
 
+def statistics(p: Problem) -> str:
+    """Columns, entropies and the largest weights under a program and a score mod: of torch, with gradients, in
+    float64."""
+    m, number = fk.mask(p.text, **p.bound), number_of(p.text)
+    text, seen = scores.make_score(number), torch.from_numpy(p.seen.copy())
+    q, k, v, _ = arrays(tuple(p.seen.shape), number)
+    learned = scores.parameters(text, number)
+    sinks = torch.linspace(-1, 1, q.shape[1], dtype=torch.float64) if number % 2 else None
+    leaves = [x.requires_grad_() for x in (q, k, *learned.values(), *(() if sinks is None else (sinks,)))]
+    eye = torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:2], -1, -1)
+    w, dense_lse, _ = dense(q, k, eye, seen, lambda x: scores.value(text, x, learned), sinks)
+    entropy = -(w * w.clamp_min(1e-300).log()).sum(-1)
+    if sinks is not None:
+        log_sink = sinks[:, None] - dense_lse
+        entropy = entropy - log_sink.exp() * log_sink
+    per, top = ("query", "key")[number // 2 % 2], 1 + number % 4
+    columns = w.sum(2) if per == "query" else w.sum(2).unflatten(1, (k.shape[1], -1)).sum(2)
+    asked = {"columns": True, "entropy": True, "argmax": True, "top": top, "per": per}
+    att = fk.compile(m, score=text, backend="library", tile=(16, 16) if number % 5 else None)
+    lse = att(q, k, v, sinks=sinks, return_lse=True, **learned)[1] if number % 3 == 0 else None
+    found = att.statistics(q, k, v, sinks=sinks, lse=lse, **asked, **learned)
+
+    def compare(found: fk.Statistics, allowed: float) -> None:
+        close("columns", found.columns.detach(), columns.detach(), allowed)
+        close("entropy", found.entropy.detach(), entropy.detach(), max(allowed, 1e-7))
+        at, weight = found.top, found.top_weight.detach()
+        assert (at[..., 0] == found.argmax).all(), "argmax: is not the first of top"
+        named = at >= 0
+        assert (named.sum(-1) == (seen & (w > 0)).sum(-1).clamp_max(top)).all() or (w == 0).any(), "top: how many"
+        wide = torch.nn.functional.pad(w.detach(), (0, max(0, top - w.shape[-1])))
+        close("top", weight, wide.topk(top).values, allowed)
+        close("weight", torch.where(named, weight, 0), torch.where(named, wide.gather(-1, at.clamp_min(0)), 0), allowed)
+
+    compare(found, CLOSE)
+    if not columns.requires_grad:  # the score mod reads nothing that has a gradient
+        return str(m)
+    draw = torch.Generator().manual_seed(number)
+    cotangents = [torch.randn(x.shape, generator=draw, dtype=torch.float64) for x in (columns, entropy)]
+    more = {"allow_unused": True, "materialize_grads": True}
+    wanted = torch.autograd.grad([columns, entropy], leaves, cotangents, **more)
+    if all(x.isfinite().all() for x in wanted):
+        ours = torch.autograd.grad([found.columns, found.entropy], leaves, cotangents, **more)
+        for name, a, b in zip(["dq", "dk", *(f"d {n}" for n in learned), "dsinks"], ours, wanted, strict=False):
+            close(name, a, b, 1e-6)
+    return str(m)
+
+
 def trained(seen: Tensor, mask: Any, text: str, number: int, **options: Any) -> None:
     *inputs, cotangent = arrays(tuple(seen.shape), number)
     learned = scores.parameters(text, number)
@@ -97,6 +146,56 @@ def trained(seen: Tensor, mask: Any, text: str, number: int, **options: Any) -> 
     found = torch.autograd.grad(ours, leaves, cotangent, allow_unused=True, materialize_grads=True)
     for name, a, b in zip(["dq", "dk", "dv", *(f"d {n}" for n in learned)], found, wanted, strict=True):
         close(name, a, b)
+
+
+WEIGHTS = (
+    "sigmoid(score)", "relu(score) ** 2", "score", "exp(min(score, 3.0))", "score * 0.8 ** abs(q - k)",
+    "softplus(score)", "tanh(score)", "sigmoid(score) * 0.9 ** (q - k)",
+)  # fmt: skip
+DIVISORS: dict[str | None, Any] = {
+    None: None,
+    "count": lambda total, count: count,
+    "total": lambda total, count: total,
+    "total + 1": lambda total, count: total + 1,
+    "max(abs(total), 1)": lambda total, count: total.abs().clamp(min=1.0),
+    "sqrt(count) + 0.5": lambda total, count: count.sqrt() + 0.5,
+}
+
+
+def weights(p: Problem) -> str:
+    """A program with a score mod, a weight and a divisor: out, and gradients of q, k, v and learned values."""
+    m, number = fk.mask(p.text, **p.bound), number_of(p.text)
+    weight = WEIGHTS[number % len(WEIGHTS)] if number % 3 else scores.make_score(number + 1, smooth=True)
+    divide, divisor = [*DIVISORS.items()][number // 7 % len(DIVISORS)]
+    # steps such as floor differ where scores cancel up to rounding
+    mod, seen = scores.make_score(number, smooth=True), torch.from_numpy(p.seen.copy())
+    *inputs, cotangent = arrays(tuple(seen.shape), number)
+    learned = scores.parameters(f"{mod} {weight}", number)
+    leaves = [x.requires_grad_() for x in (*inputs, *learned.values())]
+    q, k, v = inputs
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = scores.value(mod, q @ k.mT / DIM**0.5, learned)
+    hidden = ~seen | (s == -torch.inf)
+    w = torch.where(hidden, 0.0, scores.value(weight, torch.where(hidden, 0.0, s), learned))
+    out, count = w @ v, (~hidden).sum(-1).double()
+    if divisor is not None:
+        d = torch.where(count == 0, 0.0, divisor(w.sum(-1), count))
+        if ((d.abs() < 1e-3) & (d != 0)).any():  # a quotient by what is nearly 0 has no digits to compare
+            return str(m)
+        out = torch.where((d == 0)[..., None], 0.0, out / torch.where(d == 0, 1.0, d)[..., None])
+    wanted = torch.autograd.grad(out, leaves, cotangent, allow_unused=True, materialize_grads=True)
+    if not all(x.isfinite().all() for x in (out, *wanted)):
+        return str(m)
+    att = fk.compile(m, mod, weight=weight, divide=divide, backend=BACKEND)
+    dtype = torch.float64 if BACKEND == "library" else torch.float32
+    allowed = CLOSE if BACKEND == "library" else 1e-3
+    narrow = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    ours = att(*narrow[:3], **dict(zip(learned, narrow[3:], strict=True)))
+    close("out", ours.detach(), out.detach(), allowed)
+    found = torch.autograd.grad(ours, narrow, cotangent.to(dtype), allow_unused=True, materialize_grads=True)
+    for name, a, b in zip(["dq", "dk", "dv", *(f"d {n}" for n in learned)], found, wanted, strict=True):
+        close(name, a, b, allowed)
+    return f"{m} {mod} {weight} {divide}"
 
 
 def in_jax(att: Any, given: tuple[Tensor, ...], more: dict[str, Any]) -> tuple[Any, Any]:

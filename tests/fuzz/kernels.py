@@ -25,6 +25,7 @@ from .problem import Problem
 
 Tensor = Any
 OTHERS = {
+    "invariant": 2,
     "kernels": 7,
     "rows": 2,
     "triton": 2,

@@ -27,7 +27,7 @@ def test_tile_candidates_fit_into_shared_memory(arch, kernel, dim):
     for t in found:
         own, walked = (t.block_k, t.block_q) if kernel == "dkv" else (t.block_q, t.block_k)
         assert walked <= own
-        assert tiles.shared(kernel, dim, own, walked, t.stages) <= GPUS[arch].shared
+        assert tiles.shared(kernel, dim, own, walked, t.stages, products=GPUS[arch].products) <= GPUS[arch].shared
 
 
 def test_published_best_tiles_are_candidates():
@@ -66,9 +66,9 @@ def test_tile_search_takes_the_worse_time_and_drops_spills():
 
 
 def test_without_a_model_larger_own_sides_go_first():
-    cell = Cell("gfx942", "forward", "long", 64)
-    assert search.ranked(cell, Tile(128, 32, 8, 1)) < search.ranked(cell, Tile(64, 64, 8, 1))
-    assert search.ranked(cell, Tile(128, 64, 8, 1)) < search.ranked(cell, Tile(128, 32, 8, 1))
+    cell = Cell("sm_100", "forward", "long", 64)
+    assert search.ranked(cell, Tile(128, 32, 8, 2)) < search.ranked(cell, Tile(64, 64, 8, 2))
+    assert search.ranked(cell, Tile(128, 64, 8, 2)) < search.ranked(cell, Tile(128, 32, 8, 2))
     assert not cell.modelled
     assert Cell("sm_80", "dq", "long", 64).modelled
 
@@ -98,6 +98,20 @@ def test_tile_that_spills_in_any_form_is_not_a_candidate(monkeypatch):
     assert "seconds" not in search.evaluate(cell, tile)
 
 
+def test_tile_that_spills_on_a_gpu_alike_is_not_a_candidate(monkeypatch):
+    """Tiles of sm_89 are those of sm_120, where ptxas allots registers differently."""
+    seen = []
+
+    def made(form, tile):
+        seen.append(form.arch)
+        return SimpleNamespace(registers=9, shared=9, text="HMMA.", stack=16 * (form.arch == "sm_120"))
+
+    monkeypatch.setattr(search.ours, "compiled", made)
+    assert search.evaluate(Cell("sm_89", "dkv", "long", 256), Tile(16, 64, 8, 2))["stack"] == 16
+    assert seen == ["sm_89"] * 3 + ["sm_120"]
+    assert "seconds" in search.evaluate(Cell("sm_89", "dkv", "long", 256), Tile(16, 64, 8, 2), False)
+
+
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     path = tmp_path / "tiles.json"
@@ -115,7 +129,9 @@ def test_a_table_is_written_as_it_was_read(table):
 def test_a_search_writes_what_is_best(table, monkeypatch, capsys):
     times = {A: 2.0, B: 1.0}
     monkeypatch.setattr(search, "candidates", lambda cell, long: [A, B, C])
-    monkeypatch.setattr(search, "evaluate", lambda cell, t: {"seconds": times[t]} if t in times else {"stack": 8})
+    monkeypatch.setattr(
+        search, "evaluate", lambda cell, t, whole=True: {"seconds": times[t]} if t in times else {"stack": 8}
+    )
     command = "tiles --arch sm_90 --kernels dq --classes long --dims 128 --jobs 1"
     gpu_model.main(command.split())
     assert json.loads(table.read_text()) == tiles.TABLE  # nothing is written unless it is asked for
@@ -126,9 +142,29 @@ def test_a_search_writes_what_is_best(table, monkeypatch, capsys):
     )
 
 
+def test_only_the_fastest_tiles_are_compiled_in_every_form(table, monkeypatch, capsys):
+    tiles_by_time = [Tile(64, n, 4, 3) for n in (16, 32, 64, 128)]
+    whole_forms = []
+
+    def evaluate(cell, tile, whole=True):
+        if whole:
+            whole_forms.append(tile)
+        spills = whole and tile == tiles_by_time[0]  # with eight heads to a key head, say
+        return {"stack": 8} if spills else {"seconds": float(tile.block_k)}
+
+    monkeypatch.setattr(search, "candidates", lambda cell, long: tiles_by_time)
+    monkeypatch.setattr(search, "evaluate", evaluate)
+    monkeypatch.setattr(search, "staged", lambda cell, tile: [])
+    gpu_model.main("tiles --arch sm_89 --kernels dq --classes long --dims 128 --jobs 1 --write".split())
+    assert json.loads(table.read_text())["sm_89"]["dq"]["long"]["128"] == [64, 32, 4, 3, 0]
+    assert tiles_by_time[3] not in whole_forms
+    before = search.current(Cell("sm_89", "dq", "long", 128), tiles.TABLE)
+    assert f"until now {before} {1e6 * before.block_k:.4g}" in capsys.readouterr().out
+
+
 def test_tile_table_is_unchanged_where_each_candidate_spills(table, monkeypatch, capsys):
     monkeypatch.setattr(search, "candidates", lambda cell, long: [A])
-    monkeypatch.setattr(search, "evaluate", lambda cell, t: {"stack": 8})
+    monkeypatch.setattr(search, "evaluate", lambda cell, t, whole=True: {"stack": 8})
     before = table.read_text()
     gpu_model.main("tiles --arch sm_90 --kernels dq --classes long --dims 128 --jobs 1 --write".split())
     assert "nothing compiles without a spill" in capsys.readouterr().out
@@ -138,7 +174,7 @@ def test_tile_table_is_unchanged_where_each_candidate_spills(table, monkeypatch,
 def test_measured_tiles_are_in_the_table_and_stay(table, monkeypatch, capsys):
     assert {cell: search.current(cell, tiles.TABLE) for cell in search.MEASURED} == search.MEASURED
     monkeypatch.setattr(search, "candidates", lambda cell, long: [A])
-    monkeypatch.setattr(search, "evaluate", lambda cell, t: {"seconds": {A: 1.0}.get(t, 2.0)})
+    monkeypatch.setattr(search, "evaluate", lambda cell, t, whole=True: {"seconds": {A: 1.0}.get(t, 2.0)})
     command = "tiles --arch sm_90 --kernels forward,dq --classes long,medium --dims 64,128 --jobs 1"
     gpu_model.main([*command.split(), "--write"])
     written, said = json.loads(table.read_text()), capsys.readouterr().out

@@ -57,6 +57,15 @@ def test_products_of_both_warp_groups_fill_the_matrix_unit(kernel):
     assert found.fixed > 0
 
 
+def test_barrier_address_comes_from_the_other_loop(kernel):
+    """A compiler may count the address of a loop's barrier from a register that moves with its slots."""
+    full = CODE.index(".L_x_21:")
+    at = CODE.index(AWAIT.format("100", 2), full)
+    moved = [*CODE[:at], CODE[at].replace("[UR6+0x100]", "[UR43+-0x20]"), *CODE[at + 1 :]]
+    (other,) = parse(listing("\n".join(moved)))
+    assert cycles(other, H100, 2, 8192) == cycles(kernel, H100, 2, 8192)
+
+
 def test_copies_bound_a_kernel_that_waits_for_them(kernel):
     slow = replace(H100, l2_rate=8, l2_port=8)
     assert cycles(kernel, slow, 2, 8192).full == pytest.approx(2 * 8192 / 8, rel=0.05)

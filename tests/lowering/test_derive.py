@@ -19,7 +19,7 @@ from frisket.dsl.show import show
 from frisket.dsl.sugar import b, eq, function, h, k, maximum, minimum, q, score, where
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.dense import coordinates
-from frisket.lowering.derive import DERIVATIVES, FLAT, backward_of, derivatives, over
+from frisket.lowering.derive import DERIVATIVES, FLAT, backward_of, derivatives, formula_of, over
 from frisket.lowering.pipeline import work
 from frisket.lowering.plan import Problem
 from frisket.lowering.simplify import simplify
@@ -290,6 +290,19 @@ def test_where_the_library_sums():
         ("sandwich", "rel"): "diagonal", ("sandwich", "c"): "head", ("sigmoid_gate", "gate"): "head",
         ("scale_by", "t"): "head", ("graphormer", "table"): "scatter", ("graphormer_edges", "table"): "scatter",
     }  # fmt: skip
+
+
+def test_formula_derivatives_read_leaves_and_no_table():
+    """Simplification writes the index of a lookup in another way; the entry is a parameter by then."""
+    at = minimum(maximum(q - k, 0), 6)
+    formula, leaves = formula_of(score * function("cos", lookup("t", (at,), FLOAT)) + param("c", FLOAT))
+    assert [e.op for e in leaves] == ["var", "lookup", "param"]
+    (by_score, by_entry, by_number) = formula.derivatives
+    assert by_score.derivatives[0] is None
+    assert by_number.derivatives == (None, None, None)
+    for second in (*by_score.derivatives, *by_entry.derivatives):
+        assert second is None or not any(e.op == "lookup" for e in walk(second.expr))
+    assert show(by_entry.derivatives[0].expr) == "-1.0 * sin(leaf 1)"
 
 
 def test_a_learned_cap_is_a_slot():

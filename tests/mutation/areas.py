@@ -90,6 +90,22 @@ BACKWARD = (
     "dropout_scales_what_survives",
     "pallas_gpu_splits_dk_and_dv_that_exceed_registers",
 )
+# those that compile for seconds, not for minutes
+DERIVED = (
+    "sinks_groups_and_dropout_pass_check_grads[xla]",
+    "parts_of_a_problem_pass_check_grads",
+    "score_mods_pass_check_grads[alibi]",
+    *(f"jax_transforms_of_transforms_equal_dense_attention[{name}-1]"
+      for name in ("jvp", "grad(grad)", "vmap(jvp)", "linear_transpose(vmap)")),
+    "a_tangent_that_instances_share_transposes_to_a_sum",
+    "jax_tangents_of_a_table_and_of_sinks_are_differences",
+    "jax_derivatives_of_narrow_dtypes_are_near_float64[bfloat16]",
+    "jax_rows_without_keys_and_hidden_inf_have_zeros",
+    "traced_spans_have_derivatives",
+    "rows_of_few_keys_stand_beside_few_keys",
+    "jax_first_gradients_launch_no_more_kernels",
+    "attention_over_devices_refuses_what_it_has_not",
+)  # fmt: skip
 INTERPRET = {"TRITON_INTERPRET": "1"}
 KERNELS = "tests/lowering/kernels"
 AREAS = {
@@ -112,6 +128,17 @@ AREAS = {
             ("lowering/planner/triton.py", *(f"lowering/planner/skeletons/{n}.tpl" for n in ("functions", "tables"))),
             tuple(f"tests/lowering/planner/children/triton_interpreted.py::test_{name}" for name in PLANNED),
             ("torch", "triton"), INTERPRET,
+        ),
+    ],
+    "derivatives": [
+        Group(
+            ("runtime/torch/differentiable.py",),
+            ("tests/runtime/torch/test_derivatives.py", "tests/runtime/weights/test_weighted_torch.py"), ("torch",),
+        ),
+        Group(
+            ("lowering/xla/differentiable.py", "runtime/jax/derivatives.py"),
+            (*(f"tests/runtime/jax/test_derivatives_jax.py::test_{name}" for name in DERIVED),
+             "tests/runtime/weights/test_weighted_jax.py"), ("jax",),
         ),
     ],
     "skeletons": [

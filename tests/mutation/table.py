@@ -17,7 +17,7 @@ def equivalent() -> dict[str, str]:
 
 
 def summary(area: str, results: Iterable[dict[str, str]]) -> str:
-    """A row of the table in docs/reliability.md. The score leaves out invalid and equivalent mutants."""
+    """A row of the table in tests/mutation/scores.md. The score leaves out invalid and equivalent mutants."""
     n = Counter(r["outcome"] for r in results)
     counted = n["killed"] + n["timed out"] + n["survived"]
     score = f"{(n['killed'] + n['timed out']) / counted:.1%}" if counted else "–"

@@ -16,7 +16,7 @@ from frisket.runtime.masks.mask import load
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *(page for folder in ("docs", "benchmarks", "tests") for page in sorted((ROOT / folder).rglob("*.md"))),
 ]
 EXAMPLES = sorted((ROOT / "examples").glob("*.frisket"))
 TABLES = {"doc": np.zeros(512, np.int32), "star": np.zeros(512, bool)}
@@ -58,19 +58,34 @@ def test_settings_are_listed():
     assert listed == [(v.name, v.meaning) for v in VARIABLES]
 
 
-@pytest.mark.parametrize("name", ["masks", "h100", "chart"])
-def test_pictures_of_readme_are_up_to_date(name):
-    drawn = getattr(script("pictures"), name)()
-    assert drawn == (ROOT / "docs" / "assets" / f"{name}.svg").read_text(encoding="utf-8"), (
-        "run: python docs/pictures.py"
+def test_pictures_of_readme_are_up_to_date():
+    drawn, text = script("pictures").drawn(), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {*drawn} == set(re.findall(r"docs/assets/([\w-]+\.svg)", text))
+    assert len(drawn) == 10
+    for name, picture in drawn.items():
+        assert picture == (ROOT / "docs" / "assets" / name).read_text(encoding="utf-8"), "run: python docs/pictures.py"
+
+
+def test_pictures_of_readme_are_dark_in_dark_mode():
+    pictures = script("pictures")
+    light, dark = (pictures.h100(palette) for palette in pictures.THEMES.values())
+    assert re.sub("#[0-9a-f]{6}", "", light) == re.sub("#[0-9a-f]{6}", "", dark)
+    for name in vars(pictures.LIGHT).values():
+        assert name not in dark
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    sources = re.findall(
+        r'<source media="\(prefers-color-scheme: dark\)" srcset="(.*)-dark\.svg">\n<img src="(.*)\.svg"', text
     )
+    assert len(sources) == 3
+    assert all(dark == light for dark, light in sources)
 
 
 def test_charts_of_readme_show_the_results():
     pictures = script("pictures")
     ms = pictures.json.loads(pictures.RESULTS.read_text())["parts"]["forward"]["rows"]["causal"]["figures"]["ms"]
-    assert f">{ms['native']:.0f} ms&#160;&#160;frisket, C++ kernel<" in pictures.chart()
-    rows, drawn = pictures.json.loads(pictures.H100.read_text())["parts"]["speed"]["rows"], pictures.h100()
+    assert f">{ms['native']:.0f} ms&#160;&#160;frisket, C++ kernel<" in pictures.chart(pictures.LIGHT)
+    rows = pictures.json.loads(pictures.H100.read_text())["parts"]["speed"]["rows"]
+    drawn = pictures.h100(pictures.LIGHT)
     rates = [rows[f"{way}: causal, D 128"]["rows"]["8192"]["figures"]["tflops"] for way in ("forward", "backward")]
     for rate in (x[name] for x in rates for name in ("frisket", "flex", "SDPA cudnn")):
         assert re.search(rf'width="{240 * rate / 700:.1f}" .*\n.*>{rate:.0f}</text>', drawn), rate
@@ -83,7 +98,7 @@ def test_pictures_of_block_sparsity_are_drawn(tmp_path):
     drawn = {p.name for p in tmp_path.rglob("*.*")}
     page = (ROOT / "docs" / "block-sparsity.md").read_text(encoding="utf-8")
     shown = re.findall(r"\(assets/(.*?)\)", page)
-    assert {*shown, "masks.svg", "h100.svg", "chart.svg", "long-run.svg"} == drawn
+    assert {*shown, *script("pictures").drawn(), "long-run.svg"} == drawn
     assert len(shown) == 5
 
 
@@ -95,11 +110,34 @@ def test_tour_names_each_source_file_once():
     assert sorted(named) == sorted(str(f.relative_to(ROOT)) for f in kept)
 
 
+def test_versions_in_the_changelog_begin_with_wrong_results():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, *versions, first = re.split(r"^## \[", text, flags=re.M)
+    for version in versions:
+        headings = re.findall(r"^### (.*)$", version, re.M)
+        assert headings[: headings.index("Added")] in (["Wrong results", "Memory safety"], [])
+        assert "Wrong results" in headings or "### Fixed" not in version
+    assert first.startswith("0.1.0]")
+    assert max(len(paragraph.split()) for paragraph in text.split("\n") if not paragraph.startswith("- ")) < 79
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#]+)\)", prose):
         assert re.match(r"https?://", target) or (page.parent / target).exists(), target
+
+
+def test_tasks_lead_to_headings():
+    """`How do I …?` has forty lines, each with a link, and each link leads to a heading."""
+    text = (ROOT / "docs" / "how-do-i.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^- .*", text, re.M)
+    assert len(lines) == 40
+    assert all("](" in line for line in lines)
+    for page, anchor in re.findall(r"\]\(([\w-]+\.md)#([^)]+)\)", text):
+        target = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        slugs = [re.sub(r"[^\w\s-]", "", x).strip().lower() for x in re.findall(r"^#+ (.*)$", target, re.M)]
+        assert anchor in [re.sub(r"[-\s]+", "-", slug) for slug in slugs], (page, anchor)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)

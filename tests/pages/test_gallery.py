@@ -11,15 +11,15 @@ import frisket as fk
 from frisket.dsl.library import library
 from frisket.dsl.program import read
 
+GALLERY = script("gallery")
+FOLDERS = [GALLERY.ROOT / name for name in (GALLERY.OURS, GALLERY.PEERS)]
 PAGES = {
-    str(p.relative_to(DOCS)): p.read_text(encoding="utf-8")
-    for p in [DOCS / "gallery.md", *sorted((DOCS / "gallery").glob("*.md"))]
+    p.relative_to(GALLERY.ROOT).as_posix(): p.read_text(encoding="utf-8")
+    for p in [DOCS / "gallery.md", *(p for folder in FOLDERS for p in sorted(folder.glob("*.md")))]
 }
 TEXT = "\n".join(PAGES.values())
-
-
-GALLERY = script("gallery")
-MASKS = [e for e in GALLERY.everything() if GALLERY.drawn(e) is not None and not GALLERY.is_mod(e)]
+PICTURES = [p for folder in FOLDERS for p in folder.glob("*.png")]
+MASKS = [e for e in GALLERY.everything() if GALLERY.drawn(e) is not None and GALLERY.kind_of(e) == "mask"]
 COUNTED = {  # signature -> the line that is counted at 4,096 tokens
     signature: line
     for signature, rest in re.findall(r"^### `([^\n]*)`$(.*?)(?=^###|\Z)", TEXT, re.M | re.S)
@@ -45,16 +45,18 @@ def test_saved_tiles_of_the_library_are_up_to_date():
 def test_gallery_entries_have_their_place_and_picture():
     assert re.findall(r"^### `(.*)`$", TEXT, re.M) == [e.signature for e in in_order()]
     shown = re.findall(r"^!\[\w+\]\((\w+\.png)\)$", TEXT, re.M)
-    assert sorted(shown) == sorted(p.name for p in (DOCS / "gallery").glob("*.png"))
+    assert sorted(shown) == sorted(p.name for p in PICTURES)
     assert len(set(shown)) == len(shown)
-    assert {f"gallery/{name}" for name in shown} == set(re.findall(r"\]\((gallery/\w+\.png)\)", PAGES["gallery.md"]))
+    ours = {f"gallery/{p.name}" for p in PICTURES if p.parent == FOLDERS[0]}
+    assert ours == set(re.findall(r"\]\((gallery/\w+\.png)\)", PAGES["docs/gallery.md"]))
 
 
 def in_order():
     """Entries in the order of the pages' names."""
     everything = GALLERY.everything()
     assert [e.signature for e in everything] == [*library(), *GALLERY.peer_cases.entries()]
-    return sorted(everything, key=lambda e: list(PAGES).index(f"gallery/{GALLERY.slug(e.section)}.md"))
+    places = [p.rpartition("/")[2] for p in PAGES]
+    return sorted(everything, key=lambda e: places.index(f"{GALLERY.slug(e.section)}.md"))
 
 
 def test_gallery_python_makes_the_mask_of_the_picture():
@@ -63,8 +65,10 @@ def test_gallery_python_makes_the_mask_of_the_picture():
     for signature, code in lines.items():
         one = GALLERY.drawn(library()[signature])
         made = eval(code[-2], {"fk": fk, **one.params})
-        assert made == (one.score if GALLERY.is_mod(library()[signature]) else one.mask), signature
-    assert sum(len(readme.blocks("python", DOCS / p)) for p in PAGES) == len(lines)
+        kind = GALLERY.kind_of(library()[signature])
+        want = one.program if kind == "weight" else getattr(one, kind)
+        assert made == want, signature
+    assert sum(len(readme.blocks("python", GALLERY.ROOT / p)) for p in PAGES) == len(lines)
 
 
 def test_gallery_code_of_peer_masks_is_a_program():
@@ -72,19 +76,20 @@ def test_gallery_code_of_peer_masks_is_a_program():
         one, text = GALLERY.drawn(entry), "\n".join(GALLERY.code(entry, GALLERY.drawn(entry))[1:-1])
         params = {n: x for n, x in one.params.items() if isinstance(x, np.ndarray)}
         found = read(text, params={**one.params, **params})
-        assert (found.score if GALLERY.is_mod(entry) else found.mask) is not None
+        assert getattr(found, GALLERY.kind_of(entry)) is not None
 
 
 def test_pictures_are_small_and_are_pictures():
-    for path in (DOCS / "gallery").glob("*.png"):
+    for path in PICTURES:
         data = path.read_bytes()
         assert data[:8] == b"\x89PNG\r\n\x1a\n"
         assert 300 < len(data) < 24_000, path.name
 
 
 def test_gallery_script_draws_pictures(tmp_path):
-    drawn = {"causal.png", "softcap1.png", "alibi.png"}
+    drawn = {f"docs/gallery/{name}.png" for name in ("causal", "softcap1", "alibi")}
+    (tmp_path / "docs" / "gallery").mkdir(parents=True)
     for name, write in GALLERY.pictures():
         if name in drawn:
             write(tmp_path / name)
-    assert {p.name for p in tmp_path.glob("*.png")} == drawn
+    assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.png")} == drawn

@@ -1,24 +1,49 @@
-"""docs/performance.md says what benchmarks/results hold, losses among it."""
+"""docs/performance.md, the pages of tables and docs/method.md say what benchmarks/results hold, losses among it."""
 
 import re
+import subprocess
+import sys
 
 import pytest
+from support import browser
 from support.pages import DOCS, script
 
-PAGE = script("performance")
+PAGE, METHOD = script("performance"), script("method")
+PAGES = PAGE.pages()
+SUMMARY = PAGES[PAGE.SUMMARY]
+GOALS = PAGES[PAGE.GOALS_PAGE]
 
 
 def test_performance_pages_are_up_to_date():
-    assert (DOCS / "performance.md").read_text(encoding="utf-8") == PAGE.page(), "run: python docs/performance.py"
-    written = (DOCS / "predictions.md").read_text(encoding="utf-8")
-    assert written == PAGE.predictions(), "run: python docs/performance.py"
+    written = {name: (PAGE.ROOT / name).read_text(encoding="utf-8") for name in PAGES}
+    assert written == PAGES, "run: python docs/performance.py"
+
+
+def test_results_have_a_section_on_a_page():
+    elsewhere = {"explorer-soak", "long-run", "memory", "numerics"}  # docs/endurance.py
+    assert {p.stem for p in PAGE.RESULTS.glob("*.json")} == {t.file for t in PAGE.TOPICS} | elsewhere
+
+
+def test_pages_for_users_have_no_goals_and_no_commits():
+    for name, text in PAGES.items():
+        if name.startswith("docs/"):
+            assert len(text.splitlines()) <= 250, name
+            assert not re.search(r"\bgoals?\b|\bcommits?\b", text.rpartition("\n- For contributors")[0] or text), name
+
+
+def test_links_between_performance_pages_lead_to_headings():
+    headings = {n: {PAGE.anchor(t) for t in re.findall(r"^#+ (.*)", text, re.M)} for n, text in PAGES.items()}
+    for name, text in PAGES.items():
+        for path, title in re.findall(r"\]\(([\w./-]*)#([^)]*)\)", text):
+            to = PAGE.posixpath.normpath(f"{PAGE.posixpath.dirname(name)}/{path}") if path else name
+            assert to not in headings or title in headings[to], (name, path, title)
 
 
 def test_performance_charts_are_listed_and_repeatable(tmp_path):
     pytest.importorskip("matplotlib")
     drawn = dict(PAGE.charts())
-    assert set(drawn) == {p.name for p in (DOCS / "performance").iterdir()}
-    assert set(re.findall(r"\(performance/([^)]*)\)", PAGE.page())) == set(drawn)
+    assert set(drawn) == {p.name for p in (DOCS / "performance").glob("*.svg")}
+    assert set(re.findall(r"\(([^)/]*\.svg)\)", "".join(PAGES.values()))) == set(drawn)
     name, draw = next(iter(drawn.items()))
     draw(tmp_path / name)
     again = (tmp_path / name).read_bytes()
@@ -29,11 +54,9 @@ def test_performance_charts_are_listed_and_repeatable(tmp_path):
 
 def test_headline_table_has_a_row_for_each_line():
     every = {t.file: PAGE.loaded(t) for t in PAGE.topics()}
-    head = PAGE.page().partition("## What is slower")[0]
+    head = SUMMARY.partition("## What is slower")[0]
     assert [x.words for x in PAGE.HEADLINES if not PAGE.multiples(every[x.file], x.part, x.rows, x.pair)] == []
     assert all(f"| {x.words} |" in head for x in PAGE.HEADLINES)
-    wanted = {"#" + PAGE.anchor(t) for t in re.findall(r"^#+ (.*)", PAGE.page(), re.M)}
-    assert set(re.findall(r"\((#[^)]*)\)", head)) <= wanted
 
 
 def test_a_line_says_its_losses():
@@ -90,10 +113,13 @@ def test_pages_state_the_figures_of_the_results():
     assert f"step of torch on the CPU costs {eager} µs" in pages["caches"]
 
     cudnn, sdpa = "frisket, cudnn / frisket", "frisket, sdpa / frisket"
-    causal, full = (
-        [ratios("speed", f"{way}: {mask}, D (64|128), .*", cudnn) for way in ("forward", "backward")]
-        for mask in ("causal", "full")
-    )
+    dims = {
+        dim: [
+            ratios("speed", f"{rows}, D {dim}, .*", cudnn)
+            for rows in ("forward: causal", "forward: full", "backward: .*")
+        ]
+        for dim in (64, 128)
+    }
     both = [x[0] for x in PAGE.multiples(every["gpu"], "speed", ".*ward: causal, D (64|128), .*", sdpa)]
     library, native = (column("engines", "cpu", "us", n) for n in ("aten", "cpp"))
     peer = column("engines", "cpu", "us", "sdpa")
@@ -101,8 +127,8 @@ def test_pages_state_the_figures_of_the_results():
     new = [x for n in ("a mask is made of parts", "a mask is not") for x in choice(every, n).values()]
     values = choice(every, "parts have values")
     for sentence in (
-        f"causal forward takes {causal[0]} of the time of generated kernels",
-        f"whose sums have no order, {causal[1]}; without a mask {full[0]} and {full[1]}",
+        *(f"Forward at head dim {dim}: causal {x[0]}, without a mask {x[1]}." for dim, x in dims.items()),
+        f"Backward: {dims[64][2]} at head dim 64, {dims[128][2]} at 128.",
         f"it takes {ends(both, 1)} times as long as generated kernels under causal masks",
         f"library calls take {min(library):.2f} to {max(library):.1f} times as long, C++ kernels {ends(native)} times",
         f"| {ends(new, 0)} µs |",
@@ -181,7 +207,6 @@ def test_rows_where_frisket_is_slower_come_first():
         ["first call, native", "3.00 s", "1.00 s, as the peer"],
     ]
     assert "**slower**" in PAGE.marked(row, "flex / native")
-    assert "**goal: at least 1**" in PAGE.marked(row, "flex / library")
 
 
 def test_rows_are_counted_by_table():
@@ -200,7 +225,16 @@ def test_rows_are_counted_by_table():
 
 def test_ratios_to_peers_are_compared_with_frisket():
     """The second name of a ratio is frisket, or known to be no contest with a peer."""
-    others = {"4k, a visible pair", "contiguous", "float32", "order", "here", "eager", "sdpa"}  # frisket beside itself
+    others = {
+        "4k, a visible pair",
+        "contiguous",
+        "float32",
+        "order",
+        "here",
+        "eager",
+        "sdpa",
+        "one call",
+    }  # frisket beside itself
     others |= {"numpy and lark", "one addition", "the custom call alone"}  # parts of what frisket does
     others |= {"splash"}  # bundles, which have goals
     for topic in PAGE.topics():
@@ -221,14 +255,14 @@ def test_a_soft_cap_that_costs_too_much_is_at_the_top(monkeypatch):
     }
     assert PAGE.softcap_shares(rows) == {"softcap, causal, D 64, 2048": 0.8}
     line = "softcap, causal, D 128, 8192 | rate / rate without a soft cap | 0.84 | at least 0.85"
-    assert line in PAGE.page()
+    assert line in GOALS
     monkeypatch.setattr(PAGE, "SOFTCAP", 0.83)
-    assert line.replace("0.85", "0.83") not in PAGE.page()
+    assert line.replace("0.85", "0.83") not in PAGE.pages()[PAGE.GOALS_PAGE]
 
 
 def test_bundles_beyond_the_goal_are_at_the_top():
     """Every ratio to splash attention's has the goal of 1.02, and the page says by which compiler it was counted."""
-    (topic,) = (t for t in PAGE.topics() if t.file == "tpu-tables")
+    (topic,) = (t for t in PAGE.topics() if t.page == PAGE.BUNDLES)
     parts = PAGE.loaded(topic)
     rows = [r for tpu in ("v5e", "v5p", "v6e") for _, r in PAGE.schema.leaves(parts[tpu]["rows"]) if "ratios" in r]
     assert len(rows) == 42
@@ -240,16 +274,46 @@ def test_bundles_beyond_the_goal_are_at_the_top():
 
 
 def test_performance_page_names_the_measured_gpu():
-    assert "Never measured: Blackwell, GPUs of AMD, and TPUs" in PAGE.page()
+    assert "Never measured: Blackwell, GPUs of AMD, and TPUs" in SUMMARY
     machines = {t.file: [x["machine"] for x in PAGE.loaded(t).values()] for t in PAGE.topics()}
     assert {file for file, found in machines.items() if any("gpu" in m for m in found)} == {"gpu"}
     assert {m["gpu"] for m in machines["gpu"]} == {"NVIDIA H100 80GB HBM3"}  # else say what has run, and where
 
 
 def test_a_part_of_the_gpu_may_be_missing():
-    (topic,) = (t for t in PAGE.topics() if t.file == "gpu")
-    parts = PAGE.loaded(topic)
-    for name, part in parts.items():
-        alone = "\n".join(topic.show({name: part}))
+    topics = [t for t in PAGE.topics() if t.file == "gpu"]
+    parts = PAGE.loaded(topics[0])
+    shown = [(topic, name) for topic in topics for name in topic.parts or ("speed",) if name in parts]
+    assert {name for _, name in shown} == set(parts)
+    for topic, name in shown:
+        alone = "\n".join(topic.show({name: parts[name]}))
         assert alone.startswith("NVIDIA H100")
         assert alone.count("\n") > 2
+
+
+def test_tables_of_the_method_page_are_up_to_date():
+    text = METHOD.PAGE.read_text(encoding="utf-8")
+    assert {name for _, name, _ in METHOD.MARK.findall(text)} == {*METHOD.TABLES}
+    assert METHOD.page() == text, "run `python docs/method.py`"
+
+
+def test_figures_of_the_method_page_stand_in_tables():
+    text = METHOD.MARK.sub("", METHOD.PAGE.read_text(encoding="utf-8")).split("## References")[0]
+    text = re.sub(r"^#.*$|```.*?```|torch \d\.\d+|\(\d\.\d\)", "", text, flags=re.M | re.S)
+    assert re.findall(r"\d+\.\d+|\d+ (?:ms|times|%)", text) == []
+
+
+def test_pdf_of_the_method_is_of_the_current_text():
+    data = METHOD.PDF.read_bytes()
+    assert len(data) < 500_000
+    command = f"run `python docs/method.py --pdf {METHOD.PDF.relative_to(DOCS.parent)}`"
+    assert f"/Title ({METHOD.checksum()})".encode() in data, command
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(browser.executable() is None, reason="no chromium prints the page")
+def test_method_page_prints_on_six_to_eight_sheets(tmp_path):
+    pytest.importorskip("markdown", reason="pip install 'frisket-attention[docs]'")
+    out = tmp_path / "method.pdf"
+    subprocess.run([sys.executable, DOCS / "method.py", "--pdf", out], check=True)
+    assert 6 <= len(re.findall(rb"/Type\s*/Page\b", out.read_bytes())) <= 8

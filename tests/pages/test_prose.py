@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.pages import script
@@ -281,3 +282,22 @@ def test_counts_are_their_limits(code):
     counts = PROSE.counts(code)
     assert {name for names in counts for name in names.split()} <= {*PROSE.SOURCES, *PROSE.RULES}
     assert PROSE.complaints(counts, PROSE.limits()) == []
+
+
+@pytest.mark.parametrize(
+    ("known", "log", "status"),
+    [
+        (True, "1a2b3c4 docs: add a page\n", 0),
+        (True, "1a2b3c4 Add a page\n", 1),
+        (False, "1a2b3c4 Add a page\n", 0),  # an unpacked archive under a new history
+    ],
+)
+def test_commits_since_the_rule_have_a_form(known, log, status, command, monkeypatch, capsys):
+    def git(name, *arguments, check=True):
+        assert arguments[-1] == (f"{PROSE.SINCE}..HEAD" if name == "log" else PROSE.SINCE)
+        return SimpleNamespace(stdout=log, returncode=not known)
+
+    monkeypatch.setattr(PROSE, "git", git)
+    assert command("--commits") == status
+    absent = f"the history here has no {PROSE.SINCE[:8]}, where the rule begins: no commit was read\n"
+    assert capsys.readouterr().out == (absent if not known else log if status else "")

@@ -9,11 +9,11 @@ import frisket.flex  # noqa: F401 - a BlockMask
 
 MODULES = (
     "frisket frisket.flex frisket.caches frisket.caches.jax frisket.caches.torch frisket.modeling frisket.operations "
-    "frisket.parallel frisket.sharding"
+    "frisket.parallel frisket.select frisket.sharding"
 ).split()
 API = Path(__file__).parents[2] / "docs" / "api"
 INTERNAL = {  # methods for other modules of frisket: the pages of the reference leave them out
-    "frisket.Attention": "call check_if_asked check_planned jagged jagged_names run",
+    "frisket.Attention": "call check_if_asked check_planned jagged jagged_names run with_total",
     "frisket.FlatPlan": "stored_as with_tables",
     "frisket.Layout": "scope",
     "frisket.Plan": "stored_as with_tables",

@@ -20,7 +20,7 @@ from support.pages import DOCS, script
 
 ROOT = Path(__file__).resolve().parents[2]
 API = "\n".join(p.read_text(encoding="utf-8") for p in sorted((DOCS / "api").glob("*.md")))
-DOORS = ["flex", "caches", "caches.jax", "caches.torch", "modeling", "operations", "parallel", "sharding"]
+DOORS = ["flex", "caches", "caches.jax", "caches.torch", "modeling", "operations", "parallel", "select", "sharding"]
 # the field's terms -> the page that a search for them shows first
 LEADS = {
     **dict.fromkeys(["GQA", "grouped-query attention", "padding mask", "sequence packing", "sliding window",
@@ -56,9 +56,15 @@ def test_reference_names_are_public_and_listed_once():
 def test_pages_are_all_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     placed = re.findall(r"^ +- (?:.*: )?([\w/.-]+\.md)$", text[text.index("\nnav:") :], re.M)
-    pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
+    pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")} - {"tour.md"}
     notebooks = {f"notebooks/{p.stem}.md" for p in (ROOT / "examples" / "notebooks").glob("*.ipynb")}
     assert sorted(placed) == sorted({*pages, *notebooks, "changelog.md", "contributing.md", "security.md"})
+
+
+def test_pages_of_the_site_have_an_end():
+    """At most 400 lines, except reference pages that a reader searches."""
+    long = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md") if p.read_text().count("\n") > 400}
+    assert long <= {"language.md", "command-line.md", "tour.md"}
 
 
 @needs_mkdocs
@@ -93,6 +99,15 @@ def test_first_page_of_the_site_has_the_address(address, clone):
     shown = script("site_hooks").on_page_markdown(text, page, {"repo_url": address}, None)
     assert f"\ngit clone {clone} frisket && cd frisket\n" in shown
     assert shown.count("REPOSITORY_URL") == (0 if address else text.count("REPOSITORY_URL"))
+
+
+@needs_mkdocs
+def test_calls_of_classes_have_a_heading_of_words():
+    entry = SimpleNamespace(title="__call__", id="frisket.flax.Layer.__call__", children=[])
+    page = SimpleNamespace(toc=[SimpleNamespace(title="Layer", id="frisket.flax.Layer", children=[entry])])
+    html = '<h3 id="frisket.flax.Layer.__call__" class="doc">\n <span class="x">{}</span></h3><code>__call__(q)</code>'
+    shown = script("site_hooks").on_page_content(html.format("__call__"), page)
+    assert (shown, entry.title) == (html.format("Calling Layer"), "Calling Layer")
 
 
 @needs_mkdocs

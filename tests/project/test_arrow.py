@@ -14,15 +14,15 @@ LAYERS = ["grammar", "dsl", "lowering", "runtime"]
 FILES = [file for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"))]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
 # of runtime, imported by functions alone: classes, operators and primitives of a framework
-IN_TORCH = "autograd dtensor graph op operators ready running".split()
+IN_TORCH = "autograd differentiable dtensor graph op operators ready running statistics tangents weighted".split()
 OF_TORCH = {
     "runtime.torch.decode",
     *(f"runtime.torch.{name}" for name in IN_TORCH),
 }
-IN_JAX = "call op primitives symbolic".split()
+IN_JAX = "call derivatives differentiable op primitives statistics symbolic".split()
 OF_JAX = {f"runtime.jax.{name}" for name in IN_JAX}
 # packages behind doors of their own (`frisket.caches`, ...), whose modules may each be about one framework
-DOORS = ("caches", "integrations", "modeling", "operations", "parallel", "sharding")
+DOORS = ("caches", "integrations", "modeling", "operations", "parallel", "select", "sharding")
 FLEX = {ROOT / "runtime" / "facade" / "flex.py", *(ROOT / "runtime" / "flex").glob("*.py")}  # torch's own API
 
 OPTIONAL = {*FRAMEWORKS, "matplotlib", "flax", "transformers", "qwix"}

@@ -101,11 +101,12 @@ KERNELS = {  # backend -> the functions that its kernels' module has, those of e
     "triton": "call_target compile_reports pays target text",
 }  # fmt: skip
 EXECUTORS = {  # (backend, framework) -> the functions beside the forward
-    ("aten", "torch"): "backward", ("cpp", "torch"): "backward build repeat", ("cpp", "jax"): "backward",
+    ("aten", "torch"): "backward", ("cpp", "torch"): "backward build columns repeat tangent",
+    ("cpp", "jax"): "backward tangent",
     ("cudnn", "torch"): "backward", ("flash", "torch"): "backward checks_gradients refuses_gradients",
-    ("gluon", "torch"): "backward", ("pallas-mosaic-gpu", "jax"): "backward refuses refuses_gradients",
+    ("gluon", "torch"): "backward compiles", ("pallas-mosaic-gpu", "jax"): "backward refuses refuses_gradients",
     ("pallas-tpu", "jax"): "backward refuses refuses_gradients", ("sdpa", "torch"): "backward", ("splash", "jax"): "",
-    ("triton", "torch"): "backward", ("triton", "jax"): "backward refuses", ("xla", "jax"): "backward",
+    ("triton", "torch"): "backward compiles", ("triton", "jax"): "backward refuses", ("xla", "jax"): "backward",
 }  # fmt: skip
 
 

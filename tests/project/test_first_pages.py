@@ -14,7 +14,23 @@ def test_first_pages_are_up_to_date():
     assert PAGES.readme(README) == README, "run: python docs/first_pages.py"
     assert PAGES.index(INDEX, README) == INDEX, "run: python docs/first_pages.py"
     assert len(PAGES.BLOCK.findall(README)) == 1
-    assert len(PAGES.COPY.findall(INDEX)) == 2
+    assert [titles for _, titles, _ in PAGES.COPY.findall(INDEX)] == ["the top", "When not to use it, Other installs"]
+
+
+def test_first_page_of_the_site_is_that_of_readme():
+    """The same words down to the comparison, and the same figures."""
+    top = README.removeprefix("# frisket\n\n").partition(PAGES.TOP_ENDS)[0]
+    assert re.findall(r"^## (.*)$", top, re.M) == [
+        "Install", "First minute", "On an H100", "On a CPU", "Which attention to use",
+    ]  # fmt: skip
+    site = PAGES.on_site(top)
+    assert INDEX.startswith("# frisket\n\n<!-- the top")
+    assert site in INDEX
+    assert "<picture>" not in site
+    assert len(re.findall(r"svg#only-(?:light|dark)\)$", site, re.M)) == 6
+    assert "](docs/" not in site
+    session = README.partition("```python\n")[2].partition("```")[0]
+    assert len(session.splitlines()) <= 12
 
 
 def test_speedups_on_an_h100_are_counted():
@@ -64,5 +80,5 @@ def test_works_inside_names_packages_with_a_result(tmp_path, monkeypatch):
 def test_first_pages_refuse_a_page_without_their_places():
     with pytest.raises(SystemExit, match=r"README\.md has 0 rows `\| works inside \|`"):
         PAGES.readme(README.replace("| works inside |", "| runs inside |"))
-    with pytest.raises(SystemExit, match=r"README\.md has no section `## On an H100`"):
-        PAGES.index(INDEX, README.replace("## On an H100", "## On a GPU"))
+    with pytest.raises(SystemExit, match=r"README\.md has no section `## When not to use it`"):
+        PAGES.index(INDEX, README.replace("## When not to use it", "## Limits"))

@@ -17,6 +17,7 @@ REGISTRIES = {
     ("lowering/analysis/intervals.py", "ASK"),  # who answers which question
     ("runtime/backends/base.py", "RECORDS"),
     ("runtime/backends/cpp/jax.py", "_registered"),  # XLA may call these libraries at any time
+    ("runtime/calls/arrays.py", "_of_graphs"),  # what captured graphs read by its address
     ("runtime/calls/options.py", "_makers"),
     ("runtime/integrations/transformers_masks.py", "BOOLS"),  # kinds of models
     ("runtime/machine/cpp_build.py", "_threads"),  # of builds that are under way

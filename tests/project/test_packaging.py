@@ -105,6 +105,9 @@ def test_links_of_readme_work_where_pypi_shows_it():
     for (picture, old), (_, new) in zip(before, after, strict=True):
         kind = "raw" if picture else "blob"
         assert new == (old if old.startswith(("https://", "#")) else f"{url}/{kind}/v{frisket.__version__}/{old}")
+    pictures = [re.findall(r'(?:srcset|src)="([^"]+)', x) for x in (prose, there)]
+    assert pictures[1] == [f"{url}/raw/v{frisket.__version__}/{old}" for old in pictures[0]]
+    assert len(pictures[0]) == 6
     fenced = [re.findall(r"^```.*?^```$", x, re.M | re.S) for x in (readme, made["long_description"])]
     assert [x.replace("REPOSITORY_URL", url) for x in fenced[0]] == fenced[1] != fenced[0]
     assert "REPOSITORY_URL" not in made["long_description"]

@@ -1,11 +1,14 @@
 """The names of the public contract, with the arguments people write."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
 import frisket as fk
 
+DOORS = "caches", "flex", "modeling", "operations", "parallel", "select", "sharding"
 FUNCTIONS = {
     "mask": "what **params",
     "score": "what **params",
@@ -14,6 +17,7 @@ FUNCTIONS = {
     "attention": "q k v mask score scale enable_gqa backend dropout seed sinks origin sizes layout return_lse **params",
     "reference": "q k v mask score",
     "merge": "parts layout",
+    "merge_sums": "parts divide axes origin sizes **params",
     "backends": "",
     "library": "",
 }
@@ -75,3 +79,13 @@ def test_python_can_suggest_a_name(wrong):
     assert error.value.name == "compil"
     assert error.value.obj is fk or isinstance(error.value.obj, fk.Mask)
     assert {"compile", "caches", "flex"} <= {*dir(fk)}
+
+
+def test_ten_names_that_people_need_come_first():
+    ten = "mask score library load attention compile reference merge backends warm".split()
+    assert fk.__all__[:10] == ten
+    assert re.findall(r"\w+", " ".join(re.findall(r"^    ([\w, ]+?)  ", fk.__doc__, re.M))) == ten
+    page = (Path(__file__).parents[2] / "docs" / "api" / "index.md").read_text(encoding="utf-8")
+    rows = "".join(re.findall(r"^\| \[.*? \|", page, re.M))
+    assert re.findall(r"#frisket\.(\w+)", rows) == ten
+    assert {n for n in dir(fk) if not n.startswith("__")} <= {*fk.__all__, "sdpa", "sdpa_for", *DOORS}

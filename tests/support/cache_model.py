@@ -21,6 +21,8 @@ PAGE, WIDTH, PAGES = 16, 4, 40
 NEW, NODES, TOKENS = 9, 4, 50  # tokens of a chunk, of a tree, and all there are
 WINDOW = 11
 MASK, SCORE = f"causal & window({WINDOW})", "alibi"
+PINNED = 3  # first tokens that a ring keeps
+MASKS = dict.fromkeys(("plain", "paged", "ring"), MASK) | {"pinned": f"causal & (window({WINDOW}) | sinks({PINNED}))"}
 _draw = np.random.default_rng(12)
 Q, K, VALUES = (_draw.standard_normal((TOKENS, n, d)).astype(np.float32) for n, d in ((H, D), (G, D), (G, V)))
 
@@ -37,6 +39,7 @@ def arrays(tokens: list[list[int]], new: int) -> list[np.ndarray]:
 class Sequence:
     def __init__(self, tokens=(), drafts=None):
         self.tokens, self.drafts = list(tokens), drafts  # drafts: (parents, tokens) behind them
+        self.peak = 0  # how many there were when some were taken back
 
 
 class Run:
@@ -50,13 +53,14 @@ class Run:
         self.sequences = {b: Sequence() for b in range(B)}
         self.rows, self.names, self.refused, self.copies = list(range(B)), B, 0, []
         self.pool = PagePool(PAGES, PAGE) if kind == "paged" else None
-        self.most = PAGE * WIDTH - NEW if kind != "ring" else 500
+        self.most = PAGE * WIDTH - NEW if kind in ("plain", "paged") else 500
         if self.pool:
             for b in range(B):
                 self.pool.allocate(b)
 
     def steps(self, n):
         what = {"plain": "append append tree keep truncate", "ring": "append append append empty"}
+        what["pinned"] = what["plain"] + " append empty"
         what["paged"] = what["plain"] + " tree fork fork leave free back"
         for _ in range(n):
             getattr(self, self.draw.choice(what[self.kind].split()))()
@@ -114,6 +118,7 @@ class Run:
         for b, n in enumerate(drafted):
             if n:
                 seq = self.sequences[self.rows[b]]
+                seq.peak = max(seq.peak, len(seq.tokens) + NODES)
                 seq.tokens += [seq.drafts[1][i] for i in paths[b, : counts[b]]]
                 seq.drafts = None
                 self.tell(self.rows[b])
@@ -123,7 +128,12 @@ class Run:
         if self.pool:  # rows are who they are to be
             self.seated(lambda: [0] * B)
         held = [0 if s is None else len(self.sequences[s].tokens) for s in self.rows]
-        lengths = [self.draw.choice((n, self.draw.randint(0, n))) for n in held]
+        least = [0] * B
+        if self.kind == "pinned":  # the last tokens alone can be taken back
+            for b, s in enumerate(self.rows):
+                self.sequences[s].peak = max(self.sequences[s].peak, held[b])
+                least[b] = max(0, self.sequences[s].peak - NODES)
+        lengths = [self.draw.choice((n, self.draw.randint(m, n))) for m, n in zip(least, held, strict=True)]
         if not self.pool or self.draw.random() < 0.7:
             self.cache.truncate(lengths)
             told = self.tell
@@ -132,14 +142,17 @@ class Run:
         for s, n in zip(self.rows, lengths, strict=True):
             if s is not None:
                 del self.sequences[s].tokens[n:]
+                self.sequences[s].peak *= n > 0
                 told(s)
 
     def empty(self):
+        self.settle()
         gone = [self.draw.random() < 0.3 for _ in self.rows]
         self.cache.truncate([0 if g else len(self.sequences[s].tokens) for s, g in zip(self.rows, gone, strict=True)])
         for s, g in zip(self.rows, gone, strict=True):
             if g:
                 self.sequences[s].tokens.clear()
+                self.sequences[s].peak = 0
 
     def fork(self, s=None):
         """A copy of a row or of what has left, with its drafts if it has some."""
@@ -233,7 +246,7 @@ class Run:
     def compare(self, out, tokens, new):
         q, k, v = Q[tokens[-new:]], self.k[tokens], self.v[tokens]
         origin = 0, 0, len(tokens) - new, 0
-        want = fk.reference(q[None], k[None], v[None], MASK, SCORE, layout="bshd", origin=origin)[0]
+        want = fk.reference(q[None], k[None], v[None], MASKS[self.kind], SCORE, layout="bshd", origin=origin)[0]
         np.testing.assert_allclose(out, want, atol=5e-6)
 
 
@@ -246,7 +259,7 @@ def path_to(parents, node):
 
 # -- every cache, as an adapter ------------------------------------------------------------------------------------
 
-KINDS = [(kind, dtype) for kind in ("plain", "paged", "ring") for dtype in ("float32", "int8")]
+KINDS = [(kind, dtype) for kind in ("plain", "paged", "ring", "pinned") for dtype in ("float32", "int8")]
 
 
 def made(module, kind, dtype):
@@ -254,6 +267,8 @@ def made(module, kind, dtype):
         return module.PagedKVCache.create(PAGES, PAGE, B, WIDTH, G, D, V, dtype)
     if kind == "plain":
         return module.KVCache.create(B, PAGE * WIDTH, G, D, V, dtype)
+    if kind == "pinned":  # chunks overwrite tokens that they see, trees do not
+        return module.RingKVCache.create(B, WINDOW + NODES, G, D, V, dtype, sinks=PINNED, drafts=NODES)
     return module.RingKVCache.create(B, WINDOW + NEW, G, D, V, dtype)
 
 
@@ -261,7 +276,7 @@ class OfTorch:
     def __init__(self, kind, dtype):
         self.torch, self.module = pytest.importorskip("torch"), pytest.importorskip("frisket.caches.torch")
         self.cache, self.dtype = made(self.module, kind, dtype), dtype
-        self.att = fk.compile(MASK, SCORE, backend="aten")
+        self.att = fk.compile(MASKS[kind], SCORE, backend="aten")
 
     def stored(self, x):
         if self.dtype == "float32":
@@ -285,10 +300,10 @@ class OfTorch:
 
 
 @functools.cache
-def jitted():
+def jitted(mask=MASK):
     import jax
 
-    att = fk.compile(MASK, SCORE)
+    att = fk.compile(mask, SCORE)
     return (
         jax.jit(lambda c, q, k, v, n: c.attention(att, q, k, v, n), donate_argnums=0),
         jax.jit(lambda c, q, k, v, n, tree: c.attention(att, q, k, v, n, tree=tree), donate_argnums=0),
@@ -300,6 +315,7 @@ class OfJax:
     def __init__(self, kind, dtype, eager=False):
         self.module = pytest.importorskip("frisket.caches.jax")
         self.cache, self.dtype, self.eager = made(self.module, kind, dtype), dtype, eager
+        self.jitted = jitted(MASKS[kind])
 
     def stored(self, x):
         if self.dtype == "float32":
@@ -311,7 +327,7 @@ class OfJax:
 
     def attention(self, tokens, tree=None):
         given = (*arrays(tokens, NEW if tree is None else NODES), np.array([len(x) for x in tokens]))
-        plain, drafts, _ = jitted()
+        plain, drafts, _ = self.jitted
         out, self.cache = plain(self.cache, *given) if tree is None else drafts(self.cache, *given, np.array(tree))
         if hasattr(self.cache, "overflowed"):
             assert not self.cache.overflowed.any()
@@ -322,7 +338,7 @@ class OfJax:
             self.cache = self.cache.keep(*given)
             return
         before = self.cache
-        self.cache = jitted()[2](before, *given)
+        self.cache = self.jitted[2](before, *given)
         if hasattr(self.cache, "rows"):
             assert not self.cache.overflowed.any()
 

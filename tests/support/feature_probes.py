@@ -51,6 +51,8 @@ PROBES = {
     "max": Probe(how="max"),
     "sinks": Probe(call={"sinks": np.array([0.5, -1.0], np.float32)}),
     "dropout": Probe(options={"dropout": 0.25}, call={"seed": 3}),
+    "weights": Probe(options={"weight": "sigmoid(score)", "divide": "count"}),
+    "equal bits in any batch": Probe(options={"invariant": True}),
     "score mods": Probe(score="softcap(3)"),
     "distance penalties": Probe(score="score - 0.25 * (q - k)"),
     "windows": Probe("causal & window(5)"),
@@ -62,6 +64,7 @@ PROBES = {
         "causal & sees[q % 3, k % 4]", values={"sees": np.arange(12).reshape(3, 4) % 5 > 0}, needs=("other masks",)
     ),
     **{dtype: Probe(dtype=dtype) for dtype in ("float16", "bfloat16", "float32", "float64")},
+    "float8_e4m3fn": Probe(dtype="float8_e4m3fn", dims=(32, 32)),
     "grouped heads": Probe(heads=(4, 2)),
     "unequal head sizes": Probe(dims=(16, 8)),
     "head sizes not in eights": Probe(dims=(12, 12)),

@@ -116,18 +116,18 @@ def problem(stored: Stored, layout: str = "bhsd") -> Problem:
         _, scales = _paged(scales, size, hidden, draw, tables["pages"])
         entry = lookup("pages", (b, k // size)), k % size
     places = (entry[0], h // group, entry[1]) if layout == "bhsd" else (*entry, h // group)
-    scaled, weight = case.score, None
+    scaled, value_scale = case.score, None
     if stored.scales:
         tables |= {f"{n}_scale": _laid(x, layout) for n, x in scales.items()}
         start = score * lookup("k_scale", places, FLOAT)
         scaled = start if case.score is None else ir.substitute(case.score, {ir.SCORE: start})
-        weight = lookup("v_scale", places, FLOAT)
+        value_scale = lookup("v_scale", places, FLOAT)
     limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *tables), 2.0**14)
     made = make_plan(
         ProgramExprs(case.mask, scaled),
         "stored",
         ProgramFacts(limits=limits),
-        weight=weight,
+        value_scale=value_scale,
         pages=Pages("pages", stored.page) if stored.page else None,
         unwritten=True,
     )

@@ -157,6 +157,39 @@ INLINE const Operand *left_dout(const Worker &w) { return w.dout_lines; }
 INLINE const Operand *left_slopes(const Worker &w) { return w.slopes; }
 #endif
 
+#if WEIGHTED
+// Weights and slopes of row i of a group, vector j of the keys. The caller has divided dO, and what the sum of weights
+// adds to the cotangent of each is in `delta`, less than 0 where it adds. All is 0 where the pair is hidden, whatever it
+// is there, and not where the weight is.
+template <bool PARTIAL>
+INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Real unit, Real scale, Vec &weight_of, Vec &slope_of) {
+    const int row = start + i;
+    weight_of = slope_of = Vec{};
+    if (row >= w.present) return;
+    const bool CHECKED = PARTIAL || COUNTED;
+    const Column &column = w.columns[j];
+    const Vec score = scaled(load<Vec>(w.scores + i * BLOCK_K + j * LANES), unit);
+    Bits seen = PARTIAL ? w.seen[i * VECTORS + j] : bits(true);
+    if (COUNTED) seen &= counted(fixed, w.rows[row], column, score);
+    Vec dp = w.with_slopes ? load<Vec>(w.products + i * BLOCK_K + j * LANES) : Vec{};
+    weight_of = modified(fixed, w.rows[row], column, score);
+    if (DROPPED) {
+        const Bits keep = kept(fixed, w.rows[row], column);
+        weight_of = select(keep, weight_of * survivors(fixed), Vec{});
+        dp = select(keep, dp * survivors(fixed), Vec{});
+    }
+    if (CHECKED) weight_of = select(seen, weight_of, Vec{});
+    if (!w.with_slopes) return;
+    Vec dm = dp - w.delta[row];
+    if (CHECKED) dm = select(seen, dm, Vec{});
+    if (CAPTURED) collect<CHECKED>(w.captured, fixed, w.rows[row], column, row, j, select(seen, reals(1), Vec{}), dm, score);
+    if (SLOPED) {
+        dm *= slope(fixed, w.rows[row], column, score);
+        if (CHECKED) dm = select(seen, dm, Vec{});
+    }
+    slope_of = dm * scale;
+}
+#else
 // Weights and slopes of row i of a group, vector j of the keys.
 template <bool PARTIAL>
 INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Real unit, Real scale, Vec &weight_of, Vec &slope_of) {
@@ -188,6 +221,7 @@ INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Rea
     }
     slope_of = dm * scale;
 }
+#endif
 
 // dout times out of every row, in the order of the products of dout and values: where a row sees one key, whose value is
 // out, their difference is 0.

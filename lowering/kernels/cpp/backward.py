@@ -1,11 +1,13 @@
-"""Writes the native backward kernel of a LoopPlan: one self-contained C++ source, compiled apart from the forward.
+"""Writes the native kernels of a LoopPlan's derivatives: self-contained C++ sources, compiled apart from the forward.
 
-Beside the forward's functions of positions it has the slope of the score mod and, for every captured value, the
-weight of its gradient (lowering/derive.py); the rest is backward*.hpp.
+In addition to the forward's functions of positions they have the slope of the score mod (lowering/derive.py). The
+tangent kernel is the forward with tangents. The backward has, for every captured value, the weight of its gradient; the
+rest is backward*.hpp.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
@@ -15,6 +17,7 @@ from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import call as cpp_call
+from .columns import ColumnsKernel
 from .forward import ARGUMENTS, ARITHMETIC, TEXT, CppArrays, CppKernel, part
 
 OVER = {"head": "HEADS", "row": "ROWS_OF_QUERIES", "column": "COLUMNS", "diagonal": "DIAGONALS", "scatter": "ENTRIES"}
@@ -26,20 +29,50 @@ APART = {
 }
 
 
-class BackwardKernel(CppKernel):
+class SlopedKernel(CppKernel):
+    """A kernel with the slope of the score mod."""
+
+    def __init__(self, plan: LoopPlan, target: Target, arrays: CppArrays, named: bool = True) -> None:
+        if plan.value_scale is not None or plan.pages is not None:
+            raise LoweringError("stored keys and values have no gradients; call the attention on plain arrays")
+        # a row that sees nothing has an lse of -inf, whose exponent is no number
+        self.guarded = plan.guard or backward_of(plan).guard
+        super().__init__(plan, target, arrays, named)
+
+    def source_roots(self) -> dict[str, Expr | None]:
+        return super().source_roots() | {"slope": backward_of(self.plan).slope}
+
+
+class TangentKernel(SlopedKernel):
+    """The parts of the source of `int64_t frisket_tangent(const Call *)`: the forward, and the tangents `dout` and
+    `dlse` of out and lse, given `dq`, `dk` and `dv`. One text serves calls in which some of these are null. float32 is
+    multiplied by vectors alone."""
+
+    name = "frisket_tangent"
+    tangent = True
+
+    def __init__(self, plan: LoopPlan, target: Target, arrays: CppArrays, named: bool = True) -> None:
+        if plan.weighted:
+            raise LoweringError("no kernel computes tangents of rows that are no softmax")
+        super().__init__(plan, replace(target, precision="ieee"), arrays, named)
+
+
+class BackwardKernel(SlopedKernel):
     """The parts of the source of a backward kernel, `int64_t frisket_backward(const Call *)`, and the same behind XLA's
     calling convention. `Call.gradients` has a zeroed buffer, or null where none is wanted, for each of
     `backward_of(plan).gradients`; so have dq, dk, dv. For one number of threads equal calls give equal bits."""
 
     def __init__(self, plan: LoopPlan, target: Target, arrays: CppArrays, named: bool = True) -> None:
-        if plan.weight is not None or plan.pages is not None:
-            raise LoweringError("stored keys and values have no gradients; call the attention on plain arrays")
+        if plan.weighted:  # terms hold no slopes of any size
+            target = replace(target, precision="ieee")
         super().__init__(plan, target, arrays, named)
 
     def source_roots(self) -> dict[str, Expr | None]:
-        derived = backward_of(self.plan)
-        roots = super().source_roots() | {"slope": derived.slope}
-        for n, g in enumerate(derived.gradients):
+        roots = super().source_roots()
+        if self.plan.weighted:
+            roots["counted"] = self.plan.counted  # gradients are 0 where a pair is hidden
+            del roots["divisor"]
+        for n, g in enumerate(backward_of(self.plan).gradients):
             roots[f"weight{n}"] = g.weight
             if g.over == "scatter":
                 # other sums know their entry from the place of the tile
@@ -60,7 +93,7 @@ class BackwardKernel(CppKernel):
     def expressions(self) -> str:
         derived = backward_of(self.plan)
         arguments = f"{ARGUMENTS}, Vec score"
-        functions = self._function("slope", f"Vec slope({arguments})", "reals(1)")
+        functions: list[str] = []
         gradients: list[dict[str, Any]] = []
         for n, g in enumerate(derived.gradients):
             functions += self._function(f"weight{n}", f"Vec weight{n}({arguments})", "reals(1)")
@@ -83,9 +116,6 @@ class BackwardKernel(CppKernel):
             functions=functions,
             captured=len(gradients),
             over=", ".join(OVER[g.over] for g in derived.gradients) or "HEADS",  # C++ has no empty array
-            sloped="false" if derived.slope is None else "true",
-            # a row that sees nothing has an lse of -inf, whose exponent is no number
-            guarded="true" if self.plan.guard or derived.guard else "false",
             arguments=ARGUMENTS,
             gradients=gradients,
             scattered=[g for g in gradients if g["index"]],
@@ -103,4 +133,9 @@ class BackwardKernel(CppKernel):
         return " && ".join(f"({c})" if "||" in c else c for c in clauses)
 
 
-KERNELS = {"forward": CppKernel, "backward": BackwardKernel}
+KERNELS = {
+    "forward": CppKernel,
+    "backward": BackwardKernel,
+    "tangent": TangentKernel,
+    "columns": ColumnsKernel,
+}

@@ -44,7 +44,11 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
     const int present = (int)(call->q_len - start < call->block_q ? call->q_len - start : call->block_q);
     const int all = round_up(present, GROUP);  // with zeros behind the queries
     const auto of = [&](const Array &x) { return rows_of(x, batch, head, call->q_rows, start); };
+#if WEIGHTED
+    const Lines<const Entry> q = of(call->q), dout = of(call->dout);
+#else
     const Lines<const Entry> q = of(call->q), out = of(call->out), dout = of(call->dout);
+#endif
     w.present = present;
     pack_rows<HEAD_DIM, Q_LINE>(w.q_lines, q, present, all);
     pack_rows<V_DIM, V_LINE>(w.dout_lines, dout, present, all);
@@ -53,8 +57,10 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
 #endif
     w.few = false;
     const Int q_first = (Int)(call->q_origin[batch * call->q_origin_step] + start);
+#if !WEIGHTED
     pack_left<V_DIM>(w.outs, out, present, all, 1);
     multiply_outs(w);
+#endif
 #if TERMS > 1
     const bool wild_dout = !tame(most_of<V_DIM>(dout, present));
     w.wild_queries = !tame(most_of<HEAD_DIM>(q, present) * magnitude(unit_of(call)));
@@ -70,9 +76,14 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
 #endif
     for (int i = 0; i < present; i++) {
         const int64_t at = line + row_at(call->q_rows, start + i);
+#if WEIGHTED
+        w.delta[i] = call->dlse ? -call->dlse[at] : 0;
+#else
         const Real lse = call->lse[at];
+#endif
         w.rows[i] = row_of(fixed, q_first + i);
         w.repeated[i] = i && alike(w.rows[i - 1], w.rows[i]);
+#if !WEIGHTED
         w.shift[i] = lse == -INF ? INF : SCORED ? lse : lse * LOG2E, w.share[i] = 1;  // weights of an empty row are 0
         const Real *norm = call->norm ? call->norm + call->norm_width * at : nullptr;  // 0: nothing is known but lse
         if (norm && norm[1] != 0) w.shift[i] = norm[0], w.share[i] = magnitude(norm[1]), w.few |= norm[1] < 0;
@@ -84,6 +95,7 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
             w.delta[i] += sum(products);
         }
         if (call->dlse) w.delta[i] -= call->dlse[at];
+#endif
     }
     pack_queries(w.query, q, present, all, unit_of(call), w.few && !MOVED);
     for (int i = 0; i < all * Q_WIDE; i++) w.dq[i] = 0;

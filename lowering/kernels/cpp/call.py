@@ -58,7 +58,7 @@ FIELDS = (
     Field("block_q", "int64_t block_q;", "queries of a tile, at most BLOCK_Q"),
     Field("q_rows", "const int32_t *q_rows;", "of MOVED kernels: the row of q and the results that has each query"),
     Field("k_rows", "const int32_t *k_rows;", "and that of k and v for each key, the last one again behind the last"),
-    Field("sinks", "const Real *sinks;", "[heads], a logit beside every row's keys that has no value; or null"),
+    Field("sinks", "const Real *sinks;", "[heads], a logit in every row that has no key and no value; or null"),
     Field("lse", "Real *lse;", "[batch, heads, q_len], natural log; written forward, where not null, read backward"),
     Field("top", "Real *top;", "[batch, heads, q_len], the largest visible score of each row, or null"),
     Field("norm", "Real *norm;", "[batch, heads, q_len, norm_width]: shift of scores, factor, for a backward; or null"),
@@ -69,11 +69,11 @@ FIELDS = (
     _array("k", "[batch, kv_heads, kv_len, HEAD_DIM], in a pool [pages, kv_heads, PAGE, HEAD_DIM]"),
     _array("v", "[batch, kv_heads, kv_len, V_DIM], likewise"),
     _array("out", "[batch, heads, q_len, V_DIM]; written forward, read backward"),
-    _array("dout", "the cotangent of out"),
-    _array("dq", ""),
+    _array("dout", "the cotangent of out; of a TANGENT kernel its tangent"),
+    _array("dq", "gradients; of a TANGENT kernel tangents of q, k and v, null where there is none"),
     _array("dk", ""),
     _array("dv", ""),
-    Field("dlse", "const Real *dlse;", "the cotangent of lse, contiguous, or null"),
+    Field("dlse", "Real *dlse;", "the cotangent of lse, contiguous, or null; of a TANGENT kernel its tangent"),
     Field("gradients", "Real *const *gradients;", "a zeroed buffer for each of the plan's captured gradients, or null"),
 )
 

@@ -9,7 +9,7 @@ const int64_t LEAST = BLOCK_K < 256 ? 256 / BLOCK_K : 1, MOST_TILES = BLOCK_K < 
 struct Parts {
     const Call *call;
     int64_t heads, bundles;  // query heads of an item; items a key head needs
-    int64_t tiles, count;    // visited tiles of a part; parts
+    int64_t tiles, count;    // visited tiles of a part, unless PARTED; parts
     int64_t next, failed;
     int64_t *done;           // [batch, kv_heads, bundles] parts that have ended
     Real *sums;              // [batch, kv_heads, bundles, count, rows, V_WIDE + 2]: acc, total, top
@@ -27,6 +27,34 @@ static Real *sums_of(const Parts &parts, int64_t number, int64_t part) {
     return parts.sums + (number * parts.count + part) * parts.heads * parts.call->q_len * (V_WIDE + 2);
 }
 
+#if INVARIANT
+static void combine(Worker &w, const Parts &parts, const Item &item, int64_t number) {
+    clear_parts(w, item.rows());
+    for (int64_t part = 0; part < parts.count; part++)
+        for (int row = 0; row < item.rows(); row++) {
+            const Real *from = sums_of(parts, number, part) + row * (V_WIDE + 2);
+            join(w.all + row * (V_WIDE + 2), from, from[V_WIDE], from[V_WIDE + 1]);
+        }
+    take_parts(w, item.rows());
+}
+// The first part that an item visits, and how many there are to the last one.
+static int64_t parts_of(const Item &item, int64_t line, int64_t &first) {
+    int64_t count = 0;
+    by_position(item, line, [&](int64_t, bool, int64_t part) {
+        first = count ? first : part, count = part - first + 1;
+    });
+    return count;
+}
+#elif WEIGHTED
+static void combine(Worker &w, const Parts &parts, const Item &item, int64_t number) {
+    for (int64_t part = 0; part < parts.count; part++)
+        for (int row = 0; row < item.rows(); row++) {
+            const Real *from = sums_of(parts, number, part) + row * (V_WIDE + 2);
+            for (int d = 0; d < V_WIDE; d++) w.acc[row * V_WIDE + d] += from[d];
+            w.total[row][0] += from[V_WIDE], w.count[row] += (int64_t)from[V_WIDE + 1];
+        }
+}
+#else
 // The sums of an item's parts, one after the other.
 static void combine(Worker &w, const Parts &parts, const Item &item, int64_t number) {
     for (int64_t part = 0; part < parts.count; part++)
@@ -41,12 +69,21 @@ static void combine(Worker &w, const Parts &parts, const Item &item, int64_t num
             w.top[row] = most;
         }
 }
+#endif
 
 static void decode_part(Worker &w, Parts &parts, int64_t number, int64_t part) {
     const Call *call = parts.call;
     const Item item = bundle_of(parts, number);
     begin(w, item);
     const int64_t line = (int64_t)call->slice_of[item.batch * call->heads + item.head] * call->rows;
+#if INVARIANT
+    int64_t first = 0;
+    parts_of(item, line, first);
+    by_position(item, line, [&](int64_t tile, bool partial, int64_t now) {
+        if (now == first + part) visit(w, item, tile, partial);
+    });
+    if (parts.count == 1) clear_parts(w, item.rows()), end_part(w, item.rows()), take_parts(w, item.rows());
+#else
     const int32_t *record = call->spans + line * call->records * 4;
     int64_t seen = 0, first = part * parts.tiles, end = first + parts.tiles;
     for (int32_t n = 0; n < call->count[line]; n++, record += 4) {
@@ -55,11 +92,15 @@ static void decode_part(Worker &w, Parts &parts, int64_t number, int64_t part) {
             visit(w, item, tile, tile < record[1] || tile >= record[2]);
         seen += record[3] - record[0];
     }
+#endif
     if (parts.count == 1) return finish(w, item);
     Real *to = sums_of(parts, number, part);
     for (int row = 0; row < item.rows(); row++, to += V_WIDE + 2) {
         for (int d = 0; d < V_WIDE; d++) to[d] = w.acc[row * V_WIDE + d];
         to[V_WIDE] = sum(w.total[row]), to[V_WIDE + 1] = w.top[row];
+#if WEIGHTED
+        to[V_WIDE + 1] = (Real)w.count[row];  // of a part, which a Real holds
+#endif
     }
     if (__atomic_fetch_add(&parts.done[number], 1, __ATOMIC_ACQ_REL) + 1 < parts.count) return;
     clear_sums(w, item.rows());
@@ -93,6 +134,16 @@ static int64_t decode(const Call *call, int64_t slices, bool alike) {
     parts.tiles = most * items / 256;  // enough items for many threads, none too small to be worth its sums
     parts.tiles = parts.tiles < LEAST ? LEAST : parts.tiles > MOST_TILES ? MOST_TILES : parts.tiles;
     parts.count = (most + parts.tiles - 1) / parts.tiles;
+#if INVARIANT
+    parts.count = 1;
+    for (int64_t i = 0; i < items; i++) {
+        const Item item = bundle_of(parts, i);
+        int64_t first = 0;
+        const int64_t slice = call->slice_of[item.batch * call->heads + item.head];
+        const int64_t count = parts_of(item, slice * call->rows, first);
+        parts.count = count > parts.count ? count : parts.count;
+    }
+#endif
     const int64_t sums = parts.count > 1 ? items * parts.count * parts.heads * call->q_len * (V_WIDE + 2) : 0;
     parts.done = (int64_t *)malloc(8 * items + sums * sizeof(Real));
     if (!parts.done) return 1;
@@ -112,5 +163,5 @@ static int64_t forward(const Call *call) {
         if (call->slice_of[i] >= slices) slices = call->slice_of[i] + 1;
         alike &= call->slice_of[i] == call->slice_of[i - i % group];
     }
-    return call->rows == 1 ? decode(call, slices, alike) : all_rows(call, slices);
+    return call->rows == 1 && !TANGENT ? decode(call, slices, alike) : all_rows(call, slices);
 }

@@ -1,6 +1,6 @@
 """The operators of the language in C++, for single numbers and for vectors of keys alike.
 
-What is known per call, batch entry and head (`fixed.x`) or per query (`row.x`) is a single number; what depends on
+What is known per call, batch entry and head (`fixed.x`) or per query (`row.x`) is a single number. What depends on
 the key (`column.x`) or the score is a vector with a lane for every key. The functions are those of functions.hpp
 and integers.hpp, overloaded for both; meanings are those of `dsl.evaluate`.
 """
@@ -63,23 +63,24 @@ BINDS = {sign: n for n, signs in enumerate(_SIGNS, 1) for sign in signs.split()}
 COMPARES = {"==", "!=", "<", "<=", ">", ">="}
 WORD = ("seeded", "stirred")  # operators with a 32-bit word for a value
 FIRST = var("first")  # the first key of a vector
-WHEN = {**exprs.LEVELS, "first": exprs.COLUMN}
-VARIABLES = {"q": "row.q", "k": "column.k", "first": "column.first", "score": "score"}
+# sums of a row are known at its end, after everything else
+WHEN = {**exprs.LEVELS, "first": exprs.COLUMN, "total": exprs.POSITION, "count": exprs.POSITION}
+VARIABLES = {"q": "row.q", "k": "column.k", "first": "column.first"} | {n: n for n in ("score", "total", "count")}
 CPP_TYPES = {INT: ("Int", "Ints"), FLOAT: ("Real", "Vec"), BOOL: ("bool", "Bits")}  # of one value, and of a vector
 SPREAD = {INT: "ints({})", FLOAT: "reals({})", BOOL: "bits({})"}
 
 
 def prepared(root: Expr, language: Language, paged: Collection[str] = ()) -> Expr:
-    """Prepare Exprs for vectors of keys: lookups along the keys become vector loads from one first index, and in
-    float32 a division by a number a product, a tenth of its price. `paged` names tables that are read by page and place
-    within: no vector has keys of two."""
+    """Prepare Exprs for vectors of keys. Lookups along the keys become vector loads from one first index. In
+    float32 a division by a number becomes a product, a tenth of its price. `paged` names tables that are read by page
+    and place within: no vector crosses its end."""
     root = transform(root, lambda e: _prepared(_product(e) if language.single else e, paged))
     return legalise(root, language)
 
 
 def parted(root: Expr) -> Expr:
-    """An equal Expr whose remainders and quotients are of the query or of the key alone, known once per row or once per
-    vector of keys: `(q - k) % n == 0` is `q % n == k % n`."""
+    """An equal Expr whose remainders and quotients depend on the query or on the key alone, known once per row or once
+    per vector of keys: `(q - k) % n == 0` is `q % n == k % n`."""
     return transform(transform(root, exprs.same_remainder), _joined)
 
 
@@ -101,8 +102,8 @@ def _joined(e: Expr) -> Expr:
 
 
 def liftable(e: Expr) -> bool:
-    """Whether a literal of a prepared Expr is a number of the call, so that `softcap(30)` and `softcap(50)` are one
-    kernel: Floats but those that decide signs and powers of two, and those that no float32 is near."""
+    """Whether a literal of a prepared Expr is a number of the call. Then `softcap(30)` and `softcap(50)` are one
+    kernel. All Floats are but those that decide signs and powers of two, and those that no float32 is near."""
     if e.op != "lit" or e.type is not FLOAT:
         return False
     size = abs(e.name)
@@ -226,7 +227,7 @@ class Forms:
         return text
 
     def _spread(self, node: Expr, args: list[Text]) -> list[Text]:
-        """Texts of single numbers beside vectors, copied to every lane."""
+        """Texts of single numbers among vectors, copied to every lane."""
         if not self.wide[node]:
             return args
         return [

@@ -4,14 +4,21 @@
 // computes scores and weights of all rows, GROUP rows at a time, then weights times values. Where scores are not
 // modified, the online softmax has base 2 (log2 e is in the scale), otherwise base e. Few rows read keys and values
 // where they are; for many rows these are packed first.
+//
+// A TANGENT kernel also computes the tangents of out and lse, given those of queries, keys and values (call->dq, dk and
+// dv, of which some may be null). With a score's tangent s', p its weight and mean the average of s' by these weights:
+// out' = sum of p s' v + p v' over the keys, less mean * out, and lse' = mean. All rows count as many there.
 
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // factors from scores to exponents of 2, and of e
 const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float LN2 is off by percents at scores of 1e5
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
-const int FEW = MOVED ? 0 : AMX && PAIRS ? 4 : 16;     // the most rows that vectors multiply by unpacked keys
-const int SQUARE = AMX && PAIRS && !MOVED ? 16 : FEW;  // the most rows that a matrix unit multiplies by unpacked keys
+const bool PACKED = MOVED || TANGENT;                // few rows read packed keys, too
+const bool ALIKE = INVARIANT && (AMX || PAIRS);      // few rows are multiplied as many are, padded
+// The most rows that vectors multiply by unpacked keys.
+const int FEW = PACKED || ALIKE ? 0 : INVARIANT || (AMX && PAIRS) ? 4 : 16;
+const int SQUARE = AMX && PAIRS && !PACKED && !ALIKE ? 16 : FEW;  // and those that a matrix unit multiplies so
 const bool SPLIT = SQUARE > FEW && !EIGHT && V_DIM % 32 == 0;  // of 32 columns of such rows, the even ones come first
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
 const int CHUNK = 16;                                  // keys of a tile that are neighbours in memory, at least
@@ -21,19 +28,23 @@ const int V_KEYS = round_up(BLOCK_K, DEPTH);            // keys, with those that
 const int64_t KEYS = (int64_t)STEPS * BLOCK_K;                 // Operands of the packed keys of a tile
 const int64_t TILE = KEYS + (int64_t)V_STEPS * V_WIDE;  // Operands of the packed keys and values of a tile
 const int64_t KEPT_BYTES = (TERMS > 1 ? 16 : 8) << 20;  // packed tiles that a worker keeps for the next row of tiles
+// INVARIANT: the tiles of PART keys are summed up apart, and the sums joined in order, by decoding and by all other
+// calls. A part begins at a multiple of PART positions, whatever the lengths, the threads and the queries.
+const bool PARTED = INVARIANT && !TANGENT;
+const int PART = BLOCK_K < 512 ? 512 / BLOCK_K * BLOCK_K : BLOCK_K;
 static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "a tile and a page are whole chunks");
 
 // What is known of a packed tile: its number, whether its values are finite, and whether terms hold its numbers.
 enum Finite { UNKNOWN, FINITE, ODD };
 struct Slot {
     int64_t tile;
-    Finite values;
+    Finite values, v_tangents;
     bool tame_keys, tame_values;
 };
 
 // Rows that are worked on together, beside a tile of keys.
 struct Strip {
-    Real scores[TOGETHER * BLOCK_K];
+    Real scores[TOGETHER * BLOCK_K], tangents[TANGENT ? TOGETHER * BLOCK_K : 1];
     Bits seen[TOGETHER * VECTORS];
     Lane begin[GROUP], end[GROUP];  // the interval of keys that a row sees
     bool open[VECTORS];             // whether any row sees a vector
@@ -63,6 +74,12 @@ struct Worker {
     Operand weights[ROWS * WEIGHTS];
     Operand values[V_STEPS * V_WIDE];  // the values of a tile, with zeros where no row sees the key
     Real acc[ROWS * V_WIDE];
+    bool adds_out;  // the sums of `out` are wanted: a TANGENT kernel without `lse` reads it, unless it is rounded
+    bool q_varies, k_varies, v_varies;  // of a TANGENT kernel: which tangents the call has, and those of each row
+    Operand q_tangents[TANGENT ? ROWS * QUERY : 1], weight_tangents[TANGENT ? ROWS * WEIGHTS : 1];
+    Operand v_tangents[TANGENT ? V_STEPS * V_WIDE : 1];
+    Real acc_tangents[TANGENT ? ROWS * V_WIDE : 1];
+    Vec mean[TANGENT ? ROWS : 1];
 #if AMX && PAIRS
     Operand turned[STEPS * 16], unread[4 * 16 * STEPS];  // queries as the right operand, keys as the left one
     Real products[4 * 256];
@@ -75,6 +92,12 @@ struct Worker {
     Lane edges[BLOCK_K + 1];        // how many more of the item's intervals begin at a key than end before it
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
+    Real all[PARTED ? ROWS * (V_WIDE + 2) : 1];  // of the parts before: acc, total, top
+#if WEIGHTED
+    int64_t count[ROWS];       // visible keys
+    const struct Tile *visited;
+    bool exactly;              // vectors multiply weights, where numbers have terms
+#endif
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
     Steps steps[ROWS / GROUP];                 // keys that a group of rows sees
     int32_t list[ROWS / GROUP * (BLOCK_K / PACK)];
@@ -108,6 +131,9 @@ static Worker *take(int64_t slots, int64_t tile) {
     Worker *worker = (Worker *)next_line((int64_t *)found + 2);
     ((void **)worker)[-1] = found;
     worker->slots = slots, worker->tile = tile;
+#if WEIGHTED
+    worker->exactly = false;
+#endif
     worker->tiles = (Operand *)next_line(worker + 1);
     worker->slot = (Slot *)(worker->tiles + slots * tile);
     for (int64_t i = 0; i < slots; i++) worker->slot[i].tile = -1;
@@ -131,28 +157,39 @@ struct Chunks {
     const Stored *at[CHUNKS];
     int64_t stride;
     const int32_t *rows;
+    int64_t begin;  // of an INVARIANT tile that begins before the keys: the first one that is there
     const Stored *row(uint64_t i) const {
+        if (INVARIANT && (int64_t)i < begin) i = begin;
         return MOVED ? at[0] + rows[i] * stride : at[i / CHUNK] + (int64_t)(i % CHUNK) * stride;
     }
 };
 struct Tile {
-    Chunks k, v;
+    Chunks k, v, k_tangents, v_tangents;
     int64_t present;                // keys before the end
+    int64_t begin;                  // keys that an INVARIANT tile has before the first one
     const Operand *keys, *values;   // the packed tile; values may be unpacked, as the caller gave them
-    int64_t v_stride;               // of `values`
+    const Operand *packed_k_tangents, *packed_v_tangents;  // likewise
     const Operand *next;            // the packed tile that comes next, null if it is not there
     Slot *slot;
 };
 
+INLINE bool scores_vary(const Worker &w) { return TANGENT && (w.q_varies || w.k_varies); }
 INLINE bool tame_keys(const Worker &w, const Tile &tile) { return w.tame_queries && tile.slot->tame_keys; }
 
 // -- few rows -----------------------------------------------------------------------------------------------------
 
-// Scores of one vector of keys.
-static void score_few(Worker &w, const Tile &tile, int rows, int j) {
+// Scores of one vector of keys, or where sums have one order of N: two chains of sums hide how long one takes.
+template <int N> static void score_few(Worker &w, const Tile &tile, int rows, int j) {
+#if INVARIANT && !PAIRS && !AMX
+    by_few(rows, [&](auto count, int row) {
+        turned_dots<decltype(count)::N, N, HEAD_DIM>(w.query + row * QUERY, QUERY, tile.k, j * LANES, tile.present,
+                                                     w.strips->scores + row * BLOCK_K + j * LANES, BLOCK_K);
+    });
+#else
     const Stored *k = tile.k.row(j * LANES), *ahead = tile.k.row(j * LANES + FETCH);
     few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.strips->scores + j * LANES,
                  BLOCK_K);
+#endif
 }
 
 // acc = acc * shrink + weights * values for N vectors of values, from `column` on; weights are where scores were.
@@ -346,6 +383,7 @@ INLINE void clip(Worker &w, Strip &strip, const Tile &tile, int g, int rows, int
         int64_t begin = 0, end = 0;
         const int place = BY_HEAD ? w.place[g + i] : 0;
         if (g + i < rows) interval(w.fixed[place], w.rows[g + i], w.columns[0].first, all, begin, end);
+        if (INVARIANT && begin < tile.begin) begin = tile.begin < end ? tile.begin : end;
         strip.begin[i] = (Lane)begin, strip.end[i] = (Lane)end;
         if (begin == end) continue;
         first = begin < first ? begin : first, last = end > last ? end : last;
@@ -384,20 +422,33 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
         n = LOOKED ? opened(strip.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
         if (!n) continue;
         if (SMALL) {
-            n = 1;
-            if (j * LANES < tile.present) score_few(w, tile, rows, j);  // open beside one that is seen, and absent
+            n = INVARIANT && n > 1 ? 2 : 1;
+            if (j * LANES >= tile.present) continue;  // open beside one that is seen, and absent
+            n == 2 ? score_few<2>(w, tile, rows, j) : score_few<1>(w, tile, rows, j);
             continue;
         }
-        multiply_some<GROUP, ZERO>(n, w.query + g * QUERY, QUERY, 1, tile.keys + vector_at(j, STEPS),
-                                   stride_of_keys(STEPS), STEPS, strip.scores + j * LANES, BLOCK_K);
+        const auto multiply = [&](auto start, const Operand *queries, const Operand *keys, Real *to) {
+            multiply_some<GROUP, decltype(start)::START>(n, queries + g * QUERY, QUERY, 1, keys + vector_at(j, STEPS),
+                                                         stride_of_keys(STEPS), STEPS, to + j * LANES, BLOCK_K);
+        };
+        multiply(From<ZERO>(), w.query, tile.keys, strip.scores);
+        if (TANGENT && w.q_varies) multiply(From<ZERO>(), w.q_tangents, tile.keys, strip.tangents);
+        if (!TANGENT || !w.k_varies) continue;
+        if (w.q_varies) multiply(From<ADD>(), w.query, tile.packed_k_tangents, strip.tangents);
+        else multiply(From<ZERO>(), w.query, tile.packed_k_tangents, strip.tangents);
     }
 }
 
+#if WEIGHTED
+template <bool PARTIAL, bool SMALL, class Meanwhile>
+INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhile meanwhile);
+#else
 // Weights of the same rows. meanwhile(i) is called before the weights of row i.
 template <bool PARTIAL, bool SMALL, class Meanwhile>
 INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhile meanwhile) {
     const bool CLIPPED = PARTIAL && INTERVAL && !SMALL, LOOKED = PARTIAL && !CLIPPED;
     const int lo = w.from[g], hi = w.to[g];
+    const Real factor = NATURAL * (PAIR == 1 ? 1 : unit);  // of the tangents of scores
     if (lo == hi) return;
     Real *top = w.top + g, peaks[TOGETHER];
     for (int i = 0; i < M; i++) {
@@ -409,6 +460,10 @@ INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhi
             if (LOOKED && !strip.open[j]) continue;
             Real *at = strip.scores + i * BLOCK_K + j * LANES;
             Vec score = scaled(load<Vec>(at), unit);
+            if (SLOPED && scores_vary(w)) {
+                Real *to = strip.tangents + i * BLOCK_K + j * LANES;
+                store(to, load<Vec>(to) * slope(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score));
+            }
             score = score_of(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
             if (CLIPPED) score = select((key >= begin) & (key < end), score, reals(-INF)), key += LANES;
             else if (LOOKED) score = select(strip.seen[i * VECTORS + j], score, reals(-INF));
@@ -424,18 +479,29 @@ INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhi
         if (peaks[i] > top[i]) {
             w.shrink[row] = top[i] == LOWEST ? 0 : weight((top[i] - peaks[i]) * BASE);
             top[i] = peaks[i];
-            w.total[row] *= w.shrink[row];
+            w.total[row] = settled(w.total[row] * w.shrink[row]);
+            if (TANGENT) w.mean[row] *= w.shrink[row];
             for (int d = 0; d < V_WIDE && AMX && !SMALL; d += LANES) {
-                Real *acc = w.acc + row * V_WIDE + d;
+                Real *acc = w.acc + row * V_WIDE + d, *tangents = w.acc_tangents + row * V_WIDE + d;
                 store(acc, load<Vec>(acc) * w.shrink[row]);
+                if (TANGENT) store(tangents, load<Vec>(tangents) * w.shrink[row]);
             }
         }
-        Vec total = w.total[row];
-        const auto weight_at = [&](int j) __attribute__((always_inline)) {
+        Vec total = w.total[row], mean = TANGENT ? w.mean[row] : Vec{};
+        const auto weight_at = [&](int j, Vec &tangent) __attribute__((always_inline)) {
             const Column &column = w.columns[place * VECTORS + j];
             Vec p = weight((load<Vec>(strip.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
+            if (INVARIANT) p = settled(p);  // not fused with a sum in some calls
             total += p;
-            if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], column), p, Vec{});
+            if (scores_vary(w)) {
+                tangent = p * (load<Vec>(strip.tangents + i * BLOCK_K + j * LANES) * factor);
+                if (PARTIAL || GUARDED) tangent = select(p != 0, tangent, Vec{});
+                mean += tangent;
+            }
+            if (DROPPED) {
+                const Bits keep = kept(w.fixed[place], w.rows[row], column);
+                p = select(keep, p, Vec{}), tangent = select(keep, tangent, Vec{});
+            }
             if (SCALED) {  // the scale of a hidden value may be NaN, and 0 times NaN is NaN
                 p *= scale_of_value(w.fixed[place], w.rows[row], column);
                 if (PARTIAL) p = select(strip.seen[i * VECTORS + j], p, Vec{});
@@ -444,18 +510,24 @@ INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhi
         };
         const int ONE = SMALL ? 1 : PACK;  // vectors that are stored together
         for (int j = lo; j < hi; j += ONE) {
-            Operand *to = w.weights + row * WEIGHTS + j / PACK * LANES * TERMS;
+            const int64_t at = row * WEIGHTS + j / PACK * LANES * TERMS;
             if (LOOKED && !strip.open[j]) {
-                for (int n = 0; n < TERMS && AMX && !SMALL; n++) store(to + n * LANES, Operands{});
+                for (int n = 0; n < TERMS && AMX && !SMALL; n++) store(w.weights + at + n * LANES, Operands{});
+                if (TANGENT && AMX) store(w.weight_tangents + at, Operands{});
                 continue;
             }
-            const Vec left = weight_at(j), right = ONE == 2 && j + 1 < hi ? weight_at(j + 1) : Vec{};
+            Vec left_tangent = {}, right_tangent = {};
+            const Vec left = weight_at(j, left_tangent);
+            const Vec right = ONE == 2 && j + 1 < hi ? weight_at(j + 1, right_tangent) : Vec{};
             if (SMALL) store(strip.scores + i * BLOCK_K + j * LANES, left);
-            else store_terms(to, left, right);
+            else store_terms(w.weights + at, left, right);
+            if (scores_vary(w)) store_terms(w.weight_tangents + at, left_tangent, right_tangent);
         }
         w.total[row] = total;
+        if (TANGENT) w.mean[row] = mean;
     }
 }
+#endif
 
 // Computes scores and weights of one tile of keys: GROUP rows at a time, or all rows at once where they are few.
 template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
@@ -468,8 +540,31 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
     }
 }
 
+// Values of a tile, where some that no row sees are not finite, as a copy with zeros in their place.
+static void hide_values(const Worker &w, const Tile &tile, const Chunks &rows, const Operand *&values, Finite &known,
+                        Operand *copy, int64_t end) {
+    if (known == UNKNOWN) {
+        Bits odd = {};
+        for (int64_t i = 0; i < BLOCK_K && i < tile.present; i++)
+            for (int d = 0; d < V_DIM; d += LANES) {
+                const Vec x = load_reals(rows.row(i) + d, V_DIM - d);
+                odd |= x - x != 0;
+            }
+        known = any(odd) ? ODD : FINITE;
+    }
+    if (known == FINITE) return;
+    for (int64_t i = 0; i < deep((int)end); i++) {
+        Raw mask = (Raw)bits(w.some[i * PAIR] != 0);
+#if PAIRS
+        mask = mask >> 16 | (Raw)bits(w.some[i * PAIR + 1] != 0) << 16;
+#endif
+        for (int d = 0; d < V_WIDE; d += LANES)
+            store(copy + entry_at(i, d, V_STRIDE), (Raw)load<Operands>(values + entry_at(i, d, V_STRIDE)) & mask);
+    }
+    values = copy;
+}
+
 // Values that no row of the item sees may be anything, as in memory that was never written to, and 0 times NaN is NaN.
-// Where such values are not finite, this copies the tile with zeros in their place.
 static void hide(Worker &w, Tile &tile, int rows) {
     if (EIGHT == 1 || TERMS > 1) return;  // whole numbers are finite; vectors multiply numbers that are not tame
     for (int i = 0, n = 0; i < BLOCK_K && INTERVAL; i++) n += (int)w.edges[i], w.some[i] = n ? -1 : 0;
@@ -482,26 +577,9 @@ static void hide(Worker &w, Tile &tile, int rows) {
     const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
     while (lo < hi && !any(~load<Bits>(w.some + lo * LANES))) lo++;
     if (lo >= hi) return;  // every key is visible
-    if (tile.slot->values == UNKNOWN) {
-        Bits odd = {};
-        for (int64_t i = 0; i < BLOCK_K && i < tile.present; i++)
-            for (int d = 0; d < V_DIM; d += LANES) {
-                const Vec x = load_reals(tile.v.row(i) + d, V_DIM - d);
-                odd |= x - x != 0;
-            }
-        tile.slot->values = any(odd) ? ODD : FINITE;
-    }
-    if (tile.slot->values == FINITE) return;
-    for (int64_t i = 0; i < deep((int)end); i++) {
-        Raw mask = (Raw)bits(w.some[i * PAIR] != 0);
-#if PAIRS
-        mask = mask >> 16 | (Raw)bits(w.some[i * PAIR + 1] != 0) << 16;
-#endif
-        for (int d = 0; d < V_WIDE; d += LANES)
-            store(w.values + entry_at(i, d, V_STRIDE),
-                  (Raw)load<Operands>(tile.values + entry_at(i, d, tile.v_stride)) & mask);
-    }
-    tile.values = w.values, tile.v_stride = V_STRIDE;
+    hide_values(w, tile, tile.v, tile.values, tile.slot->values, w.values, end);
+    if (TANGENT && w.v_varies)
+        hide_values(w, tile, tile.v_tangents, tile.packed_v_tangents, tile.slot->v_tangents, w.v_tangents, end);
 }
 
 #if TERMS > 1
@@ -520,15 +598,22 @@ static void add_values_of_terms(Worker &w, const Tile &tile, int rows) {
 }
 #endif
 
-// acc = acc * shrink + weights * values
-static void add_values(Worker &w, const Tile &tile, int rows) {
+// acc = acc * shrink + weights * values, or acc + weights * values
+template <Start START>
+static void add_products(Worker &w, const Operand *weights, const Operand *values, Real *acc, int rows) {
     by_panels<V_WIDE>([&](auto vectors, int column) {
-        const Operand *values = tile.values + entry_at(0, column, tile.v_stride);
         for (int g = 0; g < rows; g += GROUP)
-            multiply_steps<GROUP, decltype(vectors)::N, RESCALE>(
-                w.steps[g / GROUP], w.weights + g * WEIGHTS, WEIGHTS, 1, values, tile.v_stride,
-                w.acc + g * V_WIDE + column, V_WIDE, w.shrink + g);
+            multiply_steps<GROUP, decltype(vectors)::N, START>(
+                w.steps[g / GROUP], weights + g * WEIGHTS, WEIGHTS, 1, values + entry_at(0, column, V_STRIDE), V_STRIDE,
+                acc + g * V_WIDE + column, V_WIDE, w.shrink + g);
     });
+}
+static void add_values(Worker &w, const Tile &tile, int rows) {
+    if (!TANGENT || w.adds_out) add_products<RESCALE>(w, w.weights, tile.values, w.acc, rows);
+    if (scores_vary(w)) add_products<RESCALE>(w, w.weight_tangents, tile.values, w.acc_tangents, rows);
+    if (!TANGENT || !w.v_varies) return;
+    const auto add = scores_vary(w) ? add_products<ADD> : add_products<RESCALE>;
+    add(w, w.weights, tile.packed_v_tangents, w.acc_tangents, rows);
 }
 
 #if AMX
@@ -542,7 +627,7 @@ static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
         const bool with_keys = g < rows, with_values = before >= 0;
         const Keys keys = {w.query + g * QUERY, QUERY, tile.keys, stride_of_keys(STEPS),
                            w.strips[g / GROUP % 2].scores, BLOCK_K};
-        const Values values = {w.weights + before * WEIGHTS, WEIGHTS, tile.values, tile.v_stride,
+        const Values values = {w.weights + before * WEIGHTS, WEIGHTS, tile.values, V_STRIDE,
                                w.acc + before * V_WIDE, V_WIDE};
         int done = 0;
         const auto multiply_until = [&](int end) {
@@ -570,7 +655,9 @@ static void weigh_and_add(Worker &w, const Tile &tile, int rows, Real unit) {
 // Whether values need no packing: their rows are whole vectors, one directly after another.
 static bool in_place(const Call *call) {
 #if HALF == 0 && EIGHT == 0 && !AMX
-    return !MOVED && !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM;
+    const bool tangents = TANGENT && call->dv.data && call->dv.row != V_DIM;
+    if (INVARIANT && (call->k_origin_step || shift_of(call, 0))) return false;  // a tile may begin before the values
+    return !MOVED && !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM && !tangents;
 #else
     return false;
 #endif

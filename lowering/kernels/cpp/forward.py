@@ -1,8 +1,8 @@
 """Writes the native kernels of a LoopPlan: one self-contained C++ source for g++ or clang.
 
-The text is made of hand-written parts (vectors.hpp, gemm.hpp, forward.hpp and others) and, between them, what the
+The text is made of hand-written parts (vectors.hpp, gemm.hpp, forward.hpp and others). Between them is what the
 plan says: its sizes, and the mask and the score mod as functions over a vector of keys. What depends on the batch
-entry and the head is computed once (`Fixed`), what depends on the query once per row (`Row`), what depends on the
+entry and the head is computed once (`Fixed`). What depends on the query once per row (`Row`), what depends on the
 key once per vector of keys (`Column`).
 """
 
@@ -17,28 +17,42 @@ from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, TRUE, Expr, fold, uses, var, walk
 from frisket.dsl.show import show
+from frisket.dsl.transfer import nonnegative, within_one
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.dtypes import BYTES, DOUBLE, DTYPES, FLOATS, HALVES, SUMS
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.text import Names, filled, parts
-from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Slot, TableUse, Target
+from frisket.lowering.plan import (
+    FIRST,
+    K_SCALE,
+    PAGES,
+    RATE,
+    SEED,
+    V_SCALE,
+    KernelInputs,
+    LoopPlan,
+    Slot,
+    TableUse,
+    Target,
+)
 
 from . import call as cpp_call
 from . import expr as expr_cpp
 from .tiles import tallest
 
 KEYWORDS = (
-    "alignas alignof and asm auto bool break case catch char class const constexpr continue decltype default delete do "
-    "double else enum explicit extern false float for friend goto if inline int long mutable namespace new noexcept "
-    "not nullptr operator or private protected public register return short signed sizeof static struct switch "
-    "template this throw true try typedef typeid typename union unsigned using virtual void volatile while xor"
-).split()
+    "alignas,alignof,and,asm,auto,bool,break,case,catch,char,class,const,constexpr,continue,decltype,default,delete,do,"
+    "double,else,enum,explicit,extern,false,float,for,friend,goto,if,inline,int,long,mutable,namespace,new,noexcept,"
+    "not,nullptr,operator,or,private,protected,public,register,return,short,signed,sizeof,static,struct,switch,"
+    "template,this,throw,true,try,typedef,typeid,typename,union,unsigned,using,virtual,void,volatile,while,xor"
+).split(",")
 MACROS = (
-    "AMX APART BYTES BY_LANES EACH_LANE EIGHT FROM_LEFT FROM_RIGHT HALF INLINE INT_BYTES LANES METHOD NULL PAIRS "
-    "REAL_BYTES REGISTER REGISTERS REGISTER_BYTES SHUFFLE SIX SWAPPED TERMS UNROLLED WIDER"
-).split()
+    "AMX,APART,BYTES,BY_LANES,EACH_LANE,EIGHT,FIRST_HALVES,FROM_LEFT,FROM_RIGHT,HALF,INLINE,INT_BYTES,"
+    "INVARIANT,LANES,LAST_HALVES,METHOD,NULL,PAIRS,REAL_BYTES,REGISTER,REGISTERS,REGISTER_BYTES,SHUFFLE,"
+    "SIX,SWAPPED,TERMS,UNPACK_HIGH,UNPACK_LOW,UNROLLED,WEIGHTED,WIDER"
+).split(",")
 SCALES = {K_SCALE: "k_scale", V_SCALE: "v_scale"}
 WISHES = {SEED: "seed", RATE: "rate", PAGES: "pages", FIRST: "first_key", **SCALES}  # C++ names of frisket's own
 NUMBERS = ("B", "H", "Q_LEN", "KV_LEN", "b", "h")
@@ -57,6 +71,11 @@ class CppArrays:
     permuted: bool = False
 
 
+def natural(inputs: KernelInputs) -> bool:
+    """Whether the online softmax of native kernels has base e, and not 2: see forward.hpp."""
+    return inputs.plan.score is not None or inputs.target.invariant
+
+
 class CppKernel:
     """The parts of one C++ source, that of `int64_t frisket_forward(const Call *)` and the same behind XLA's calling
     convention; the backward is written from them. The same input gives the same text.
@@ -64,6 +83,10 @@ class CppKernel:
     Numbers of the mask and score mod that no speed depends on are slots: the plan's, and behind them `literals`.
     Without `named` the text leaves out the user's names and numbers, so that masks of one shape are one text.
     """
+
+    name = "frisket_forward"
+    tangent = False  # whether the kernel computes tangents too
+    guarded = False  # whether a weight of 0 may meet an infinite slope
 
     def __init__(self, plan: LoopPlan, target: Target, arrays: CppArrays, named: bool = True) -> None:
         dtype, kv_dtype = arrays.dtype, arrays.kv_dtype
@@ -112,14 +135,16 @@ class CppKernel:
         """The Exprs that become functions of positions, by the function's name; None: a trivial function."""
         mask = None if self.plan.mask in (None, TRUE) else self.plan.mask
         plan = self.plan
-        roots = {"visible": mask, "modified": plan.score, "kept": plan.keep_mask, "scale_of_value": plan.weight}
+        roots = {"visible": mask, "modified": plan.score, "kept": plan.keep_mask, "scale_of_value": plan.value_scale}
+        if plan.weighted:
+            roots |= {"counted": plan.counted if plan.counts else None, "divisor": plan.divide}
         return roots | self.interval_roots()
 
     def interval_roots(self) -> dict[str, Expr | None]:
         """The ends of the keys that a query sees, where these are one interval and nothing else is asked of a key."""
         # run tables are not passed to C++: an interval that reads one is left to the mask
         ends, known = self.plan.by_query, {t.name for t in self.plan.tables}
-        if ends is None or ends.rest is not TRUE or self.plan.weight is not None:
+        if ends is None or ends.rest is not TRUE or self.plan.value_scale is not None:
             return {}
         roots = {"first_key": ends.first, "last_key": ends.last, "asked": None if ends.asks is TRUE else ends.asks}
         read = {n.name for e in roots.values() if e is not None for n in ir.find(e, "lookup")}
@@ -157,7 +182,8 @@ class CppKernel:
             *map(part, ARITHMETIC),
             self.expressions(),
             self.storage(),
-            *map(part, ("scores", "work", "forward", *["bytes"] * whole, "forward_work", "decode")),
+            *map(part, ("scores", "work", "forward", *["bytes"] * whole, "forward_work")),
+            *map(part, [*["weighted"] * self.plan.weighted, "decode"]),
             self.entries(),
         ]
         return "\n".join(parts)
@@ -166,13 +192,14 @@ class CppKernel:
         """The head of the source: a comment, the constants, and the record of a call."""
         of_q, of_kv = DTYPES[self.arrays.dtype], DTYPES[self.kv_dtype]
         dim, v_dim, dtype = self.arrays.head_dim, self.arrays.v_dim, self.arrays.dtype
+        weight = self.plan.score if self.plan.value_scale is None else None
         entry, eight = (of_kv.cpp, of_kv.cpp_form) if of_kv.bytes == 1 else ("Entry", 0)
         text = filled(
             TEXT["head"],
             mask=[f"//     {line}" for line in self._shown().split("\n")],
             size=f"{dim}" if dim == v_dim else f"{dim} (values {v_dim})",
             dtype=dtype,
-            note="" if self.kv_dtype == dtype else f" beside keys and values of {self.kv_dtype}",
+            note="" if self.kv_dtype == dtype else f", keys and values in {self.kv_dtype}",
             block_k=self.target.block_k, real_bytes=8 if self.double else 4, int_bytes=8 if self.plan.int64 else 4,
             half=of_q.cpp_form, six=self.target.precision == "bf16x6", real="double" if self.double else "float",
             int="int64_t" if self.plan.int64 else "int32_t", eight=eight,
@@ -181,7 +208,11 @@ class CppKernel:
             constants=[f"const int {name} = {value};" for name, value in self.constants().items()],
             scored=_boolean("modified" in self.ready), dropped=_boolean("kept" in self.ready),
             scaled=_boolean("scale_of_value" in self.ready), by_head=_boolean("h" in self.used),
-            moved=_boolean(self.arrays.permuted),
+            moved=_boolean(self.arrays.permuted), weighted=self.plan.weighted, counts=_boolean(self.plan.counts),
+            invariant=int(self.target.invariant),
+            counted=_boolean("counted" in self.ready), tangent=_boolean(self.tangent),
+            nonnegative=_boolean(weight is not None and nonnegative(weight)),
+            near_one=_boolean(weight is not None and self.plan.divide is None and within_one(weight)),
         )  # fmt: skip
         return f"{text}{cpp_call.text()}\nnamespace {{\n"
 
@@ -194,8 +225,8 @@ class CppKernel:
 
     def entries(self) -> str:
         """The exported functions of the kernels."""
-        kernel = 'extern "C" int64_t frisket_forward(const Call *call) { return forward(call); }\n'
-        return "}  // namespace\n\n" + kernel + cpp_call.bridged("frisket_forward")
+        kernel = f'extern "C" int64_t {self.name}(const Call *call) {{ return forward(call); }}\n'
+        return "}  // namespace\n\n" + kernel + cpp_call.bridged(self.name)
 
     def _shown(self) -> str:
         if not self.named:
@@ -222,6 +253,12 @@ class CppKernel:
         functions += self._function("modified", f"Vec modified({ARGUMENTS}, Vec score)", "score")
         functions += self._function("kept", f"Bits kept({ARGUMENTS})", "bits(true)")
         functions += self._function("scale_of_value", f"Vec scale_of_value({ARGUMENTS})", "reals(1)")
+        if self.plan.weighted:
+            functions += self._function("counted", f"Bits counted({ARGUMENTS}, Vec score)", "bits(true)")
+            if "divisor" in self.roots:
+                sums = "const Fixed &fixed, const Row &row, Real total, Int count"
+                functions += self._function("divisor", f"Real divisor({sums})", "1", spread=False)
+        functions += self._function("slope", f"Vec slope({ARGUMENTS}, Vec score)", "reals(1)")
         of_distance = [self._function(name, f"Vec {name}({ARGUMENTS})", "reals(0)") for name in self.distances]
         calls = [f"store(to + {n} * SPAN, {name}(fixed, row, column));" for n, name in enumerate(self.distances)]
         rate = f"fixed.{self.names[self.plan.rate]}" if self.plan.rate else ""
@@ -235,12 +272,14 @@ class CppKernel:
             distances=len(self.distances),
             tabulated=calls,
             functions=functions,
+            sloped=_boolean("slope" in self.ready),
+            guarded=_boolean(self.guarded),
             survivors=f"{rate} < 1 ? 1 / (1 - {rate}) : 0" if rate else "1",
         )
 
     def storage(self) -> str:
-        """The constants of stored keys: the places of keys, whether the heads that share them agree in all else, and
-        the keys of a tile that a row sees, where they are one interval."""
+        """The constants of stored keys. These are the places of keys and whether the heads that share them agree in all
+        else. Where the keys of a tile that a row sees are one interval, they have its ends."""
         pages, share = self.plan.pages, self._sharing()
         ends = {n: self.printed.values[self.ready[n]] if n in self.ready else "" for n in INTERVAL}
         return filled(
@@ -262,7 +301,7 @@ class CppKernel:
         sizes = divisors - {1}
         return sizes.pop() if len(sizes) == 1 else 0  # two divisors would agree only on a common multiple
 
-    def _function(self, name: str, head: str, otherwise: str) -> list[str]:
+    def _function(self, name: str, head: str, otherwise: str, spread: bool = True) -> list[str]:
         root, plain = self.ready.get(name), self.roots.get(name)
         lines, value = [], otherwise
         if root is not None:
@@ -270,7 +309,7 @@ class CppKernel:
             lines = [f"    const {self.forms.type(one.node)} {one.name} = {one.text};" for one in needed]
             text = self.printed.values[root]
             # a value that is the same for all keys is spread here, once, and not at every use
-            value = text if self.forms.wide[root] else expr_cpp.SPREAD[root.type].format(text)
+            value = text if self.forms.wide[root] or not spread else expr_cpp.SPREAD[root.type].format(text)
         quoted = [] if plain is None else self.quoted(plain)
         return [*quoted, f"INLINE {head} {{", *lines, f"    return {value};", "}", ""]
 
@@ -313,7 +352,7 @@ class CppKernel:
 
 
 def by_distance(roots: Mapping[str, Expr]) -> tuple[dict[str, Expr], dict[str, Expr]]:
-    """Prepared roots without their costly functions of `q - k` alone, and these by names of their own: a tile has fewer
+    """Prepared roots without their costly functions of `q - k` alone, and these by new names: a tile has fewer
     diagonals than positions, so a kernel tabulates them for each tile."""
     both = tuple(roots.values())
     slopes = fold(both, _slopes)

@@ -17,8 +17,43 @@ struct Item {
 
 static void clear_sums(Worker &w, int rows) {
     for (int i = 0; i < rows; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
+#if WEIGHTED
+    for (int i = 0; i < rows; i++) w.count[i] = 0;
+#endif
     for (int i = 0; i < rows * V_WIDE; i++) w.acc[i] = 0;
+    for (int i = 0; i < rows * V_WIDE && TANGENT; i++) w.acc_tangents[i] = 0;
+    for (int i = 0; i < rows && TANGENT; i++) w.mean[i] = Vec{};
 }
+
+#if INVARIANT
+// Adds the sums of a part to those of the parts before it, `all`. It is one function, so that the compiler fuses the
+// same operations in all calls. A part without a visible key changes nothing.
+APART void join(Real *all, const Real *acc, Real total, Real top) {
+    if (total == 0 && top == LOWEST) return;
+    const Real most = maximum(all[V_WIDE + 1], top);
+    const Real mine = weight((all[V_WIDE + 1] - most) * BASE), its = weight((top - most) * BASE);
+    for (int d = 0; d < V_WIDE; d++) all[d] = all[d] * mine + acc[d] * its;
+    all[V_WIDE] = all[V_WIDE] * mine + total * its, all[V_WIDE + 1] = most;
+}
+static void clear_parts(Worker &w, int rows) {
+    for (int i = 0; i < rows * (V_WIDE + 2); i++) w.all[i] = 0;
+    for (int row = 0; row < rows; row++) w.all[row * (V_WIDE + 2) + V_WIDE + 1] = LOWEST;
+}
+// Ends a part: the next one has no sums.
+static void end_part(Worker &w, int rows) {
+    for (int row = 0; row < rows; row++)
+        join(w.all + row * (V_WIDE + 2), w.acc + row * V_WIDE, sum(w.total[row]), w.top[row]);
+    clear_sums(w, rows);
+}
+// The sums of all parts, where `finish` looks for them.
+static void take_parts(Worker &w, int rows) {
+    for (int row = 0; row < rows; row++) {
+        const Real *from = w.all + row * (V_WIDE + 2);
+        __builtin_memcpy(w.acc + row * V_WIDE, from, V_WIDE * sizeof(Real));
+        w.total[row] = Vec{}, w.total[row][0] = from[V_WIDE], w.top[row] = from[V_WIDE + 1];
+    }
+}
+#endif
 
 // Queries, coordinates and sums of an item's rows.
 static void begin(Worker &w, const Item &item) {
@@ -28,6 +63,8 @@ static void begin(Worker &w, const Item &item) {
     const bool few = item.rows() <= FEW;
     const int all = round_up(item.rows(), few ? 1 : item.rows() <= SQUARE ? 16 : GROUP);
     w.tame_queries = true;
+    w.adds_out = call->lse || HALF;
+    w.q_varies = call->dq.data, w.k_varies = call->dk.data, w.v_varies = call->dv.data;
     w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
@@ -35,6 +72,10 @@ static void begin(Worker &w, const Item &item) {
         const int row = n * (int)item.count;
         const int64_t here = n == item.heads - 1 ? all - row : item.count;
         pack_queries(w.query + row * QUERY, q, item.count, here, unit, few);
+        if (TANGENT && call->dq.data) {
+            const Lines<const Entry> dq = rows_of(call->dq, item.batch, item.head + n, call->q_rows, item.start);
+            pack_queries(w.q_tangents + row * QUERY, dq, item.count, here, unit, few);
+        }
 #if BYTES
         for (int i = 0; i < item.count && item.rows() >= FEWEST && item.rows() <= SQUARE; i++)
             w.tame_queries &= take_query(w.whole, row + i, q.row(i), PAIR == 1 ? unit : 1);
@@ -55,10 +96,14 @@ static void begin(Worker &w, const Item &item) {
 
 static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const Call *call = item.call;
-    const int64_t head = item.kv_head(), start = number * BLOCK_K;
+    const int64_t head = item.kv_head(), start = number * BLOCK_K - shift_of(call, item.batch);
+    const int64_t before = INVARIANT && start < 0 ? -start : 0;
     const int32_t *rows = rows_from(call->k_rows, start);
     const int64_t present = call->kv_len - start;
-    Tile tile = {{{}, call->k.row, rows}, {{}, call->v.row, rows}, present, nullptr, nullptr, V_STRIDE};
+    Tile tile = {};
+    tile.k = {{}, call->k.row, rows, before}, tile.v = {{}, call->v.row, rows, before};
+    tile.present = present, tile.begin = before;
+    tile.k_tangents = {{}, call->dk.row, rows, before}, tile.v_tangents = {{}, call->dv.row, rows, before};
     for (int i = 0; i < (MOVED ? 1 : CHUNKS); i++) {
         int64_t batch = item.batch, row = MOVED ? 0 : start + i * CHUNK;
         if (PAGE) {
@@ -67,6 +112,8 @@ static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
         }
         tile.k.at[i] = at_row<Stored>(call->k, batch, head, row);
         tile.v.at[i] = at_row<Stored>(call->v, batch, head, row);
+        if (TANGENT) tile.k_tangents.at[i] = at_row<Stored>(call->dk, batch, head, row);
+        if (TANGENT) tile.v_tangents.at[i] = at_row<Stored>(call->dv, batch, head, row);
     }
     return tile;
 }
@@ -77,13 +124,16 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     const int64_t name = (item.batch * call->kv_heads + item.kv_head()) * tiles_of(call) + number;
     const int64_t slot = w.slots == 1 ? 0 : number % w.slots;
     Operand *keys = w.tiles + slot * w.tile, *values = keys + KEYS;
+    Operand *k_tangents = keys + w.tile / 2, *v_tangents = k_tangents + KEYS;
     const bool here = in_place(call);
     tile.slot = w.slot + slot;
     if (tile.slot->tile != name) {
-        *tile.slot = {name, UNKNOWN, true, true};
+        *tile.slot = {name, UNKNOWN, UNKNOWN, true, true};
         pack_turned<HEAD_DIM, BESIDE>(keys, tile.k, tile.present, BLOCK_K);
         const int64_t own = tile.present < BLOCK_K ? tile.present : BLOCK_K;  // what is behind is of the next tile
         if (!here) pack_rows<V_DIM, V_STRIDE>(values, tile.v, own, V_KEYS);
+        if (TANGENT && w.k_varies) pack_turned<HEAD_DIM, BESIDE>(k_tangents, tile.k_tangents, tile.present, BLOCK_K);
+        if (TANGENT && w.v_varies && !here) pack_rows<V_DIM, V_STRIDE>(v_tangents, tile.v_tangents, own, V_KEYS);
         if (TERMS > 1) tile.slot->tame_keys = tame(most_of<HEAD_DIM>(tile.k, own));
         if (TERMS > 1) tile.slot->tame_values = tame(most_of<V_DIM>(tile.v, own));
     }
@@ -91,17 +141,20 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     tile.next = w.slot[next].tile == name + 1 ? w.tiles + next * w.tile : nullptr;
     tile.keys = keys;
     tile.values = here ? (const Operand *)tile.v.at[0] : values;
+    tile.packed_k_tangents = k_tangents;
+    tile.packed_v_tangents = here ? (const Operand *)tile.v_tangents.at[0] : v_tangents;
 }
 
 // One tile of keys for the rows of an item.
 template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t number) {
     const Call *call = item.call;
-    const int64_t start = number * BLOCK_K, first = call->k_origin[item.batch * call->k_origin_step] + start;
+    const int64_t first = first_of(call, item.batch) - shift_of(call, item.batch) + number * BLOCK_K;
     Tile tile = tile_of(w, item, number);
     if (PARTIAL || POSITIONS)
         for (int n = 0; n < w.places; n++)
             for (int j = 0; j < VECTORS; j++)
-                w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
+                w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES,
+                                                       tile.begin - j * LANES);
     for (int n = 0; n < w.places && DISTANCES; n++)
         by_distance(w.fixed[n], w.rows[n * item.count + item.count - 1], (Int)first, (int)item.count,
                     w.distances + n * DISTANCES * SPAN, w.columns + n * VECTORS);
@@ -119,9 +172,12 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
         return add_few_values<PARTIAL>(w, tile, item.rows());
     }
     pack(w, item, tile, number);
+#if WEIGHTED
+    w.visited = &tile;
+#endif
 #if AMX
     const bool tame_values = tile.slot->tame_values;
-    if (!PARTIAL && tame_keys(w, tile) && tame_values) return weigh_and_add(w, tile, item.rows(), unit);
+    if (!TANGENT && !PARTIAL && tame_keys(w, tile) && tame_values) return weigh_and_add(w, tile, item.rows(), unit);
 #endif
     weigh<PARTIAL, false>(w, tile, item.rows(), unit);
 #if TERMS > 1
@@ -134,6 +190,9 @@ static void visit(Worker &w, const Item &item, int64_t number, bool partial) {
     partial ? visit<true>(w, item, number) : visit<false>(w, item, number);
 }
 
+#if WEIGHTED
+static void finish(Worker &w, const Item &item);
+#else
 // Outputs of an item, from its sums.
 static void finish(Worker &w, const Item &item) {
     const Call *call = item.call;
@@ -157,7 +216,7 @@ static void finish(Worker &w, const Item &item) {
         if (call->lse) call->lse[line] = total == 0 ? -INF : peak + log(total);
         const Real share = total == 0 ? 0 : shrink / total;
         Real *norm = call->norm ? call->norm + call->norm_width * line : nullptr;
-        if (norm) norm[0] = top, norm[1] = item.rows() <= FEW ? -share : share;  // below 0: of few rows
+        if (norm) norm[0] = top, norm[1] = !INVARIANT && item.rows() <= FEW ? -share : share;  // below 0: of few rows
         const Real factor = share * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
         const Real *acc = w.acc + row * V_WIDE;
         Real joined[V_WIDE];
@@ -165,7 +224,14 @@ static void finish(Worker &w, const Item &item) {
             for (int d = 0; d < V_WIDE; d++) joined[(d & ~31) | (d & 15) << 1 | (d >> 4 & 1)] = acc[d];
             acc = joined;
         }
-        for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);
+        for (int d = 0; d < V_DIM && (!TANGENT || call->lse); d++) out[d] = rounded(acc[d] * factor);
+        if (TANGENT) {
+            const Real mean = sum(w.mean[row]) * share, *tangents = w.acc_tangents + row * V_WIDE;
+            Entry *to = at_row(call->dout, item.batch, head, query);
+            for (int d = 0; d < V_DIM; d++)
+                to[d] = rounded(tangents[d] * factor - mean * (w.adds_out ? acc[d] * factor : real(out[d])));
+            call->dlse[line] = mean;
+        }
         if (!HALF || !norm || call->norm_width == 2) continue;
         Entry *rest = (Entry *)(norm + 2);
         const bool peaked = share >= PEAKED;  // memory of other rows is not even touched
@@ -173,16 +239,50 @@ static void finish(Worker &w, const Item &item) {
         for (int d = 0; d < V_DIM && peaked; d++) rest[d] = rounded(acc[d] * factor - real(out[d]));
     }
 }
+#endif
+
+// The tiles of a row.
+#if !INVARIANT
+static void visit_row(Worker &w, const Item &item, int64_t line) {
+    const int32_t *record = item.call->spans + line * item.call->records * 4;
+    for (int32_t n = 0; n < item.call->count[line]; n++, record += 4)
+        for (int32_t tile = record[0]; tile < record[3]; tile++)
+            visit(w, item, tile, tile < record[1] || tile >= record[2]);
+}
+#else
+// Calls run(tile, partial, part) for the tiles that a row of tiles visits. They begin at multiples of BLOCK_K
+// positions, so that each may cover two of the tiles that ranges count, which begin at the first key.
+template <class Run> INLINE void by_position(const Item &item, int64_t line, Run run) {
+    const Call *call = item.call;
+    const int64_t shift = shift_of(call, item.batch), base = first_of(call, item.batch) - shift;
+    const int32_t *record = call->spans + line * call->records * 4;
+    int64_t next = 0;
+    for (int32_t n = 0; n < call->count[line]; n++, record += 4) {
+        const int64_t end = record[3] + (shift && record[3] * BLOCK_K - shift < call->kv_len);
+        for (int64_t tile = record[0] < next ? next : record[0]; tile < end; tile++) {
+            const int64_t at = base + tile * BLOCK_K, part = (at - (at < 0 ? PART - 1 : 0)) / PART;
+            run(tile, tile < record[1] + (shift > 0) || tile >= record[2], part);
+        }
+        next = end > next ? end : next;
+    }
+}
+static void visit_row(Worker &w, const Item &item, int64_t line) {
+    const int all = PARTED ? item.rows() : 0;
+    int64_t part = 0;
+    clear_parts(w, all);
+    by_position(item, line, [&](int64_t tile, bool partial, int64_t now) {
+        if (now != part) end_part(w, all);
+        part = now, visit(w, item, tile, partial);
+    });
+    end_part(w, all), take_parts(w, all);
+}
+#endif
 
 static void attend(Worker &w, const Item &item) {
     const Call *call = item.call;
     begin(w, item);
     const int64_t slice = call->slice_of[item.batch * call->heads + item.head];
-    const int64_t line = slice * call->rows + item.start / call->block_q;
-    const int32_t *record = call->spans + line * call->records * 4;
-    for (int32_t n = 0; n < call->count[line]; n++, record += 4)
-        for (int32_t tile = record[0]; tile < record[3]; tile++)
-            visit(w, item, tile, tile < record[1] || tile >= record[2]);
+    visit_row(w, item, slice * call->rows + item.start / call->block_q);
     finish(w, item);
 }
 
@@ -226,7 +326,7 @@ static void sort_rows(const Call *call, int64_t slices, int32_t *order) {
 
 // 0: done; 1: no memory.
 static int64_t all_rows(const Call *call, int64_t slices) {
-    const int64_t all = call->batch * call->kv_heads, tile = in_place(call) ? KEYS : TILE;
+    const int64_t all = call->batch * call->kv_heads, tile = (in_place(call) ? KEYS : TILE) * (TANGENT ? 2 : 1);
     int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * slices * call->rows);
     if (!memory) return 1;
     int32_t *order = (int32_t *)(memory + all);

@@ -38,7 +38,7 @@ typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 #define TERMS 1
 #endif
 // BYTES: a matrix unit multiplies few rows of queries and weights, as whole numbers, by keys and values of int8.
-#if defined(FRISKET_AMX) && EIGHT == 1 && REGISTER_BYTES == 64 && REAL_BYTES == 4 && \
+#if defined(FRISKET_AMX) && EIGHT == 1 && REGISTER_BYTES == 64 && REAL_BYTES == 4 && !INVARIANT && \
     (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))
 #define BYTES 1
 #else
@@ -77,6 +77,9 @@ INLINE Vec plus_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 #endif
 
 enum Start { ZERO, ADD, RESCALE };  // C = A B, C + A B, or factor of the row * C + A B
+template <Start HOW> struct From {
+    static const Start START = HOW;
+};
 
 // C is added last: what is summed over many tiles is rounded by its own size once a tile, not at every step. LISTED: of
 // the steps, those in `list` alone. SPREAD: rows of C are where `rows` says.
@@ -654,6 +657,47 @@ static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ah
     UNROLLED for (int m = 0; m < M; m++) store(scores + m * row, added<LANES / ONCE, ONCE>(sums[m]));
 }
 
+#if INVARIANT && !PAIRS && !AMX
+// scores[M, LANES] like `dots`, with the bits of `multiply`: each is one sum over d in that order. N vectors of
+// keys are turned in registers. Absent ones are the last or the first one that is there.
+template <int M, int N, int DIM, class From>
+static void turned_dots(const Operand *query, int64_t q_row, const From &keys, int64_t first, int64_t present,
+                        Real *scores, int64_t row) {
+    const bool TWO = HALF == 1 && !EIGHT && DIM % (2 * LANES) == 0;  // two bfloat16 of a key are turned as one number
+    const int STEP = LANES << TWO;
+    decltype(keys.row(0)) key[N * LANES], ahead = keys.row(first + FETCH);
+    const bool whole = first >= keys.begin && first + N * LANES <= present;
+    for (int n = 0; n < N; n++) {  // the keys of a vector are a stride apart
+        const auto *from = keys.row(first + n * LANES);
+        for (int i = 0; i < LANES && whole; i++) key[n * LANES + i] = from + i * keys.stride;
+    }
+    for (int64_t i = 0; i < N * LANES && !whole; i++) key[i] = keys.row(first + i < present ? first + i : present - 1);
+    Vec sum[M][N];
+    UNROLLED for (int m = 0; m < M; m++)
+        UNROLLED for (int n = 0; n < N; n++) sum[m][n] = settled(Vec{});
+    for (int d = 0; d < DIM; d += STEP)
+        UNROLLED for (int n = 0; n < N; n++) {
+            Vec square[LANES];
+            UNROLLED for (int i = 0; i < LANES; i++) {
+                const auto *from = key[n * LANES + i] + d;
+                fetch(ahead + (n * LANES + i) * keys.stride, d);
+                square[i] = TWO ? load<Vec>(from) : (Vec)load_operands<DIM % LANES == 0>(from, DIM - d);
+            }
+            transpose(square);
+            const auto add = [&](int step, Vec column) __attribute__((always_inline)) {
+                UNROLLED for (int m = 0; m < M; m++)
+                    sum[m][n] = plus_product(sum[m][n], query[m * q_row + d + step], column);
+            };
+            UNROLLED for (int i = 0; i < LANES; i++) {
+                if (TWO) add(2 * i, (Vec)((Raw)square[i] << 16)), add(2 * i + 1, (Vec)((Raw)square[i] & 0xFFFF0000));
+                else if (DIM % LANES == 0 || d + i < DIM) add(i, square[i]);
+            }
+        }
+    UNROLLED for (int m = 0; m < M; m++)
+        UNROLLED for (int n = 0; n < N; n++) store(scores + m * row + n * LANES, sum[m][n]);
+}
+#endif
+
 #if TERMS > 1
 // Products by vectors, of numbers that are not tame: `rows` packed rows of queries or dO by a vector of keys or values.
 template <int DIM, class From>
@@ -676,7 +720,8 @@ static void add_few(const Real *weights, int64_t w_row, const From &values, int6
                     int64_t end, const Lane *some, Real *c, int64_t c_row, const Real *factor) {
     Vec sum[M][N];
     UNROLLED for (int m = 0; m < M; m++)
-        UNROLLED for (int j = 0; j < N; j++) sum[m][j] = load<Vec>(c + m * c_row + j * LANES) * factor[m];
+        UNROLLED for (int j = 0; j < N; j++)
+            sum[m][j] = INVARIANT ? settled(Vec{}) : load<Vec>(c + m * c_row + j * LANES) * factor[m];
     for (int64_t i = start; i < end; i++) {
         if (SOME && !some[i]) continue;
         const auto *from = values.row(i) + column, *ahead = values.row(i + FETCH) + column;
@@ -690,5 +735,9 @@ static void add_few(const Real *weights, int64_t w_row, const From &values, int6
             UNROLLED for (int j = 0; j < N; j++) sum[m][j] += weights[m * w_row + i] * x[j];
     }
     UNROLLED for (int m = 0; m < M; m++)
-        UNROLLED for (int j = 0; j < N; j++) store(c + m * c_row + j * LANES, sum[m][j]);
+        UNROLLED for (int j = 0; j < N; j++) {
+            Real *to = c + m * c_row + j * LANES;
+            if (INVARIANT) sum[m][j] += load<Vec>(to) * factor[m];  // last, as in `multiply`
+            store(to, sum[m][j]);
+        }
 }

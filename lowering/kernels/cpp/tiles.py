@@ -7,14 +7,16 @@ Measured, as parts of the speed of a plain product, at D = 64 unless a line says
     window of 256, documents of 256  96 x 64: 0.84   96 x 128: 0.85   192 x 256: 0.85
     neighbourhoods of 13 x 13        96 x 64: 0.30   96 x 128: 0.24   192 x 256: 0.21
 
-A kernel leaves out what a few rows do not see of a tile's ends, so wide tiles cost little where rows see one run of
-keys, and much where they see many. Tall tiles pack keys less often, which counts when heads are wide. For bfloat16 on
-the matrix unit of an Intel Xeon (AMX, 2 MiB of L2), tiles of 256 keys take 0.92 of the time of those of 128; with its
-other vectors 0.98 to 1.00, and with those of AVX2 1.00 at D = 128 and 1.06 at D = 64. float32 in six products, whose
-tiles have three times the bytes: 192 x 64 0.93, 0.84 and 0.85 of the time of 96 x 64 at D = 64, 128 and 256.
+A kernel leaves out what a few rows do not see of a tile's ends, so wide tiles cost little where rows see one range of
+keys. They cost much where rows see many ranges. Tall tiles pack keys less often, which counts when heads are wide. For
+bfloat16 on the matrix unit of an Intel Xeon (AMX, 2 MiB of L2), tiles of 256 keys take 0.92 of the time of those of
+128. With its other vectors 0.98 to 1.00, and with those of AVX2 1.00 at D = 128 and 1.06 at D = 64. float32 in six
+products takes tiles of three times the bytes. 192 x 64 takes 0.93, 0.84 and 0.85 of the time of 96 x 64 at D = 64, 128
+and 256.
 
 float32 by vectors of AVX-512 and AVX2 there: tiles of 64 keys take, up to D = 128, 0.95 to 1.02 of the time of 128
-forward, 0.92 to 1.01 with backward, 0.85 to 1.01 under windows, documents and neighbourhoods; above, 0.99 to 1.02.
+forward. They take 0.92 to 1.01 with backward, 0.85 to 1.01 under windows, documents and neighbourhoods. Above, 0.99 to
+1.02.
 """
 
 from __future__ import annotations

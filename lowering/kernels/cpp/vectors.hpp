@@ -161,8 +161,31 @@ INLINE uint32_t truths(Bits x) {
 #endif
 }
 
+// Of 8 lanes: those that AVX2 unpacks from groups of n numbers, of its two halves apart, and one half of each vector.
+#define UNPACK_LOW(i, n) ((i) / 4 * 4 + (i) % 4 / (2 * (n)) * (n) + (i) % (n) + ((i) / (n) % 2 ? LANES : 0))
+#define UNPACK_HIGH(i, n) (UNPACK_LOW(i, n) + 2)
+#define FIRST_HALVES(i, n) ((i) % 4 + ((i) / 4 ? LANES : 0))
+#define LAST_HALVES(i, n) (FIRST_HALVES(i, n) + 4)
+
 // A LANES x LANES square, turned: for each power of two, swap the blocks beside the diagonal.
 template <int STEP = 1> INLINE void transpose(Vec *x) {
+#if LANES == 8 && defined(__AVX2__)  // three rounds of eight instructions, half as many as of exchanges of blocks
+    Vec y[8];
+    UNROLLED for (int i = 0; i < 8; i += 2) {
+        y[i] = SHUFFLE(x[i], x[i + 1], UNPACK_LOW, 1);
+        y[i + 1] = SHUFFLE(x[i], x[i + 1], UNPACK_HIGH, 1);
+    }
+    UNROLLED for (int i = 0; i < 8; i += 4)
+        UNROLLED for (int j = 0; j < 2; j++) {
+            x[i + 2 * j] = SHUFFLE(y[i + j], y[i + j + 2], UNPACK_LOW, 2);
+            x[i + 2 * j + 1] = SHUFFLE(y[i + j], y[i + j + 2], UNPACK_HIGH, 2);
+        }
+    UNROLLED for (int i = 0; i < 4; i++) {
+        const Vec left = x[i], right = x[i + 4];
+        x[i] = SHUFFLE(left, right, FIRST_HALVES, 4), x[i + 4] = SHUFFLE(left, right, LAST_HALVES, 4);
+    }
+    return;
+#endif
     if constexpr (STEP < LANES) {
         for (int i = 0; i < LANES; i++) {
             if (i & STEP) continue;

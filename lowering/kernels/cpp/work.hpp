@@ -4,7 +4,12 @@ extern "C" void *malloc(size_t);
 extern "C" void *calloc(size_t, size_t);
 extern "C" void free(void *);
 
-INLINE int64_t tiles_of(const Call *call) { return (call->kv_len + BLOCK_K - 1) / BLOCK_K; }
+INLINE int64_t tiles_of(const Call *call) { return (call->kv_len + BLOCK_K - 1) / BLOCK_K + INVARIANT; }
+// The position of a batch entry's first key, and how many keys an INVARIANT tile begins before a multiple of BLOCK_K.
+INLINE int64_t first_of(const Call *call, int64_t batch) { return call->k_origin[batch * call->k_origin_step]; }
+INLINE int64_t shift_of(const Call *call, int64_t batch) {
+    return INVARIANT ? (first_of(call, batch) % BLOCK_K + BLOCK_K) % BLOCK_K : 0;
+}
 INLINE int64_t next_item(int64_t &next) { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
 // The first address from `memory` on at which a line of memory begins.
 INLINE void *next_line(const void *memory) { return (void *)(((uintptr_t)memory + 63) & ~(uintptr_t)63); }

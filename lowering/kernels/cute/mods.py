@@ -9,12 +9,12 @@ def mask_mod(b, h, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=()):
     return (q_idx >= kv_idx) & (q_idx - kv_idx <= s0)
 
 The engine calls them at positions past the last query and key too, and hides those itself. Tables of the plan are its
-`aux_tensors`, clamped lookups; numbers that come with a call are its `aux_scalars`: slots of the plan, sizes of the
+`aux_tensors`, clamped lookups. Numbers that come with a call are its `aux_scalars`: slots of the plan, sizes of the
 problem, and where the call lies in it. So `window(256)` and `window(512)` are one text, and one kernel.
 
 FlashAttention 4 calls a mask or score mod with vectors (`cute.TensorSSA`) of positions and scores, and expressions are
 printed on those: 32-bit Ints, Floats of 32 bits. Meanings are those of `dsl.evaluate`. CuTe's own `%` rounds to zero,
-its `//` to minus infinity; its `~`, `<<` and `>>` give vectors that no other operator takes, so `legalise` writes them
+its `//` to minus infinity. Its `~`, `<<` and `>>` give vectors that no other operator takes, so `legalise` writes them
 as `^ True`, `*` and `//`; its maximum loses NaN.
 """
 
@@ -51,7 +51,7 @@ LANGUAGE = Language(
     functions=parts(__package__, "functions"),
 )
 
-TYPES: dict[Type, str] = {BOOL: "Boolean", INT: "Int32"}  # Float32 beside them
+TYPES: dict[Type, str] = {BOOL: "Boolean", INT: "Int32"}  # and Float32
 TENSORS = frozenset({"pow", "lshift", "rshift", "random"})  # operators that take no number in the place of a vector
 
 POSITIONS = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
@@ -62,7 +62,7 @@ MODS = ("mask_mod", "score_mod", "score_mod_bwd")
 @dataclass(frozen=True)
 class Mods:
     """The text of a plan's functions. `tables` and `scalars` are, in their order, the names of what they read:
-    tables of the plan; slots of the plan, sizes of the problem and "first q", the origin along an axis."""
+    tables of the plan. Slots of the plan, sizes of the problem and "first q", the origin along an axis."""
 
     title: str
     body: str  # equal bodies are one kernel

@@ -1,11 +1,11 @@
 """Writes the backward kernels for Hopper (Pallas, Mosaic GPU) of a LoopPlan, by the formulas of `lowering.derive`.
 
 `attention_dq` owns a tile of queries and walks tiles of keys, `attention_dkv` owns a tile of keys of one key head and
-walks tiles of queries. Both read records, so that they load and multiply visible tiles only, and both compute the
+walks tiles of queries. Both read records, so that they load and multiply visible tiles only. Both compute the
 scores again: seven products instead of five, but no two programs add to one sum, and results repeat bit for bit.
 
-A program has two warpgroups that compute, each for half of its own tile, and one that reads tiles of the other axis
-ahead. Sums stay in registers: dk and dv of 64 keys take (dim + v_dim) / 2 of a thread's, and beyond 256 dims together
+A program has two warpgroups that compute, each for half of its tile, and one that reads tiles of the other axis
+ahead. Sums stay in registers: dk and dv of 64 keys take (dim + v_dim) / 2 of a thread's. Beyond 256 dims together
 they are found by a kernel each.
 """
 
@@ -33,8 +33,8 @@ GRID = 65_535  # the most programs along the last axis of a GPU's grid
 
 
 def tiles(geometry: Geometry) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Tiles (queries, keys) of attention_dq and attention_dkv: the program's own side is 128, the least of two
-    warpgroups, and of the other as much is multiplied at once as registers hold beside the sums."""
+    """Tiles (queries, keys) of attention_dq and attention_dkv. The program's own side is 128, the least of two
+    warpgroups, and of the other as much is multiplied at once as registers hold besides the sums."""
     walked = 64 if dims(geometry.head_dim) + dims(geometry.v_dim) <= 256 else 32
     return (128, walked), (walked, 128)
 
@@ -54,7 +54,7 @@ def check_tile(target: Target, owned: int, walked: int, geometry: Geometry) -> N
 
 
 def stages(geometry: Geometry, owned: int, walked: int) -> int:
-    """The number of tiles of `walked` positions read ahead beside a tile of `owned`."""
+    """The number of tiles of `walked` positions read ahead with a tile of `owned`."""
     wide = 2 * (dims(geometry.head_dim) + dims(geometry.v_dim))
     return min(MOST, (SHARED - BARRIERS - owned * (wide + 16)) // (walked * (wide + 12)))
 
@@ -126,7 +126,7 @@ class GpuGradients(GpuKernel):
         super().__post_init__()
         check_tile(self.target, self.own_block, self.across_block, self.geometry)
         plain = self.plan.score is None and self.plan.keep_mask is None
-        # Products with values start at -delta, which so takes no registers beside them, where nothing is between. Those
+        # Products with values start at -delta, which so takes no further registers, where nothing is between. Those
         # of scores do not start at -lse: the sum would round them otherwise than the forward's.
         self.starts = self.owned == "k" and plain and self.geometry.scale > 0
 
@@ -178,7 +178,7 @@ class GpuGradients(GpuKernel):
 
     def gradients(self, kernel: str, outputs: Sequence[GpuOutput], **holes: Any) -> str:
         """The text of the module of a kernel, a part of the template. `own_loads` and `loads` are the arrays that come
-        in for a program and for a step, `vectors` the shapes of those in shared memory that have a number for each
+        in for a program and for a step. `vectors` are the shapes of those in shared memory that have a number for each
         query."""
         weight = "p" if self.plan.keep_mask is None else "(p * kept)"
         products = [f"{weight if o.tile == 'p' else o.tile}.astype(query.dtype)" for o in outputs if o.like != "lse"]

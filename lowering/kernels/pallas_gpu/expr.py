@@ -1,12 +1,12 @@
 """Masks and score mods in a Pallas kernel for Hopper (Mosaic GPU): the values they read, and their text.
 
 What belongs to the positions down a tile, or to those along it, is a vector in the layout that a row or a column of a
-`wgmma` accumulator has; `down(x)` and `across(x)` spread it over a tile, which costs no instruction. Mosaic GPU spreads
+`wgmma` accumulator has. `down(x)` and `across(x)` spread it over a tile, which costs no instruction. Mosaic GPU spreads
 nothing but numbers by itself, so the text says it everywhere. Kernels for Hopper have no gather: lookups come in as in
 `kernels/inputs.py`, one value per head, query, key or pair, read from global memory where they are needed.
 
-Operators that Mosaic GPU does not have (floor, pow, sqrt, erf, `not`, ...) are written by `legalise`. Its own tanh is
-good to eleven bits when exp2 is the machine's: it is taken where the target says so, but not where its value decides an
+Operators that Mosaic GPU does not have (floor, pow, sqrt, erf, `not`, ...) are written by `legalise`. Its tanh is
+good to eleven bits when exp2 is the machine's. It is taken where the target says so, but not where its value decides an
 Int or a Bool.
 """
 
@@ -51,11 +51,11 @@ def prelude(source: str) -> list[str]:
 class Expressions:
     """The expressions of one kernel, whose tiles have queries down and keys across (`down="q"`), or are transposed.
 
-    The kernel has `batch`, `head`, `start` (the first position of the warpgroup's own axis), `line` (its positions),
-    `tile` (the tile of the other axis), the scores as `s`, and the functions `down`, `across`, `tiled`, `of_line`,
-    `of_tile` and `steps_along` of `skeletons/kernel.tpl`. `tanh` is as of `Target`.
+    The kernel has `batch`, `head`, `start` (the first position of the warpgroup's own axis), `line` (its positions)
+    and `tile` (the tile of the other axis). It also has the scores as `s`, and the functions `down`, `across`, `tiled`,
+    `of_line`, `of_tile` and `steps_along` of `skeletons/kernel.tpl`. `tanh` is as of `Target`.
 
-    With a score mod among them, `score`, they are of products where `products` says so, and not of scores; what is
+    With a score mod among them, `score`, they are of products where `products` says so, and not of scores. What is
     written of it has no last factor: that is `factor`."""
 
     def __init__(self, roots: Iterable[Expr], down: Down = "q", tanh: str = "exact", score: Expr | None = None) -> None:

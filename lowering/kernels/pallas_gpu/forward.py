@@ -28,7 +28,7 @@ LOG2E = "1.4426950408889634"
 
 class GpuWalk(NamedTuple):
     """The spans as a kernel reads them, int32: `slice_of` [batch, heads]; `order` [slices, rows], the rows of a slice
-    with the longest first; `count` [slices, rows, 2], runs and tiles of a row; `records` [slices, rows, runs, 4]."""
+    with the longest first. `count` [slices, rows, 2], runs and tiles of a row; `records` [slices, rows, runs, 4]."""
 
     slice_of: Any
     order: Any
@@ -61,7 +61,7 @@ def walked(spans: Spans | DeviceSpans) -> GpuWalk:
 
 
 def stages(block_q: int, block_k: int, dim: int, v_dim: int) -> int:
-    """The number of tiles of keys and values that fit beside the queries."""
+    """The number of tiles of keys and values that fit together with the queries."""
     # a result of the size of the queries takes their room
     used = 2 * block_q * (dim + (v_dim if v_dim != dim else 0)) + 12 * block_q + BARRIERS
     return min(MOST, (SHARED - used) // (2 * block_k * (dim + v_dim)))
@@ -117,7 +117,7 @@ def emit(
     lse_residual: bool = False,
 ) -> str:
     """The source of a module, whose `attention_forward` gives (out, lse, largest score), and with `lse_residual` what
-    rounding took from lse; the same input gives the same text, which holds no length. `interpreted` text runs in Mosaic
+    rounding took from lse. The same input gives the same text, which holds no length. `interpreted` text runs in Mosaic
     GPU's interpreter, which has less."""
     check_tile(target, g)
     if why := refused(plan, g, dtype, {}):
@@ -128,7 +128,7 @@ def emit(
 @dataclass(eq=False)
 class GpuForward(GpuKernel):
     """The forward kernel. A program walks the records of its row of tiles, of each first the tiles at its borders, with
-    the mask as a predicate, then the full ones without; one counter of steps through all records says which place of
+    the mask as a predicate, then the full ones without. One counter of steps through all records says which place of
     the ring is meant. The two warpgroups that compute take turns: while one's products are in the tensor cores the
     other computes its softmax."""
 

@@ -1,14 +1,14 @@
 """Writes the Pallas kernels of the backward for TPU (Mosaic) of a LoopPlan, by the formulas of `lowering.derive`.
 
-`attention_dq` owns rows of query tiles and walks tiles of keys; `attention_dkv` owns rows of key tiles of a key head
+`attention_dq` owns rows of query tiles and walks tiles of keys. `attention_dkv` owns rows of key tiles of a key head
 and walks tiles of queries, head after head of the group. Both compute the scores again: seven products instead of
 five, but no two rows add to one entry, and results repeat bit for bit.
 
 Sums of captured gradients (`derive.Gradient`) come along: "head" and "row" as sums over keys, "diagonal" as sums along
-k - q, both from `attention_dq`; "column" as sums over queries from `attention_dkv`. A gradient by position, "scatter",
-has a kernel of its own: `attention_terms` writes what each position adds.
+k - q, both from `attention_dq`. Those by "column" come as sums over queries from `attention_dkv`. A gradient by
+position, "scatter", has a separate kernel: `attention_terms` writes what each position adds.
 
-A module holds one kernel, as each has tiles of its own.
+A module holds one kernel, as tiles differ from kernel to kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .kernel import READERS, TpuKernel
 from .walk import TpuOptions
 
 TEXT = parts(__package__, "backward")
-LARGEST = 512  # a side of a tile that nobody asks for
+LARGEST = 512  # a side of a tile unless tiles are named
 ONE = lit(1.0)
 ATOMS = r"[\w.]+(\[[\w., ]+\])?"
 LINES = "lines = (q_tiles * BLOCK_Q + k_tiles * BLOCK_K) // 128  # of sums by distance"
@@ -57,7 +57,7 @@ def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, grad_na
 
 
 def with_tiles(target: Target) -> Target:
-    """The target with tiles for each kernel: the forward's, as far as a backward's fit beside one another, where no
+    """The target with tiles for each kernel: the forward's, as far as a backward's fit together, where no
     tiles are given; a backward holds three times as many."""
     block_q, block_k = min(target.block_q, LARGEST), min(target.block_k, LARGEST)
     defaults = replace(target, block_q=block_q, block_k=block_k, dq=None, dkv=None, decode=None)
@@ -107,6 +107,8 @@ class TpuGradients(TpuKernel):
         self.inner = scored or bool(self.gradients)  # whether dm is wanted; for dv alone p suffices
         # a full tile has no empty row: its scores are -inf only where a score mod makes them so
         self.careful = derived.guard or (plan.guard and plan.score is not None)
+        # the cotangent of a weight is read off no weight
+        self.modified = None if plan.weighted and "v" not in self.grads else plan.score
         self.survivor = build("div", ONE, build("sub", ONE, param(plan.rate, FLOAT))) if plan.rate else None
         super().__post_init__()
         self.keeps_inputs()
@@ -125,7 +127,7 @@ class TpuGradients(TpuKernel):
 
     def roots(self) -> Sequence[Expr | None]:
         weights = [g.weight for g in self.gradients.values()]
-        return [self.plan.mask, self.plan.score, self.slope, self.plan.keep_mask, self.survivor, *weights]
+        return [self.plan.mask, self.modified, self.slope, self.plan.keep_mask, self.survivor, *weights]
 
     def gives(self, result: str | int, name: str, spec: str, shape: str, shown: str, description: str) -> None:
         """Declare a result: an array `name` by `spec`, of `shape` and dtype, which a caller gets as `shown` with it for
@@ -151,9 +153,12 @@ class TpuGradients(TpuKernel):
         if plan.keep_mask is not None and self.survivor is not None:
             (draws, survives), (others, survivor) = self.value(plan.keep_mask, "w"), self.value(self.survivor, "u")
             survivors = [*draws, *others, f"kept = jnp.where({survives}, {survivor}, 0.0)"]
-        score = self.assigned(plan.score, "y", "m = jnp.broadcast_to({}, s.shape)") or ["m = s"]
-        hide = self.assigned(plan.mask, "x", "m = jnp.where({}, m, -jnp.inf)")
+        score = self.assigned(self.modified, "y", "m = jnp.broadcast_to({}, s.shape)")
+        score = score if score or plan.weighted else ["m = s"]
+        form = "seen = jnp.where({}, seen, 0.0)" if plan.weighted else "m = jnp.where({}, m, -jnp.inf)"
+        hide = self.assigned(plan.mask, "x", form)
         flags = {"down": self.down == "q", "careful": self.careful, "inner": self.inner, "dv": "v" in self.grads}
+        flags |= {"weighted": plan.weighted}
         factors = {"scale": "" if self.products else " * SCALE", "kept": " * kept" if survivors else ""}
         lines = {"here": self.coordinate_lines(), "score": score, "hide": hide, "survivors": survivors}
         return self.part("tile", **flags, **factors, **lines)
@@ -163,9 +168,10 @@ class TpuGradients(TpuKernel):
         if factor is None or factor is ONE:
             return [], "dm"
         lines, value = self.value(factor, temporary)
-        select = f"{name} = jnp.where(p == 0, 0, {name})"
+        select = f"{name} = jnp.where({'seen' if self.plan.weighted else 'p'} == 0, 0, {name})"
         product = f"{name} = dm * {value if re.fullmatch(ATOMS, value) else f'({value})'}"
-        return [*lines, product, *([select] if self.careful else ["if partial:", f"    {select}"])], name
+        careful = self.careful and not self.plan.weighted  # a full tile has no hidden pair
+        return [*lines, product, *([select] if careful else ["if partial:", f"    {select}"])], name
 
     def work(self) -> list[str]:
         """Declare the arrays that the kernel keeps and gives, and write the work on a pair of tiles."""

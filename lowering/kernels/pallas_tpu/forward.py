@@ -29,14 +29,14 @@ DEFAULTS = ForwardOptions()
 
 def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, options: ForwardOptions = DEFAULTS) -> str:
     """The source of a module. Its `attention_forward(query, key, value, walk, origin, sizes, slots, tables, sinks)`
-    takes JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `walk.TpuWalk` or
-    `walk.TpuSearch`, and numbers and tables in the order of the plan; it gives (out, lse, top)."""
+    takes JAX arrays [batch, length, heads, dim], or keys in pages [pages, tokens, heads, dim], a `walk.TpuWalk` or
+    `walk.TpuSearch`, numbers, and tables in the plan's order. It gives (out, lse, top)."""
     return TpuForward(plan, target, geometry, dtype, options).text()
 
 
 @dataclass(eq=False)
 class TpuForward(TpuKernel):
-    """The forward kernel: an online softmax over tiles of keys."""
+    """The forward kernel: an online softmax over tiles of keys, or weights and their sums."""
 
     options: ForwardOptions
 
@@ -59,7 +59,10 @@ class TpuForward(TpuKernel):
             self.cast = "query = query.astype(Float)"
         if plan.pages:
             self.at_key = TEXT["at_page"]
-        self.keeps("top", "(BLOCK_Q, 128)", f"jnp.full(top.{self.holes['shape']}, LEAST, Float)")
+        if plan.counts:
+            self.keeps("count", "(BLOCK_Q, 128)")
+        if not plan.weighted:
+            self.keeps("top", "(BLOCK_Q, 128)", f"jnp.full(top.{self.holes['shape']}, LEAST, Float)")
         self.keeps("total", "(BLOCK_Q, 128)")
         self.keeps("acc", "(BLOCK_Q, v_dim)")
         self.keeps_inputs()
@@ -78,26 +81,45 @@ class TpuForward(TpuKernel):
     def text(self) -> str:
         plan, sinks, residual = self.plan, self.options.sinks, self.options.lse_residual
         out = f"acc[{self.holes['own']}]{' * wide(shrink, acc.shape[-1])' * sinks}"
-        self.finish = self.part("finish", sinks=sinks, lse_residual=residual, out=out + self.survival())
+        of_row = [] if plan.divide is None else self.coordinate_lines(plan.divide)
+        self.finish = self.part(
+            "finish",
+            weighted=plan.weighted,
+            counting=plan.counts,
+            divided=plan.divide is not None,
+            of_row=of_row,
+            divide=self.assigned(plan.divide, "d", "divisor = jnp.broadcast_to({}, whole.shape)"),
+            sinks=sinks,
+            lse_residual=residual,
+            out=out + self.survival(),
+        )
         visit = self.part(
             "visit",
             here=self.coordinate_lines(),
             keys=self.together(self.keys),
             values=self.together(self.values),
             products=self.products,
-            score=self.assigned(plan.score, "y", "s = jnp.broadcast_to({}, s.shape)"),
+            weighted=plan.weighted,
+            counting=plan.counts,
+            unwritten=self.unwritten,
+            score=self.assigned(plan.score, "y", f"{'p' if plan.weighted else 's'} = jnp.broadcast_to({{}}, s.shape)"),
+            counted=self.assigned(plan.counted, "c", "seen = jnp.where({}, seen, 0.0)"),
             seen=self.seen(),
             drop=self.assigned(plan.keep_mask, "z", "p = jnp.where({}, p, 0.0)"),
             # in a tile with the mask a weight may be the scale of a value that was never written
-            weigh=self.assigned(plan.weight, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)"),
+            weigh=self.assigned(
+                plan.value_scale,
+                "w",
+                f"p = p * {{0}} if not partial else jnp.where(p {'!=' if plan.weighted else '>'} 0, p * {{0}}, 0.0)",
+            ),
         )
         before = [*self.inputs.before(plan), *["sinks = jnp.asarray(sinks, Float)"] * sinks]
         if plan.pages:
             entries = f"jnp.clip({plan.pages}, 0, key.shape[0] - 1)"
-            before.append(f"pages = {entries}  # entries that nobody reads may be anything")
+            before.append(f"pages = {entries}  # entries that are not read may be anything")
         dtype = ".astype(dtype)" * (self.dtype == "float16")
         return self.module(
-            definitions=[LEAST, *self.paged(), *self.definitions(turns=self.unwritten)],
+            definitions=[*[LEAST] * (not plan.weighted), *self.paged(), *self.definitions(turns=self.unwritten)],
             visit=visit,
             named=", low" * residual,
             shapes=[f"kv_len, v_dim = {self.kv_len()}, value.shape[3]"],
@@ -108,9 +130,14 @@ class TpuForward(TpuKernel):
 
     def seen(self) -> list[str]:
         """The lines of the mask."""
+        if self.plan.weighted:
+            return self.assigned(self.plan.mask, "x", "seen = jnp.where({}, seen, 0.0)")
         if not self.unwritten:
             return self.assigned(self.plan.mask, "x", "s = jnp.where({}, s, -jnp.inf)")
-        return [*self.assigned(self.plan.mask, "x", "seen = jnp.broadcast_to({}, s.shape)"), *self.part("unwritten")]
+        return [
+            *self.assigned(self.plan.mask, "x", "seen = jnp.broadcast_to({}, s.shape)"),
+            *self.part("unwritten", weighted=False),
+        ]
 
     def survival(self) -> str:
         """The text that divides by the share of weights that dropout leaves."""

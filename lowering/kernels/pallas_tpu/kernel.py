@@ -20,7 +20,7 @@ from textwrap import wrap
 from typing import Any, ClassVar
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import COORDINATES, Expr, uses
+from frisket.dsl.ir import COORDINATES, Expr, uses, walk
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.expr import prelude_of
 from frisket.lowering.kernels.features import PALLAS_TPU, missing
@@ -87,7 +87,7 @@ def check_tables(plan: LoopPlan, inputs: TableInputs, shapes: Mapping[str, tuple
             source = next(t.source for t in plan.tables if t.name == node.name)
             raise LoweringError(
                 f"`{source}` is indexed by q and k together and a TPU kernel would have to try {tried} "
-                f'entries, at most {SMALL}; index it by q, by k or by q - k alone, shrink it, or use backend="xla"'
+                f'entries, at most {SMALL}. Index it by q, by k or by q - k alone, shrink it, or use backend="xla"'
             )
 
 
@@ -119,7 +119,7 @@ class TpuKernel:
         if plan.score is not None and self.dtype != "float32":
             self.factored, self.products = factored(plan.score, used, forms=())
         self.inputs = TableInputs(tuple(self.factored.get(e, e) for e in used), self.down)
-        self.numbers: list[str] = []  # in scalar memory, beside those of every plan
+        self.numbers: list[str] = []  # in scalar memory, after those of every plan
         self.refs, self.operands, self.in_specs = (list[str]() for _ in range(3))  # arrays that come in blocks
         self.zeros: Sequence[str] = ()  # operands that the first result begins as
         self.cast = ""  # of float16, where not all arrays are
@@ -178,10 +178,11 @@ class TpuKernel:
         lines, value = self.value(root, temporary)
         return [*lines, form.format(value)]
 
-    def coordinate_lines(self) -> list[str]:
-        """The lines of the coordinates, sizes and slots that the kernel computes with. It has `batch`, `head`,
-        `q_tile`, `k_tile`."""
+    def coordinate_lines(self, root: Expr | None = None) -> list[str]:
+        """The lines of the coordinates, sizes and slots that the kernel computes with, or that of one expression. It
+        has `batch`, `head`, `q_tile`, `k_tile`."""
         used = {n.name for n in self.inputs.left() if n.op in ("var", "param")}
+        used &= used if root is None else {n.name for n in walk(mosaic(root))}
         lines = numbers(self.plan)
         for n in "qk":
             block = f"BLOCK_{n.upper()}"

@@ -1,7 +1,7 @@
 """The walk of Pallas TPU kernels over the spans of a mask: tables in scalar memory, and the text that reads them.
 
 The grid is (batch, programs, steps), and a program is a query head, some heads of a group, or a key head. The rows of
-tiles of a slice follow one another in one sequence of steps, each with as many steps as it visits tiles, so that the
+tiles of a slice follow one another in one sequence of steps, each with as many steps as it visits tiles. So the
 pipeline fetches the first tiles of a row while the last of the row before are computed. A row that sees nothing has
 one step, which visits nothing. `steps`, the longest sequence of any slice, is a run-time number, as everything is that
 depends on the spans' values: other values of one shape do not recompile.
@@ -16,7 +16,7 @@ than scalar memory has room for, `TpuSearch` has tables that grow with the rows 
 A record is (begin, tile - position, full from, full to), in positions; begin is NONE where there is no record. Rows are
 tiles of queries and tiles are of keys (`spans.rows`: forward, dq), or the other way round (`spans.columns`: dk and dv).
 
-A program of the forward or of dq has `parts` query heads of one slice: each visits a tile before any goes on to the
+A program of the forward or of dq has `parts` query heads of one slice. Each visits a tile before any goes on to the
 next one, so that they share the keys and values that are fetched. A program of dk and dv is a key head, and the query
 heads of its group follow one another within a row of keys. Heads that share a slice visit the positions of a row one
 after the other (`fold` times). Heads that do not have their records one after the other in one row.
@@ -47,7 +47,7 @@ FLAGS = 4
 
 class TpuWalk(NamedTuple):
     """The table of the walk, int32. `steps` is a number; `slice_of` [batch * programs], or where that is long as few of
-    its first entries as it repeats; `words` [slices, room for steps] are row, part, tile and flags, from the highest
+    its first entries as it repeats. `words` [slices, room for steps] are row, part, tile and flags, from the highest
     bits to the lowest."""
 
     steps: Any
@@ -56,9 +56,9 @@ class TpuWalk(NamedTuple):
 
 
 class TpuSearch(NamedTuple):
-    """The tables of a walk that has no room for its steps, int32. `steps` is a number, the others vectors: `slice_of`
-    as of `TpuWalk`, `shift` [1], `anchor` [slices * entries], `first` [slices * (rows + 1)], `records` [slices * rows *
-    records * 4]."""
+    """The tables of a walk that has no room for its steps, int32. `steps` is a number. The others are vectors:
+    `slice_of` as of `TpuWalk`, `shift` [1], `anchor` [slices * entries], `first` [slices * (rows + 1)], `records`
+    [slices * rows * records * 4]."""
 
     steps: Any
     slice_of: Any
@@ -197,7 +197,7 @@ def _repeated(slice_of: NDArray[np.int32]) -> NDArray[np.int32]:
 
 def _of_groups(xp: Any, spans: Spans | DeviceSpans, parts: int) -> tuple[Any, Any, NDArray[np.int32]]:
     """The walk of groups, (bounds, whether a record is meant, slice_of), with the records of `parts` heads one after
-    another; as many records as a power of two, so that other values seldom are another shape."""
+    another. The number of records is a power of two, so that other values seldom are another shape."""
     bounds, slice_of = spans.bounds, spans.slice_of
     number = bounds.shape[2]
     room = 1 << (number - 1).bit_length()
@@ -230,9 +230,9 @@ TEXT = parts(__package__, "walk")
 
 
 def locate(search: bool, heads: int, grouped: bool) -> str:
-    """The text of the function `locate`: ((row, head of the program, tile), (visits, full, starts, ends)) of a step of
-    (batch, program), or without the head where a program has one of `heads`. The vectors come from scalar memory, the
-    arguments of `static` are static. `grouped` programs are key heads."""
+    """The text of the function `locate`: ((row, head of the program, tile), (visits, full, starts, ends)) for a step of
+    (batch, program). A program that takes one head of `heads` has no number for it. The vectors come from scalar
+    memory, the arguments of `static` are static. `grouped` programs are key heads."""
     result = "row, part, tile" if heads > 1 else "row, tile"
     shared = {"what": f"({result})", "result": result, "static": ", ".join(_static(search, grouped))}
     if search:
@@ -245,8 +245,9 @@ def locate(search: bool, heads: int, grouped: bool) -> str:
 
 
 def program_holes(heads: int, group: int, keys: bool) -> dict[str, Any]:
-    """The holes of a skeleton that differ by program: one of `heads` query heads of a group of so many, which owns rows
-    of query tiles, or with `keys` one of a key head and all of its group, which owns rows of key tiles."""
+    """The holes of a skeleton that differ by program. A program is one of `heads` query heads of a group of so many,
+    which owns rows of query tiles. With `keys` it is one of a key head and all of its group, which owns rows of key
+    tiles."""
     one, part = heads == 1, "part" if heads > 1 else ""
     tiles = ["k_tile", "q_tile"] if keys else ["q_tile", "k_tile"]
     size = "GROUP" if keys else "HEADS"

@@ -1,7 +1,7 @@
 """Writes the Triton backward kernels of a LoopPlan, by the formulas of `lowering.derive`.
 
-`attention_delta` computes three numbers per query; `attention_dq` owns a tile of queries and walks tiles of keys,
-`attention_dkv` owns a tile of keys of one key head and walks tiles of queries; where registers do not hold the sums of
+`attention_delta` computes three numbers per query. `attention_dq` owns a tile of queries and walks tiles of keys,
+`attention_dkv` owns a tile of keys of one key head and walks tiles of queries. Where registers do not hold the sums of
 both, it has dk alone, and `attention_dv` the rest. All compute the scores again: seven products, or eight, instead of
 five, but no two programs add to one entry, and results repeat bit for bit.
 """
@@ -15,12 +15,13 @@ from typing import Any
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, lit, renamed
 from frisket.dsl.show import show
+from frisket.lowering.architectures import architecture_of
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import POSITION
 from frisket.lowering.kernels.text import fields, filled, parts
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.units import machine
+from frisket.lowering.kernels.units import HALF, machine
 from frisket.lowering.plan import LoopPlan
 
 from .forward import PartSums, describable
@@ -28,7 +29,6 @@ from .module import Dims, TritonKernel, arguments, check_tile, module, padded, r
 from .writer import LINE, KernelTraits, Writer, masked, wrapped
 
 DQ, DKV = parts(__package__, "dq"), parts(__package__, "dkv")
-WARP = 32  # threads
 Strings = Collection[str]  # names of arrays, tables and slots, or of kernels
 DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole rows and waits for memory
 
@@ -53,7 +53,7 @@ def kernels(
             f"gradients need q, k and v of one dtype, not {dims.dtype} and {dims.kv_dtype}; convert k and v before"
         )
     along = {s.along for s in sums(plan, grad_names)}
-    emitted = [delta_kernel(plan, dims, dlse)]
+    emitted = [] if plan.weighted else [delta_kernel(plan, dims, dlse)]
     if "q" in grad_names or "q" in along:
         emitted += _dq_kernels(plan, target.dq or target, dims, grad_names, "attention_dq" in listed)
     dv_target = target.dv if {"k", "v"} <= set(grad_names) else None
@@ -71,13 +71,14 @@ def bare(plan: LoopPlan) -> LoopPlan:
     return replace(plan, slots=(), tables=(), run_tables=(), **none)
 
 
-def delta_kernel(plan: LoopPlan, dims: Dims, dlse: bool) -> TritonKernel:
-    """The kernel of what dq and dkv read of each query, with or without a cotangent of lse."""
+def delta_kernel(plan: LoopPlan, dims: Dims, dlse: bool, *, apart: bool = False) -> TritonKernel:
+    """The kernel that computes the numbers per query for dq and dkv, with or without a cotangent of lse. `apart`: each
+    number has its array, as TMA copies them."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
     pad = "" if padded(dims.v_dim) == dims.v_dim else f"{e}[None, :] < {length}"
     of_dlse = {"and_dlse": ", DLse" * dlse, "less_dlse": " - dlse" * dlse}
     mask = masked("present[:, None]", pad)
-    text = filled(DQ["delta"], wrapped, e=e, dim=dim, mask=mask, guard=plan.guard, **of_dlse)
+    text = filled(DQ["delta"], wrapped, e=e, dim=dim, mask=mask, guard=plan.guard, apart=apart, **of_dlse)
     launch = (
         f"attention_delta: grid (query tiles, heads, batch), tiles of {DELTA.block_q} queries, "
         f"num_warps={DELTA.num_warps}."
@@ -114,7 +115,7 @@ def sums(plan: LoopPlan, grad_names: Strings) -> list[Sum]:
 class GradientKernel(Writer):
     """A kernel that owns a tile of queries, or swapped one of keys, and walks tiles of the other axis. `p` are the
     weights of a tile before dropout, `dm` is the cotangent of its modified scores, `ds` the cotangent of the plain
-    ones.
+    ones. Of weighted rows dout is divided, `dm` is the cotangent of the weights, and `added` that of the sum of these.
 
     `gradients` are those among "qkv" that the kernel writes: those of q and k want ds. `summed` are the sums it takes
     of dm; where it wants neither, p suffices. `others` are other expressions that it uses per position."""
@@ -133,7 +134,9 @@ class GradientKernel(Writer):
         derived = backward_of(plan)
         self.careful = derived.guard  # 0 * inf is NaN where nothing is seen
         slope = bool({"q", "k"}.intersection(gradients))
-        self.slope = machine(derived.slope, dims) if slope and derived.slope is not None else None
+        self.slope = (
+            machine(derived.slope, dims, gathers=traits.gathers) if slope and derived.slope is not None else None
+        )
         self.keep_mask = None if plan.keep_mask is None else expr.machine(plan.keep_mask)
         self.sums = [(s, machine(s.gradient.weight, dims)) for s in summed]
         self.inner = slope or bool(self.sums)  # otherwise no product of dout and v is computed
@@ -143,12 +146,18 @@ class GradientKernel(Writer):
         self.part = PartSums(dims, arrays, [(s.buffer, s.total) for s, _ in self.sums], heads)
         # what is None here is not written: its nodes would take registers
         more = [e for e in (self.slope, self.keep_mask, *(w for _, w in self.sums), *others) if e is not None]
-        super().__init__(plan, dims, target, replace(traits, selects=True), more)
+        weighs = not plan.weighted or "v" in gradients
+        super().__init__(plan, dims, target, replace(traits, selects=True, weighs=weighs), more)
         self.described = target.descriptors and describable(plan, dims)
+        # without a slope ds is dm itself, and one name is enough for both
+        self.ds = "ds" if self.slope is not None or not self.sums else "dm"
+        # dropout multiplies what is at most 1 in the softmax
+        self.wide_weights = self.leaves_16_bits(self.score, HALF if self.keep_mask is None else 1.0)
+        self.wide_slopes = self.leaves_16_bits([] if self.slope is None else [self.slope], 1.0)
 
     def kernels(self, part: str, grid: str, length: str, holes: dict[str, Any]) -> list[TritonKernel]:
-        """The kernel of a part of a skeleton, and where a table lists its programs the one that adds up the sums of
-        rows in parts, of queries or keys by `length`."""
+        """The kernel of a part of a skeleton. Where a table lists its programs, also the kernel that adds up the sums
+        of rows in parts, of queries or keys by `length`."""
         kernel = self.kernel(self.filled(part, {**self.holes(), **holes, **self.before_loops()}), grid)
         name = f"{self.traits.name}_sums"
         return [kernel, *[self.part.kernel(name, length, self.buffers())] * self.traits.listed]
@@ -156,8 +165,6 @@ class GradientKernel(Writer):
     def holes(self) -> dict[str, Any]:
         swapped, dims = self.traits.swapped, self.dims
         axis, index, block = ("k", "columns", "BLOCK_K") if swapped else ("q", "rows", "BLOCK_Q")
-        # without a slope ds is dm itself, and one name is enough for both
-        ds = "ds" if self.slope is not None or not self.sums else "dm"
         common = super().holes()
         loaded, stored = ({n: self.tile_mask(n, "present", other) for n in "de"} for other in (", other=0.0", ""))
         boxes = "tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile"
@@ -173,8 +180,8 @@ class GradientKernel(Writer):
             **{f"own_{n}": mask for n, mask in loaded.items()},
             **{f"store_{n}": mask for n, mask in stored.items()},
             "exponent": f"{'modified' if self.score else 'score'} * {common['unit']}",  # the forward's own product
-            "ds": ds,
-            "dm": "ds" if ds == "ds" and not self.sums and self.slope is None else "dm",
+            "ds": self.ds,
+            "dm": "ds" if self.ds == "ds" and not self.sums and self.slope is None else "dm",
             "buffers": self.buffers(),
             "zeros": [f"{s.total} = tl.zeros([{block}], tl.float32)" for s, _ in self.sums],
             "edges": True,
@@ -188,7 +195,7 @@ class GradientKernel(Writer):
         }
 
     def before_loops(self) -> dict[str, Any]:
-        """The lines before the loop over tiles, beside origins and slots."""
+        """The lines before the loop over tiles, except origins and slots."""
         axis, index = ("k", "columns") if self.traits.swapped else ("q", "rows")
         return {
             "own": self.coordinate(axis, f"start + {index}") if axis in self.used else [],
@@ -214,7 +221,7 @@ class GradientKernel(Writer):
         walked = ("q", "tile * BLOCK_Q + rows") if self.traits.swapped else ("k", "tile * BLOCK_K + columns")
         return {
             **{f"walked_{n}": self.tile_mask(n, inside) for n in "de"},
-            "stats": masked(inside and f"{inside}[:, None]"),
+            "stats": masked(inside if self.plan.weighted else inside and f"{inside}[:, None]"),
             "column": self.along_tile(*walked, self.positions if inside else self.full, written),
             "visible": self.visible(written) if inside else [],
             **self.modified(written, visible),
@@ -248,6 +255,8 @@ class GradientKernel(Writer):
             lines.append(f"{name} = {value}")
             value = name
         # 0 times an infinite slope is NaN
+        if self.plan.weighted:
+            return lines, f"tl.where(visible, dm * {value}, 0.0)" if self.careful and visible else f"dm * {value}"
         return lines, f"tl.where(p == 0.0, 0.0, dm * {value})" if self.careful else f"dm * {value}"
 
     def read(self, gradient: Gradient) -> str:
@@ -274,6 +283,7 @@ def _dq_kernels(plan: LoopPlan, target: Target, dims: Dims, grad_names: Strings,
     axes = "q_len, heads" if by_length else "heads, q_len"
     holes = {
         "dq": "q" in grad_names,
+        "dq_product": writer.product(writer.ds, "keys", "dq", writer.wide_slopes),
         "results": [f"DQ,  # [batch, {axes}, dim], contiguous"] * ("q" in grad_names),
         "own_row": "((tl.cast(batch, tl.int64) * q_len + start) * heads + head)" if by_length else "at_q",
         "row_step": "(heads * HEAD_DIM)" if by_length else "HEAD_DIM",
@@ -290,11 +300,12 @@ def _dkv_kernels(
     traits = KernelTraits(name, swapped=True, listed=name in listed, parted=name in listed)
     writer = GradientKernel(plan, target, dims, traits, written, summed)
     inner, by_length = writer.inner, dims.by_length
-    by_pairs = 2 * target.block_q >= WARP * target.num_warps
+    by_pairs = 2 * target.block_q >= architecture_of(target.arch).lanes * target.num_warps
     heads, kv_head = f"tl.num_programs({writer.axes[1]})", "head" if dims.group == 1 else "kv_head"
     by_heads = f"(batch * {heads} + {kv_head}).to(tl.int64) * kv_len + start"
     by_keys = f"(tl.cast(batch, tl.int64) * kv_len + start) * {heads} + {kv_head}"
     step = f"({heads} * {{}})" if by_length else "{}"
+    survivors = "p" if writer.keep_mask is None else "(p * kept)"
     names = ", ".join(f"D{n.upper()}" for n in written)
     axes = "kv_len, key heads" if by_length else "key heads, kv_len"
     holes = {
@@ -307,7 +318,8 @@ def _dkv_kernels(
         "numbers_a_load": 2 if by_pairs else 4,
         "results": [f"{names},  # [batch, {axes}, dim], contiguous"] * bool(written),
         "dout": "v" in grad_names or inner,
-        "survivors": "p" if writer.keep_mask is None else "(p * kept)",
+        "dv_product": writer.product(survivors, "dout", "dv", writer.wide_weights),
+        "dk_product": writer.product(writer.ds, "query", "dk", writer.wide_slopes),
         "own_row": by_keys if by_length else by_heads,
         "row_step_of_k": step.format("HEAD_DIM"),
         "row_step_of_v": step.format(writer.v),

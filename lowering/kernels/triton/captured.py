@@ -44,7 +44,7 @@ def emit_all(
     keys and values there is the forward alone."""
     optional = forward.OptionalArrays(sinks=sinks)
     emitted = forward.kernels(plan, target, dims, optional, listed="attention_forward" in listed)
-    if not dims.kv_dtype and plan.weight is None and plan.pages is None:
+    if not dims.kv_dtype and plan.value_scale is None and plan.pages is None:
         emitted += backward.kernels(plan, target, dims, grad_names, dlse=False, listed=listed)
         emitted += kernels(plan, square(target), dims, grad_names)
     return module("Attention", plan, dims, emitted)

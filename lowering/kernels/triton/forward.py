@@ -13,7 +13,8 @@ instruction, and entries past the lengths are 0, whatever memory holds there.
 
 A program of the decode kernel works on one tile of few queries and one part of the key tiles that these queries see.
 The query heads that share a key head are packed into one tile, so that keys and values are read once for all of them.
-They are not where the mask depends on the head. A second kernel combines the parts of a row in the order of the keys:
+They are not where the mask depends on the head. Values that are the first numbers of keys come from the tile of keys.
+A second kernel combines the parts of a row in the order of the keys:
 equal calls give equal bits.
 """
 
@@ -29,7 +30,7 @@ from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.language import Text
 from frisket.lowering.kernels.text import fields, filled, parts
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.units import machine
+from frisket.lowering.kernels.units import HALF, machine
 from frisket.lowering.plan import LoopPlan
 
 from .module import Dims, TritonKernel, check_tile, module, padded, widths
@@ -103,7 +104,7 @@ def emit_decode(
         numbers,
         parted=parted,
         balanced=balanced,
-        pack=packed(plan, dims) if packs else 1,
+        pack=packed(plan, dims, target.block_q if dims.values_in_keys else 0) if packs else 1,
         bounded=False,  # loads of keys take the time here, not the mask, and stored keys need the registers
         words=target.words,
     )
@@ -114,12 +115,12 @@ def emit_decode(
     return module("Attention of few queries", plan, dims, emitted)
 
 
-def packed(plan: LoopPlan, dims: Dims) -> int:
-    """The number of query heads packed into a tile: all that share a key head, or the largest divisor of their number
-    whose tile fits into registers. It is 1 where the mask depends on the head."""
+def packed(plan: LoopPlan, dims: Dims, most: int = 0) -> int:
+    """The number of query heads packed into a tile of `most` rows: all that share a key head, or the largest divisor of
+    their number whose tile fits into registers. It is 1 where the mask depends on the head."""
     if plan.uses_head:
         return 1
-    dim, most = padded(max(dims.head_dim, dims.v_dim)), rows_of_a_tile(dims)
+    dim, most = padded(max(dims.head_dim, dims.v_dim)), most or rows_of_a_tile(dims)
     if dims.group <= (128 if dim <= 128 else most):
         return dims.group
     return max(n for n in range(1, most + 1) if dims.group % n == 0)
@@ -134,8 +135,8 @@ def rows_of_a_tile(dims: Dims) -> int:
 
 
 def describable(plan: LoopPlan, dims: Dims) -> bool:
-    """Whether a kernel of `plan` can read its arrays through tensor descriptors: 16-bit numbers, in one part along the
-    head dimension, neither in pages nor such that keys which no query sees may hold anything."""
+    """Whether a kernel of `plan` can read its arrays through tensor descriptors. These take 16-bit numbers, in one part
+    along the head dimension, neither in pages nor such that keys which no query sees may hold anything."""
     whole = len(widths(dims.head_dim)) == len(widths(dims.v_dim)) == 1
     return whole and dims.half and not dims.kv_dtype and plan.pages is None and not plan.unwritten
 
@@ -165,8 +166,8 @@ class HeadPart:
         return {"mark": self.mark, "d": self.index, "width": self.width, "mask": mask}
 
 
-def parts_of(dim: int, index: str, constant: str, length: str) -> list[HeadPart]:
-    of_dim = widths(dim)
+def parts_of(dim: int, of_dim: tuple[int, ...], index: str, constant: str, length: str) -> list[HeadPart]:
+    """The parts of a head dimension, one or two, by their widths."""
     if len(of_dim) == 1:  # no mark: kernels of one part have the plain names
         return [HeadPart("", index, 0, constant, length if of_dim[0] > dim else "")]
     whole, rest = of_dim
@@ -191,23 +192,40 @@ class ForwardKernel(Writer):
         self.placed = {PAGE: Text("page[None, :]" if self.numbered else "page"), TOKEN: Text(f"{token}[None, :]")}
         self.page_of = lookup(plan.pages, (var("b"), var("k") // plan.page), INT) if plan.pages else None
         self.keep_mask = [] if plan.keep_mask is None else [expr.machine(plan.keep_mask)]
-        self.weight = [] if plan.weight is None else [machine(self.rewritten(plan.weight), dims, traits.levels)]
-        if traits.name == "attention_decode":
+        self.weight = (
+            [] if plan.value_scale is None else [machine(self.rewritten(plan.value_scale), dims, traits.levels)]
+        )
+        self.counted = [] if plan.counted is None else [machine(self.rewritten(plan.counted), dims, traits.levels)]
+        few = traits.name == "attention_decode"
+        if few:
             target = replace(target, order="forward", descriptors=False)
         if self.paged:
             traits = replace(traits, numbers=(*traits.numbers, "pool"))
-        super().__init__(plan, dims, target, traits, [*self.keep_mask, *self.weight])
-        self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
+        more = [*self.keep_mask, *self.weight, *self.counted]
+        # rows of which all programs have parts are divided by the kernel that combines these
+        super().__init__(plan, dims, target, traits, more, [] if few and traits.parted else [plan.divide])
+        # a row that is an interval knows its keys before its tiles
+        interval = bool(self.rows) and not (self.mask or self.counted or traits.parted)
+        many = "many" if "least" in self.rows else "most + 1"
+        self.counted_before = f"tl.reshape({many}, [BLOCK_Q])" if interval else "tl.zeros([BLOCK_Q], tl.int32)"
+        self.counts_tiles = plan.counts and not interval
+        # a scale of values or dropout multiplies what is at most 1 in the softmax
+        self.wide_weights = self.leaves_16_bits(self.score, HALF if plan.value_scale is None else 1.0)
+        self.head = parts_of(dims.head_dim, widths(dims.head_dim), "d", "DIM", "HEAD_DIM")
         same = dims.head_dim == dims.v_dim
         # one set of masks and offsets for both
-        self.values = self.head if same else parts_of(dims.v_dim, "e", "DIM_V", "V_DIM")
+        self.values = self.head if same else parts_of(dims.v_dim, widths(dims.v_dim), "e", "DIM_V", "V_DIM")
         # TMA reads boxes of an array as it lies: no pages, no conversion
         self.described = target.descriptors and describable(plan, dims)
         self.unwritten = plan.mask is not None and plan.unwritten  # keys in a partial tile may be so
+        self.shared_values = traits.name == "attention_decode" and dims.values_in_keys
+        # The tiles of such values take most registers. What the compiler would compute before the loops has no room
+        # there, such as addresses of queries in shared memory.
+        self.wide_latent = self.shared_values and padded(dims.v_dim) > 256
 
     def rewritten(self, e: Expr) -> Expr:
         """A score mod or weight as a tile reads it. Scales are found by the page of the tile and the places in it.
-        Where all heads of a packed tile have the same `h // n`, it is that of the first head: values that depend on
+        Where all heads of a packed tile have the same `h // n`, it is that of the first head. Values that depend on
         the key head alone are then read once, not for every row."""
         e = transform(e, self._of_group) if self.traits.packs else e
         return e if self.page_of is None else transform(e, self._in_page)
@@ -264,10 +282,11 @@ class ForwardKernel(Writer):
         return {
             **common,
             "loaded": not decodes,
+            **({"over": "tl.range", "hints": ", disable_licm=True"} if self.wide_latent else {}),
             "ranges": common["ranges"] if decodes else "used",
             "axes": [f"{', '.join(p.index for p in a)} = {', '.join(p.positions for p in a)}" for a in axes],
             **self.optional.holes,
-            **fields(self, "paged numbered described unwritten cast"),
+            **fields(self, "paged numbered described unwritten shared_values cast counted_before"),
             "tensors": self._tensors("" if decodes else "Out"),
             "strides": [{"tensor": x} for x in ("o" if self.described else "qkvo")],
             **self._pages(),
@@ -279,20 +298,22 @@ class ForwardKernel(Writer):
             **self.closed_form(),
             "hoisted": self.before_tiles(),
             "tiles": self.tiles(),
+            **self.divided(),
             "survived": f" * (1.0 / {self.survival})" if self.survival else "",
             "v_dim": self.v,
         }
 
     def _tensors(self, out: str) -> list[str]:
-        """The lines of the signature for tensors; `out` stands beside them where it is one of the kernel."""
+        """The lines of the signature for tensors; `out` follows them where it is one of the kernel."""
         strided = "[batch, heads, length, dim], any strides"
         if self.described:
             boxes = "tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile"
             return [f"Q, K, V,  # {boxes}", f"{out},  # {strided}"]
-        tensors = ", ".join(["Q", *["K", "V"] * (not self.paged), *[out] * bool(out)])
+        keys = ["K", *["V"] * (not self.shared_values)]
+        tensors = ", ".join(["Q", *keys * (not self.paged), *[out] * bool(out)])
         return [
             f"{tensors},  # {strided}",
-            *["K, V,  # [pages, heads, tokens of a page, dim], any strides"] * self.paged,
+            *[f"{', '.join(keys)},  # [pages, heads, tokens of a page, dim], any strides"] * self.paged,
         ]
 
     def _pages(self) -> dict[str, Any]:
@@ -315,7 +336,7 @@ class ForwardKernel(Writer):
         return f"clamp({number}, {size})" if inside else number
 
     def _of_few(self, counts: list[str]) -> dict[str, Any]:
-        """The holes of the decode kernel beside those of the forward."""
+        """The holes of the decode kernel in addition to those of the forward."""
         traits = self.traits
         whole = traits.pack == self.dims.group  # all query heads of a key head in one tile
         own_head = "head" if not traits.packs else "kv_head" if whole else "first_head"
@@ -333,7 +354,7 @@ class ForwardKernel(Writer):
         if FIRST.name in self.used:
             line_of_h.append(f"h_first = {self.plus_origin('h', first_head)}")
         return {
-            "strides": [{"tensor": x} for x in ("qkv" if traits.parted else "qkvo")],
+            "strides": [{"tensor": x} for x in "qkvo" if x not in "v" * self.shared_values + "o" * traits.parted],
             "parts_of_rows": "programs, heads, queries" if traits.balanced else "splits, batch, heads, q_len",
             "first_head": first_head,
             "rows_of_tiles": "rows_of_tiles" if traits.parted else "tl.num_programs(0)",
@@ -341,6 +362,7 @@ class ForwardKernel(Writer):
             "parts": "parts" if traits.balanced else "splits",
             "queries": "QUERIES" if traits.packs else "BLOCK_Q",
             "partly": own_head == "first_head",
+            "again": self.wide_latent and traits.balanced and traits.packs,
             "heads_of_program": " * PACK" if own_head == "first_head" else "",
             "packed_heads": packed_heads,
             "of_heads": "the GROUP" if whole else "PACK",
@@ -348,6 +370,15 @@ class ForwardKernel(Writer):
             "present": f"(packed < QUERIES * {packed_heads}) & ({present})" if traits.packs else present,
             "line_of_h": line_of_h,
         }
+
+    def tiles(self) -> list[dict[str, Any]]:
+        if not self.target.invariant:
+            return super().tiles()
+        # which tiles are partial depends on the other queries of a tile: all are visited in order, under the mask
+        which = "The tiles in the order of their keys, whatever other queries see: the mask is a predicate."
+        step = self.inside_of_tile()
+        loop = {"which": which, "range": "lo, hi", "tile": "tile", "tile_of_step": step, "past": [], "border": True}
+        return [{**loop, **self.tile("inside")}]
 
     def inside_of_tile(self) -> list[str]:
         # One subtraction a tile, not an addition a key, where registers are left for it. A tile of 128 x 128 at head
@@ -365,20 +396,40 @@ class ForwardKernel(Writer):
 
     def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
-        # keys of a border tile have values to read
+        # keys of a partial tile have values to read
         seen = "seen" if self.unwritten else "inside"
-        row, column = (f"{inside}[None, :]", f"{seen}[:, None]") if inside else ("", "")
+        seen_first = bool(inside) and self.unwritten and self.shared_values
+        row, column = (f"{seen if seen_first else inside}[None, :]", f"{seen}[:, None]") if inside else ("", "")
         first, last, scale = self.head[0], self.head[-1], self.units()["scale"]
+        # values that lie in no keys may have more parts than keys
+        key_marks = [p.mark for p in (self.head if self.shared_values else self.values)][: len(self.values)]
         return {
+            "seen_first": seen_first,
             "head": [
                 {**p.holes(row, "[:, None]"), "sum": ", score" * (p is not first), "scale": scale * (p is last)}
                 for p in self.head
             ],
-            "values": [p.holes(column) for p in self.values],
+            "values": [
+                {**p.holes(column), "key_mark": mark, "product": self._product(p)}
+                for p, mark in zip(self.values, key_marks, strict=True)
+            ],
             "number_of_page": self._number_of_page(inside),
             **self.tile_of_keys(inside, self.keep_mask, written),
             "weight": self._weighed(inside, written),
+            "count": self._counted(inside, written) if self.counts_tiles else [],
         }
+
+    def _product(self, p: HeadPart) -> str:
+        into = f"acc{p.mark}" if self.plan.weighted else f"acc{p.mark} * rescale[:, None]"
+        return self.product("p", f"values{p.mark}", into, self.wide_weights)
+
+    def _counted(self, inside: str, written: set[str]) -> list[str]:
+        """The lines that count the keys of a tile that a row sees."""
+        if not self.counted:
+            return [f"count += {'tl.sum(visible.to(tl.int32), 1)' if inside else 'BLOCK_K'}"]
+        value = f"_, counted = tl.broadcast(score, {self.value(self.counted[0])})"
+        lines = [*self.quoted(self.plan.counted, self.counted[0], "", written), wrapped(value)]
+        return [*lines, *["counted &= visible"] * bool(inside), "count += tl.sum(counted.to(tl.int32), 1)"]
 
     def _weighed(self, inside: str, written: set[str]) -> list[str]:
         """The lines that multiply the weights of a tile by those of its values."""
@@ -386,19 +437,36 @@ class ForwardKernel(Writer):
             return []
         scaled = wrapped(f"scaled = {self.value(self.weight[0])}")
         product = "p = tl.where(visible, p * scaled, 0.0)" if inside else "p *= scaled"
-        return [*self.quoted(self.plan.weight, self.weight[0], "", written), scaled, product]
+        return [*self.quoted(self.plan.value_scale, self.weight[0], "", written), scaled, product]
 
 
 NUMBERS = {"split": ("splits",), "balanced": ("queries", "pack"), "listed": ("queries",)}  # by what divides the rows
 
 
+class CombineKernel(Writer):
+    """The writer of what the kernel that combines parts of weighted rows divides a row by: a program has one row."""
+
+    of_sums = ""
+
+    def __init__(self, plan: LoopPlan, dims: Dims, way: str) -> None:
+        parts = "mask", "score", "bounds", "keep_mask", "value_scale", "by_query", "by_key", "counted"
+        none: dict[str, Any] = dict.fromkeys(parts)
+        traits = KernelTraits("attention_combine", ("heads", "q_len", *NUMBERS[way]))
+        target: Any = Target("triton", 16, 16)
+        super().__init__(replace(plan, **none), dims, target, traits, [], [plan.divide])
+
+    def holes(self) -> dict[str, Any]:
+        return {**super().holes(), "line_of_q": self.own_coordinate("q", "row"), **self.divided()}
+
+
 def combine(plan: LoopPlan, dims: Dims, optional: OptionalArrays, way: str) -> TritonKernel:
     """The kernel that combines the parts of each row, by how these are divided: "split" and "balanced" by
-    `attention_decode`, or "listed" by a table of `attention_forward`. Of the plan it reads `guard`: whether a row may
-    be empty."""
+    `attention_decode`, or "listed" by a table of `attention_forward`. Of the plan it reads `guard`, whether a row may
+    be empty, and of a weighted one what its rows are divided by."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
     ragged = padded(dims.v_dim) != dims.v_dim  # without a mask loads are wider
     holes = {
+        **(CombineKernel(plan, dims, way).holes() if plan.weighted else {"weighted": False}),
         "varying": ", ".join(f'"{n}"' for n in ("heads", "q_len", *NUMBERS[way])),
         "number": NUMBERS[way][0],
         "source": "attention_forward" if way == "listed" else "attention_decode",
@@ -421,7 +489,7 @@ def combine(plan: LoopPlan, dims: Dims, optional: OptionalArrays, way: str) -> T
 
 
 class PartSums:
-    """The sums of a part of a row of a backward kernel, which stand beside one another in float32: `arrays` are
+    """The sums of a part of a row of a backward kernel, which are adjacent in float32. `arrays` are
     (gradient, its sum, "d" or "e"), `totals` (buffer, its sum), of which each of `heads` heads has one. `numbers` are
     those of a query or key."""
 

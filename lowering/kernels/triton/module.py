@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, var, walk
 from frisket.dsl.types import BOOL, FLOAT
-from frisket.lowering.dtypes import ACCELERATED, BYTES, DTYPES
+from frisket.lowering.dtypes import ACCELERATED, BYTES, DTYPES, FP8
 from frisket.lowering.kernels.features import TRITON
 from frisket.lowering.kernels.text import Names, Page, filled, parts, words
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan
+from frisket.lowering.plan import FIRST, K_SCALE, PAGES, Q_SCALE, RATE, SEED, V_SCALE, LoopPlan
 
 from . import expr as expr_triton
 
 SHARED = parts(__package__, "shared")
 NAMED = {SEED: "seed", RATE: "rate", K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages", FIRST: "first_key"}
+NAMED |= {Q_SCALE: "q_scale"}
 QUERY = var("q")
 # Names that a kernel uses itself: a slot or table of such a name gets another one.
 OWN = (
@@ -40,18 +41,26 @@ attention_diagonal attention_plane attention_total attention_scatter Sums Total 
 dout_at dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead counted per parts to batches
 Acc Tops Totals splits part packed QUERIES PACK first_head PARTS row_at begin end tiles border full tops totals
 weight query_at pool page paged seen scaled h_first
-q_line k_line away here
+q_line k_line away here q_row k_tile
 Stats stats stats_at pairs factor edge _ DLse low near dq dk dv at_q at_k queries douts own delta ds derivative
 Parts LANES lanes rows_of_tiles of_rows needed begun at_row first_at
 gluon gl hopper mbarrier tma produce consume load_tile store_tile group_barrier sigmoid ALL STAGES half outs turns
 q_full k_full k_free v_full v_free slot phase before before_phase left borders n weights zero dtype
 SCORES SUMS ROWS COLUMNS HALF EACH LAYOUT blackwell multiply columns_of seen_as weights_in
 s_full p_full o_full scores sums key grown some every of_sequences behind exp2_polynomial exponent biased rest whole
+any_grown exponents buffer piece PIECE PIECES ring free turn value tiles_of tiles_as
 any_grown
+attention_backward attention_convert feed differentiate add_dq gluon_core reduce_tile add_tile PART WEIGHTS
+douts stats weights_in q_free g_full g_free kv_full ds_full dq_full dq_free Added Turns turn
+tiles number query no_part pair there of_keys at_row _semantic added count descriptor kind length plane member
+far
+borders_done told cleaned clean either piece token bits word bit lines LINES WIDTH COUNT
+Counts divisor
 of_slice At Rows within listed part_at attention_dq_sums attention_dkv_sums attention_dv_sums
 """.split()
     + [f"stride_{tensor}{axis}" for tensor in "qkvog" for axis in "bhsd"]
     + [f"{name}{part}" for name in "d e query keys values key_at value_at acc".split() for part in "01"]
+    + [f"{name}{part}" for name in "Q K V Out queries outs out key weight weights SUMS".split() for part in "01"]
 )
 
 
@@ -84,7 +93,7 @@ def arguments(plan: LoopPlan) -> dict[str, Argument]:
 
 def rows_of_tables(plan: LoopPlan) -> dict[str, int]:
     """The axis of each table, before its last, that counts queries: the 1 of `bias[h, q, k]`, by `TableUse.name`."""
-    roots = [e for e in (plan.mask, plan.score, plan.weight) if e is not None]
+    roots = [e for e in (plan.mask, plan.score, plan.value_scale) if e is not None]
     query_axes: dict[str, set[int]] = {}
     for node in walk(*roots):
         if node.op == "lookup":
@@ -124,9 +133,10 @@ def padded(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Dims:
-    """The properties of the arrays on which a kernel's text depends: head sizes, the dtype of q, the query heads of a
-    key head, and the dtype of k and v where it is another one. Further the Float slots that come as pointers, whose
-    values are on the device, and whether gradients are written as [batch, length, heads, dim], not by heads."""
+    """The properties of the arrays on which a kernel's text depends. These are head sizes, the dtype of q, the query
+    heads of a key head, and the dtype of k and v where it is another one. Further the Float slots that come as
+    pointers, whose values are on the device, and whether gradients are written as [batch, length, heads, dim], not by
+    heads. `shared_values`: values are the first `v_dim` numbers of keys, in the same memory."""
 
     head_dim: int
     v_dim: int
@@ -135,9 +145,10 @@ class Dims:
     kv_dtype: str = ""
     device_slots: tuple[str, ...] = ()
     by_length: bool = False
+    shared_values: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ACCELERATED:
+        if self.dtype not in (*ACCELERATED, FP8):
             raise LoweringError(TRITON["float64"].format(dtype=self.dtype))
         if self.kv_dtype and self.kv_dtype not in BYTES:
             raise LoweringError(
@@ -146,9 +157,15 @@ class Dims:
             )
 
     @property
+    def values_in_keys(self) -> bool:
+        """Whether the tiles of values are the first ones of keys: those of a latent of 512 + 64 numbers are."""
+        of_values = widths(self.v_dim)
+        return self.shared_values and widths(self.head_dim)[: len(of_values)] == of_values
+
+    @property
     def half(self) -> bool:
-        """Whether queries have 16 bits."""
-        return DTYPES[self.dtype].half
+        """Whether queries have 16 bits, or 8."""
+        return DTYPES[self.dtype].bytes <= 2
 
     @property
     def fp8(self) -> bool:
@@ -164,7 +181,8 @@ class Dims:
         size = str(self.head_dim) if self.head_dim == self.v_dim else f"{self.head_dim} (values {self.v_dim})"
         keys = f", keys and values {self.kv_dtype}" if self.kv_dtype else ""
         group = f", {self.group} query heads to a key head" if self.group > 1 else ""
-        return f"Head size {size}, {self.dtype}{keys}{group}"
+        shared = ", values are the first numbers of keys" if self.values_in_keys else ""
+        return f"Head size {size}, {self.dtype}{keys}{group}{shared}"
 
 
 @dataclass(frozen=True)
@@ -235,8 +253,8 @@ PAIRS = "tl.cast({}, tl.pointer_type(tl.int64), bitcast=True)"  # 64 bits in two
 
 @dataclass(frozen=True)
 class Form:
-    """The properties of a call, and not of its plan, on which the text of its entries depends: head sizes, whether
-    `q_origin` and `k_origin` are vectors, the arrays that are pairs of int32, the strides that 16 divides."""
+    """The properties of a call, and not of its plan, on which the text of its entries depends. These are head sizes,
+    whether `q_origin` and `k_origin` are vectors, the arrays that are pairs of int32, the strides that 16 divides."""
 
     dims: Dims
     per_batch: bool = False

@@ -15,18 +15,20 @@ from functools import partial
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses, var
+from frisket.dsl.ir import COUNT, SIZES, TOTAL, TRUE, Expr, renamed, transform, uses, var
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.intervals import K0, K1
 from frisket.lowering.analysis.solve import Ends
+from frisket.lowering.architectures import H100, architecture_of
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
+from frisket.lowering.kernels.features import TRITON, Features, missing
 from frisket.lowering.kernels.language import COMPARISON, PRECEDENCE, Text
 from frisket.lowering.kernels.legalise import legalise
 from frisket.lowering.kernels.text import fields, filled
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.kernels.units import ALONG, GATHERED, Q_LINE, START, by_distance, last_factor, machine
+from frisket.lowering.kernels.units import ALONG, GATHERED, Q_LINE, START, by_distance, largest, last_factor, machine
 from frisket.lowering.plan import LoopPlan
 
 from . import expr as expr_triton
@@ -36,7 +38,8 @@ QUERIES = frozenset(("q", "q0", "q1"))
 EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
 LINE = 105  # of a load, before its indentation
 PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and their places in it, which a kernel knows
-LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
+Q_ROW, K_TILE = var("q_row"), var("k_tile")  # the query of each row, along one axis, and the first key of a tile
+LOAD_MASK = "\0"  # stands in a load where a partial tile may restrict it
 
 
 def axes_of(target: Target) -> tuple[int, int]:
@@ -58,6 +61,7 @@ class KernelTraits:
     pack: int = 1  # heads that a tile holds, as rows of it
     bounded: bool = True  # the ends of what a row sees are computed once, before its tiles
     words: bool = False  # partial tiles test bits of 32 keys, where a row sees an interval
+    weighs: bool = True  # the modified scores of a tile are computed, or its weights
     gathers: bool = True  # tables by distance are one vector a tile, out of which positions take their entries
     selects: bool = False  # values by distance are 0 where the mask hides the position
     shown: str = "inside[None, :]"  # the positions of a partial tile that exist
@@ -71,15 +75,30 @@ class KernelTraits:
     @property
     def levels(self) -> Mapping[str, int]:
         """When the coordinates are known, for a tile of queries."""
-        return {**LEVELS, PAGE.name: COLUMN, TOKEN.name: COLUMN, **({"h": ROW} if self.packs else {})}
+        of_kernel = {PAGE.name: COLUMN, TOKEN.name: COLUMN, Q_ROW.name: ROW, K_TILE.name: COLUMN}
+        of_kernel |= {TOTAL.name: POSITION, COUNT.name: POSITION}  # known behind the tiles
+        return {**LEVELS, **of_kernel, **({"h": ROW} if self.packs else {})}
 
 
 class Writer:
     """The writer of a kernel whose program owns one row of tiles. `more` are the expressions that a position needs
-    beside mask and score mod, such as that of dropout. A swapped kernel of a mask reads its records from a table;
-    others may have them from a closed form."""
+    besides mask and score mod, such as that of dropout, and `last` those that a row needs behind its tiles. A swapped
+    kernel of a mask reads its records from a table; others may have them from a closed form."""
 
-    def __init__(self, plan: LoopPlan, dims: Dims, target: Target, traits: KernelTraits, more: Iterable[Expr]) -> None:
+    features: Features = TRITON  # that the kernels lack
+    of_sums = "[:, None]"  # the axes of a row's sums behind the tiles
+
+    def __init__(
+        self,
+        plan: LoopPlan,
+        dims: Dims,
+        target: Target,
+        traits: KernelTraits,
+        more: Iterable[Expr],
+        last: Iterable[Expr | None] = (),
+    ) -> None:
+        if why := missing(self.features, dtype=dims.dtype):
+            raise LoweringError(why)
         when = traits.levels
         self.plan, self.dims, self.target, self.traits = plan, dims, target, traits
         self.axes = axes_of(target)
@@ -92,9 +111,9 @@ class Writer:
         mask = conjuncts(plan.mask if self.ends is None else self.ends.rest)
         self.mask = [by_distance(e, when) for e in mask] if traits.gathers else mask
         self.score, self.factor = [], 1.0
-        if plan.score is not None:
+        if plan.score is not None and traits.weighs:
             score = machine(self.rewritten(plan.score), dims, when, gathers=traits.gathers)
-            score, self.factor = last_factor(score) if dims.half else (score, 1.0)
+            score, self.factor = last_factor(score) if dims.half and not plan.weighted else (score, 1.0)
             self.score = [score]
         # the closed form gives keys of queries; a swapped kernel reads its spans from tables
         self.bounds = {} if traits.swapped else bounds_of(plan)
@@ -106,13 +125,14 @@ class Writer:
         self.full = [*self.score, *more]  # what a position of a full tile asks for
         self.positions = [*self.mask, *self.full]
         inner = [*self.positions, *self.rows.values()]
-        roots = (*self.bounds.values(), *inner)
+        self.last = [expr.machine(e) for e in last if e is not None]
+        roots = (*self.bounds.values(), *inner, *self.last)
         self.used = frozenset[str]().union(*map(uses, roots))
         # a table that lists the programs has their order
         self.ordered = target.order != "forward" and not shrinking(self.bounds) and not traits.listed
         language = expr_triton.language(dims.half, plan.int64)
         self.decisive = expr.decisive(legalise(e, language) for e in roots)
-        self.approximate = dims.half and target.tanh == "approximate"
+        self.approximate = dims.half and target.tanh == "approximate" and not plan.weighted
         self.near = False  # whether a table's rows are counted from the first that a tile reads
         by_rows = rows_of_tables(plan).items() if traits.swapped else ()
         self.rows_of_tables = {self.arguments[n].name: axis for n, axis in by_rows}
@@ -126,7 +146,8 @@ class Writer:
 
     def origins(self) -> list[str]:
         """The origins that the expressions and bounds ask for."""
-        of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1", "q_line"], "k": ["k", "k0", "k1", "k_line"]}
+        of = {"b": ["b"], "h": ["h", "h_first"]}
+        of |= {"q": ["q", "q0", "q1", "q_line", "q_row"], "k": ["k", "k0", "k1", "k_line", "k_tile"]}
         # the ends of a row count from the origin of the walked axis, formulas from the call's first query and first key
         counted = "qk" if self.bounds else ("q" if self.traits.swapped else "k") if self.rows else ""
         return [n for n, names in of.items() if n in counted or self.used.intersection(names)]
@@ -143,7 +164,7 @@ class Writer:
 
     def _steps(self) -> list[str]:
         """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
-        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
+        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.value_scale) if e is not None]
         # a load for each position is wider where its strides are known to be divisible: those stay specialised
         wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
         tables = [self.arguments[t.name] for t in self.plan.every_table if t.name not in wide]
@@ -180,6 +201,8 @@ class Writer:
     def _leaf(self, node: Expr, args: list[Text]) -> Text | None:
         if node is START:
             return Text(f"{'k' if self.traits.swapped else 'q'}_origin + start", PRECEDENCE["+"])
+        if node in (TOTAL, COUNT):
+            return Text(f"{node.name}{self.of_sums}{self.wide * (node is COUNT)}")
         if node.op == "var":
             return Text(EDGES.get(node.name, node.name))
         if node.op == "param":
@@ -289,7 +312,7 @@ class Writer:
         q, k = ("tile * BLOCK_Q", "start") if self.traits.swapped else ("start", "tile * BLOCK_K")
         rows, columns = ("[None, :]", "[:, None]") if self.traits.swapped else ("[:, None]", "[None, :]")
         return [
-            "# One vector of the tile's distances, of which every position takes its own.",
+            "# One vector of the tile's distances, of which every position takes one.",
             f"q_line = span(q_origin + {q} - (BLOCK_K - 1), BLOCK_Q, BLOCK_K){self.wide}",
             f"k_line = {self.plus_origin('k', k)}",
             f"away = rows{rows} - columns{columns} + (BLOCK_K - 1)",
@@ -345,6 +368,8 @@ class Writer:
             "grouped": self.dims.group > 1,
             "kv_head": "head" if self.dims.group == 1 else "kv_head",
             "masked": self.plan.mask is not None,
+            "weighted": self.plan.weighted,
+            "counting": self.plan.counts,
             "packs": traits.packs,
             "place": "place",
             **fields(self, "near precision wide"),
@@ -362,6 +387,8 @@ class Writer:
             "survival": self.survival,
             "whole": f"(total * {self.survival})" if self.survival else "total",
             "ranges": "tl.load(Count + entry)",
+            "over": "range",
+            "hints": "",
             "loaded": False,
             "edges": False,
             "counts": ["border, full = full_lo - lo + hi - full_hi, full_hi - full_lo"] * traits.parted,
@@ -373,9 +400,24 @@ class Writer:
         rate = self.plan.rate
         return "" if rate is None else f"(1.0 - {self.arguments[rate].name})"
 
-    def own_coordinate(self, name: str) -> list[str]:
-        """The line of `b` or `h` from the program's batch entry or head, where expressions read it."""
-        return [f"{name} = {self.plus_origin(name, 'batch' if name == 'b' else 'head')}"] * (name in self.used)
+    def leaves_16_bits(self, roots: Sequence[Expr], most: float) -> bool:
+        """Whether Floats of a weighted plan may be more than `most` where 16 bits have no larger exponent."""
+        half = self.plan.weighted and self.dims.dtype == "float16"
+        return half and any(largest(e) > most for e in roots)
+
+    def product(self, weights: str, others: str, into: str, wide: bool) -> str:
+        """The arguments of a product of float32 weights with numbers of float16: in 16 bits or, `wide`, with as
+        many digits and the exponents of float32."""
+        if wide and architecture_of(self.target.arch).vendor == "amd":
+            return f'{weights}, {others}.to(tl.float32), {into}, input_precision="ieee"'
+        if wide:
+            return f'in_tf32({weights}), {others}.to(tl.float32), {into}, input_precision="tf32"'
+        return f"{weights}.to({others}.dtype), {others}, {into}{self.precision}"
+
+    def own_coordinate(self, name: str, local: str = "") -> list[str]:
+        """The line of `b` or `h` from the program's batch entry or head, or of `local`, where expressions read it."""
+        local = local or {"b": "batch", "h": "head"}[name]
+        return [f"{name} = {self.plus_origin(name, local)}"] * (name in self.used)
 
     def plus_origin(self, name: str, local: str) -> str:
         """A coordinate by its place in the call."""
@@ -403,7 +445,7 @@ class Writer:
         edge: dict[str, Any] = {"which": "The ragged edge: a last tile that is not full.", "range": "hi - full_hi"}
         edge["tile_of_step"] = ["tile = full_hi + j"]
         if self.plan.mask is not None:
-            which = "Border tiles, before and behind the full ones: the mask is a predicate."
+            which = "Partial tiles, before and behind the full ones: the mask is a predicate."
             step = "tile = tl.where(j < full_lo, j, j - full_lo + full_hi)"
             edge = {"which": which, "range": "lo, hi - full_hi + full_lo", "tile_of_step": [step]}
         full = {"which": "Full tiles: every position is visible.", "range": "full_lo, full_hi", "tile_of_step": []}
@@ -422,7 +464,7 @@ class Writer:
         ]
 
     def inside_of_tile(self) -> list[str]:
-        """The lines of `inside`, the positions along a border tile that exist."""
+        """The lines of `inside`, the positions along a partial tile that exist."""
         raise NotImplementedError
 
     def tile(self, inside: str) -> dict[str, Any]:
@@ -431,7 +473,7 @@ class Writer:
 
     def _ends(self) -> Ends | None:
         """The ends of what a row sees, or None where the kernel evaluates the whole mask instead. A swapped kernel with
-        heads past 64 has no registers left for a row's last position beside its accumulators: the compiler spills. The
+        heads past 64 has no registers left for a row's last position besides its accumulators: the compiler spills. The
         ends of runs are worth it there: the entries of the table would take more registers."""
         swapped = self.traits.swapped
         ends = self.plan.by_key if swapped else self.plan.by_query
@@ -472,17 +514,21 @@ class Writer:
         ]
 
     def visible(self, written: set[str]) -> list[str]:
-        """The condition that positions of a border tile are visible."""
+        """The condition that positions of a partial tile are visible."""
         lines = self.lines(self.mask, POSITION, written)
         if self.plan.mask is not None:
             lines += self.quote(self.plan.mask)
         along, start = ("rows", "tile * BLOCK_Q") if self.traits.swapped else ("columns", "tile * BLOCK_K")
         shown = self.traits.shown
+        # AMD's products leave their results in other threads than NVIDIA's
+        form, bits = (
+            ("_apart", f", {self.target.thread_bits}") if self.target.thread_bits != H100.thread_bits else ("", "")
+        )
         if self.rows:
-            shown = f"up_to({along}[None, :], most - {start})"
+            shown = f"up_to{form}({along}[None, :], most - {start}{bits})"
         if "least" in self.rows:
-            function = "among" if self.traits.words else "one_of"
-            shown = f"{function}({along}[None, :], least - {start}, many)"
+            function = "among" if self.traits.words else f"one_of{form}"
+            shown = f"{function}({along}[None, :], least - {start}, many{bits})"
         lines += [f"visible = {shown}", *(f"visible &= {self.value(term)}" for term in self.mask)]
         if self.spread:
             lines.append("visible = visible != 0  # Triton's interpreter spreads a bool over a tile as bytes")
@@ -503,13 +549,23 @@ class Writer:
         line = f"{name} = {{}}" if whole else f"_, {name} = tl.broadcast(score, tl.cast({{}}, tl.float32))"
         return self.quoted(self.plan.score, root, line, written, mask)
 
+    def divided(self) -> dict[str, Any]:
+        """The holes of shared.divided: what a weighted row is divided by, and the lines before it."""
+        lines = [line for level in (SCALAR, ROW, POSITION) for line in self.lines(self.last, level)]
+        quote = self.quote(self.plan.divide) if self.plan.divide is not None and self.last else []
+        return {
+            "of_sums": self.of_sums,
+            "divide": self.value(self.last[0]) if self.last else "",
+            "divide_lines": [*lines, *quote],
+        }
+
     def tile_of_keys(self, inside: str, keep_mask: Sequence[Expr], written: set[str]) -> dict[str, Any]:
         """The holes of a forward's tile between its two products."""
         roots, root = self.positions if inside else self.full, next(iter(keep_mask), None)
         return {
             "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
             "visible": self.visible(written) if inside else [],
-            "score_mod": self.score_mod("score", written, inside and "visible"),
+            "score_mod": self.score_mod("p" if self.plan.weighted else "score", written, inside and "visible"),
             "dropout": self.quoted(self.plan.keep_mask, root, "p = tl.where({}, p, 0.0)", written),
         }
 

@@ -81,55 +81,39 @@ def over(lines, row, lo, hi):
 
 $part plane
 def plane(table, join, axes):
-    """For the joins of a table over any box of its last `axes` axes: blocks of 1, 2, 4, ... entries along each."""
-    shape, parts, places = table.shape[-axes:], [], []
-
-    def halved(t, axis):
-        t = swap(t, axis)
-        t = concat([t, t[..., -1:]]) if t.shape[-1] % 2 else t
-        return swap(join(t[..., 0::2], t[..., 1::2]), axis)
+    """For the joins of a table over any box of its last `axes` axes: blocks of 1, 2, 4, ... entries along each axis,
+    one after the other, and where the blocks of each length begin."""
+    shape, starts = table.shape[-axes:], []
 
     def swap(t, axis):
         return t.swapaxes(axis - axes, -1)
 
-    def cut(t, axis):
-        while True:
-            if axis + 1 < axes:
-                cut(t, axis + 1)
-            else:
-                places.append(tuple(t.shape[-axes:]))
-                parts.append(t.reshape(*table.shape[:-axes], -1))
-            if t.shape[axis - axes] == 1:
-                return
-            t = halved(t, axis)
-
-    cut(table, 0)
-    flat = concat(parts)
-    return shape, places, join, flat.reshape(-1), flat.shape[-1]
+    for axis in range(axes):
+        parts = [swap(table, axis)]
+        while (size := parts[-1].shape[-1]) > 1:
+            t = concat([parts[-1], parts[-1][..., -1:]]) if size % 2 else parts[-1]
+            parts.append(join(t[..., 0::2], t[..., 1::2]))
+        table = swap(concat(parts), axis)
+        starts.append([sum(t.shape[-1] for t in parts[:i]) for i in range(len(parts))])
+    return shape, starts, join, table.reshape(-1), table.shape[-axes:]
 
 
 def within(planes, row, los, his):
     """The join of the entries of a box, ends included, or of a box that covers it."""
-    shape, places, join, flat, size = planes
-    counts = [(n - 1).bit_length() + 1 for n in shape]
-    ends, place = [], 0
-    for lo, hi, n, count in zip(los, his, shape, counts):
+    shape, starts, join, flat, sizes = planes
+    ends = []
+    for lo, hi, n, first in zip(los, his, shape, starts):
         lo, hi = (clip(scalar(x, Int, flat), 0, n - 1) for x in (lo, hi))
         level = (hi - lo) * 0
-        for i in range(1, count):
+        for i in range(1, len(first)):
             level = where((hi >> i - 1) - (lo >> i - 1) > 1, i, level)  # two blocks reach over it
-        ends.append((lo >> level, hi >> level))
-        place = place * count + level
-    starts, start = [], 0
-    for block in places:
-        starts.append([start, *block])
-        start += math.prod(block)
-    rows = known(starts, place)
+        start = known(first, level)
+        ends.append((start + (lo >> level), start + (hi >> level)))
     found = None
     for corner in range(2 ** len(shape)):
-        at = 0
-        for axis in range(len(shape)):
-            at = at * rows[..., 1 + axis] + ends[axis][corner >> axis & 1]
-        part = flat[row * size + rows[..., 0] + at]
+        at = row
+        for axis, size in enumerate(sizes):
+            at = at * size + ends[axis][corner >> axis & 1]
+        part = flat[at]
         found = part if found is None else join(found, part)
     return typed(found)

@@ -1,9 +1,11 @@
 // A call by XLA as the record of a native kernel. jax.py puts in front: XLA's xla/ffi/api/c_api.h and the text
 // of lowering/kernels/cpp/call.py with Real = void.
 //
-// Operands  q, k, v; in a backward out, lse, dout and, if given, dlse and norm; words, floats, spans, count, slice_of;
-//           the rows of queries and keys, if given; sinks, if given; tables.
-// Results   out, lse, top, norm; or those wanted of dq, dk, dv and a buffer for each captured gradient.
+// Operands  q, k, v; in a backward out, lse, dout and, if given, dlse and norm; of tangents out and those of q, k and v
+//           that there are; words, floats, spans, count, slice_of; the rows of queries and keys, if given; sinks, if
+//           given; tables.
+// Results   out, lse, top, norm; or those wanted of dq, dk, dv and a buffer for each captured gradient; or the tangents
+//           of out and lse.
 // words     pairs of int32, low half first: the four sizes, b and h of the origin, q's and k's, Int slots (a Float
 //           slot's word is unused); floats has an entry for each slot too. Tables in 64 bits are pairs likewise.
 // form      the attribute: see Form. jax.vmap puts lengths in front of every operand, 1 where it does not change.
@@ -118,9 +120,10 @@ static int64_t threads_of(Pool *pool) {
 // -- operands ----------------------------------------------------------------------------------------------------
 
 // What the buffers do not tell. Behind it: whether each slot is Float, ranks of tables, whether each of dq, dk, dv and
-// the captured gradients is wanted.
+// the captured gradients is wanted, or, of tangents, is there.
 struct Form {
     int64_t wanted;  // how many of those flags there are: 0 in a forward
+    int64_t tangents;  // whether tangents are computed
     int64_t dlse, norm, sinks;
     int64_t rows;  // whether rows are read by tables
     int64_t q_origins, k_origins;  // one, or one for each batch entry
@@ -227,9 +230,14 @@ static int64_t call_kernel(const Frame &f, int64_t n, bool alone) {
     call.q = array(f, q, n), call.k = array(f, k, n), call.v = array(f, v, n);
     int64_t captured = f.form.wanted > 3 ? f.form.wanted - 3 : 0;
     Real **gradients = (Real **)__builtin_alloca((captured + 1) * sizeof(Real *));
-    if (f.form.wanted) {
+    if (f.form.tangents) {
+        auto given = [&](int64_t i) { return f.wanted[i] ? take() : nullptr; };
+        call.out = array(f, take(), n);
+        call.dq = array(f, given(0), n), call.dk = array(f, given(1), n), call.dv = array(f, given(2), n);
+        call.dout = array(f, give(), n), call.dlse = (Real *)part(f, give(), n);
+    } else if (f.form.wanted) {
         call.out = array(f, take(), n), call.lse = (Real *)part(f, take(), n), call.dout = array(f, take(), n);
-        if (f.form.dlse) call.dlse = (const Real *)part(f, take(), n);
+        if (f.form.dlse) call.dlse = (Real *)part(f, take(), n);
         if (f.form.norm) norm(take());
         call.dq = array(f, wanted(0), n), call.dk = array(f, wanted(1), n), call.dv = array(f, wanted(2), n);
         for (int64_t i = 0; i < captured; ++i) gradients[i] = (Real *)part(f, wanted(3 + i), n);
@@ -318,9 +326,11 @@ extern "C" void *frisket_bridge(void *data, Kernel kernel) {
     if (!read_attributes(f))
         return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "this call was made by another version of frisket");
     int64_t arguments = 8 + f.form.sinks + 2 * f.form.rows + f.form.tables;
-    if (f.form.wanted) arguments += 3 + f.form.dlse + f.form.norm;
-    int64_t results = f.form.wanted ? 0 : 4, main = 0;
+    int64_t results = 0, main = 0;
     for (int64_t i = 0; i < f.form.wanted; ++i) results += f.wanted[i], main += i < 3 && f.wanted[i];
+    if (f.form.tangents) arguments += 1 + results, results = main = 2;
+    else if (f.form.wanted) arguments += 3 + f.form.dlse + f.form.norm;
+    else results = 4;
     if (frame->args.size != arguments || frame->rets.size != results || !results)
         return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "operands of a frisket kernel are missing");
     f.mapped = operand(f, 0)->rank - 4;

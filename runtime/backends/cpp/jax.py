@@ -30,7 +30,7 @@ from frisket.grammar.memo import cached_on, memo
 from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp import call as cpp_call
 from frisket.lowering.kernels.cpp.backward import KERNELS
-from frisket.lowering.kernels.cpp.forward import CppArrays
+from frisket.lowering.kernels.cpp.forward import CppArrays, natural
 from frisket.lowering.plan import (
     Cotangents,
     ForwardResults,
@@ -58,7 +58,7 @@ def forward(
     inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and [batch, heads, q_len, 2] what the
-    backward has to know of each row) from q [batch, q_len, heads, dim] and
+    backward has to know of each row). It takes q [batch, q_len, heads, dim] and
     k, v [batch, kv_len, kv_heads, dim], or pools [pages, page, kv_heads, dim], as `lowering.xla.forward` has them. With
     `lse_residual` the 2 is `norm_width`. Anything that holds values may be traced or mapped; shapes are the host's."""
     dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
@@ -80,7 +80,8 @@ def backward(
     name, literals = _target_name("backward", inputs, str(q.dtype))
     sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
     outputs = tuple(x for x, mine in zip(sums, grad_mask, strict=True) if mine)
-    optional = cotangents.dlse, results.softmax_stats
+    # the count of a weighted row's keys, which its cotangents know
+    optional = cotangents.dlse, None if plan.weighted else results.softmax_stats
     dlse, stats = (x is not None for x in optional)
     form = _form(inputs, len(literals), dlse, stats, grad_mask)
     static = CppStatic(name, form, inputs.geometry.scale, outputs)
@@ -92,6 +93,17 @@ def backward(
     if gradient_arrays:
         grads |= _folded(inputs, [g for g in gradients if g.source in grad_names], gradient_arrays)
     return grads
+
+
+def tangent(
+    inputs: KernelInputs, q: Any, k: Any, v: Any, out: Any, tangents: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """The tangents of out and lse, given the forward's out and some of the tangents of "q", "k" and "v"."""
+    name, literals = _target_name("tangent", inputs, str(q.dtype))
+    form = _form(inputs, len(literals), grad_mask=[n in tangents for n in "qkv"], tangents=True)
+    static = CppStatic(name, form, inputs.geometry.scale, (("out", -1), ("row", -1)))
+    arrays = q, k, v, out, *(tangents[n] for n in "qkv" if n in tangents)
+    return _compiled(static)(arrays, *_values(inputs, literals, _real(q), traced(q)))  # type: ignore[no-any-return]
 
 
 def _real(q: jax.Array) -> np.dtype[Any]:
@@ -122,14 +134,14 @@ def _folded(inputs: KernelInputs, captured: Sequence[Gradient], sums: Sequence[A
 # -- what is known of rows -------------------------------------------------------------------------
 
 
-def lse_residual_of(plan: LoopPlan, softmax_stats: jax.Array, lse: jax.Array) -> jax.Array:
+def lse_residual_of(inputs: KernelInputs, softmax_stats: jax.Array, lse: jax.Array) -> jax.Array:
     """The rounding error of lse, from what the forward knows of each row."""
-    return _rounding(plan.score is not None)[0](softmax_stats, lse)  # type: ignore[no-any-return]
+    return _rounding(natural(inputs))[0](softmax_stats, lse)  # type: ignore[no-any-return]
 
 
-def softmax_stats_of(plan: LoopPlan, lse: jax.Array, lse_residual: jax.Array) -> jax.Array:
+def softmax_stats_of(inputs: KernelInputs, lse: jax.Array, lse_residual: jax.Array) -> jax.Array:
     """The normaliser lse + lse_residual, which a backward takes for rows whose softmax runs over other keys too."""
-    return _rounding(plan.score is not None)[1](lse, lse_residual)  # type: ignore[no-any-return]
+    return _rounding(natural(inputs))[1](lse, lse_residual)  # type: ignore[no-any-return]
 
 
 @memo(group="once")
@@ -170,14 +182,20 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
 
 
 def _form(
-    inputs: KernelInputs, literals: int, dlse: bool = False, stats: bool = False, grad_mask: Sequence[bool] = ()
+    inputs: KernelInputs,
+    literals: int,
+    dlse: bool = False,
+    stats: bool = False,
+    grad_mask: Sequence[bool] = (),
+    tangents: bool = False,
 ) -> tuple[int, ...]:
     """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it. `dlse` and `stats`
-    say whether there are a cotangent of lse, and `softmax_stats`; `literals` is their number."""
+    say whether there are a cotangent of lse, and `softmax_stats`; `literals` is their number. With `tangents` the mask
+    says which arrays have one."""
     plan, target = inputs.plan, inputs.target
     origins = (int(np.prod(np.shape(x))) for x in inputs.geometry.origin[2:])
     floating = *(int(s.type is FLOAT) for s in plan.slots), *[1] * literals
-    flags = len(grad_mask), *map(int, (dlse, stats, inputs.sinks is not None, inputs.rows is not None))
+    flags = len(grad_mask), *map(int, (tangents, dlse, stats, inputs.sinks is not None, inputs.rows is not None))
     ranks = (t.rank for t in plan.tables)
     pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
     sizes = len(floating), len(plan.tables), *pages, target.block_q
@@ -259,11 +277,12 @@ def too_wide(name: str) -> ParameterError:
 
 
 def _kept(owner: Any, kind: str, make: Callable[[], Any]) -> Any:
-    """The result of `make` for an object that nobody changes, such as a JAX array, kept as long as the object lives."""
+    """The result of `make` for an object that does not change, such as a JAX array, kept as long as the object
+    lives."""
     import jax
 
     def copied() -> Any:
-        with jax.ensure_compile_time_eval():  # of no trace, whoever is at it
+        with jax.ensure_compile_time_eval():  # part of no trace, also inside of one
             return jax.tree.map(jax.numpy.array, make())
 
     return cached_on(owner, kind, copied)
@@ -287,7 +306,7 @@ class CppStatic:
     target: str  # of the custom call
     form: tuple[int, ...]
     scale: float
-    # of a backward, for each result: q, k, v, or how it is summed, and the table's number
+    # of a backward, for each result: q, k, v, or how it is summed, and the table's number; of tangents: out and row
     gradients: tuple[tuple[str, int], ...] | None = None
     width: int = 2  # of the `softmax_stats` of a forward
 
@@ -329,6 +348,7 @@ def _results(static: CppStatic, arrays: tuple[Any, ...], tables: tuple[Any, ...]
         return [((batch, q_len, heads, v.shape[3]), q.dtype), (row, real), (row, real), ((*row, static.width), real)]
     known: dict[str, tuple[tuple[int, ...], Any]] = {n: (x.shape, x.dtype) for n, x in zip("qkv", (q, k, v))}
     known |= {"head": (row[:2], real), "row": (row, real), "column": ((*row[:2], k.shape[1]), real)}
+    known["out"] = (*q.shape[:3], v.shape[3]), q.dtype
     known["diagonal"] = (*row[:2], q_len + k.shape[1] - 1), real
     return [known[over] if over in known else (tables[table].shape, real) for over, table in static.gradients]
 
@@ -344,7 +364,7 @@ def target_name(
     kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str, permuted: bool = False
 ) -> tuple[str, tuple[float, ...]]:
     """(name of a kernel's custom call, literals that follow the plan's slots), built and registered at the first use.
-    `kind` is "forward" or "backward", `dtypes` are those of q and of k and v, `permuted`: rows are read by tables."""
+    `kind` is one of `KERNELS`, `dtypes` are those of q and of k and v, `permuted`: rows are read by tables."""
     import jax
 
     capsule: Any = jax.ffi.pycapsule

@@ -24,7 +24,7 @@ from frisket.lowering.aten.captured import folded
 from frisket.lowering.derive import Gradient, backward_of, norm_width
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, SHORT, WORDS
-from frisket.lowering.kernels.cpp.forward import CppArrays
+from frisket.lowering.kernels.cpp.forward import CppArrays, natural
 from frisket.lowering.kernels.cpp.tiles import long_runs, tiles
 from frisket.lowering.kernels.cpp.tiles import pays as products_pay
 from frisket.lowering.plan import (
@@ -50,8 +50,8 @@ def forward(
     inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, *, top: bool = False, softmax_stats: bool = False
 ) -> tuple[Any, ...]:
     """(out [batch, heads, q_len, v_dim], lse and top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
-    k, v [batch, kv_heads, kv_len, dim] of any strides, in one dtype; or k and v of 8 bits, or pools [pages, kv_heads,
-    page, dim]. lse and top are float32, float64 for float64; without `top` the third result is None. With
+    k, v [batch, kv_heads, kv_len, dim] of any strides, in one dtype. k and v may have 8 bits, or be pools [pages,
+    kv_heads, page, dim]. lse and top are float32, float64 for float64; without `top` the third result is None. With
     `softmax_stats` a fourth result is what the backward has to know of each row."""
     import torch
 
@@ -70,6 +70,37 @@ def forward(
     return (out, lse, peak, known) if softmax_stats else (out, lse, peak)
 
 
+def tangent(
+    inputs: KernelInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tangents: Sequence[Tensor | None],
+    *,
+    top: bool = False,
+    softmax_stats: bool = False,
+) -> tuple[Any, ...]:
+    """(out, lse, their tangents, top, softmax_stats), of which the last two may be None, given the tangents of q, k and
+    v, some of which may be None. One walk over the tiles computes all of them."""
+    import torch
+
+    g, kernel_call = inputs.geometry, launch_of(inputs, q.dtype, k.dtype)
+    copies: list[Tensor] = []
+    out, dout = (torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype) for _ in range(2))
+    lse, dlse = (torch.empty((g.batch, g.heads, g.q_len), dtype=kernel_call.real) for _ in range(2))
+    peak, known = torch.empty_like(lse) if top else None, None
+    if softmax_stats and inputs.target.precision == "ieee":  # a backward would multiply float32 otherwise
+        known = lse.new_empty((*lse.shape, norm_width(q.dtype, g.v_dim)))
+    for x in (out, dout):
+        huge(x)
+    sinks = _real(inputs.sinks, kernel_call.real)
+    words = [_at(sinks), lse.data_ptr(), _at(peak), _at(known), 0 if known is None else known.shape[3], 0, 0]
+    for x in (q, k, v, out, dout, *tangents):
+        words += NONE if x is None else _array(x, copies)
+    kernel_call.call("frisket_tangent", inputs, [*words, dlse.data_ptr(), 0])
+    return out, lse, dout, dlse, peak, known
+
+
 def backward(
     inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, Tensor]:
@@ -78,7 +109,8 @@ def backward(
     lse."""
     import torch
 
-    lse, softmax_stats = results.lse, results.softmax_stats
+    # the count of a weighted row's keys, which its cotangents know
+    lse, softmax_stats = results.lse, None if inputs.plan.weighted else results.softmax_stats
     if results.share is not None and softmax_stats is not None:
         softmax_stats = torch.stack([softmax_stats[..., 0], softmax_stats[..., 1] * results.share], -1)
         # a share of 0 tells the kernel to go by lse: where all weight is on other keys, it must say so too
@@ -110,13 +142,29 @@ def backward(
     return grads
 
 
-def lse_of(plan: LoopPlan, softmax_stats: Tensor, lse: Tensor) -> Tensor:
+def columns(inputs: KernelInputs, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+    """The weights exp(score - lse) of each key, summed over the queries of each head: [batch, heads, kv_len], float32,
+    float64 for float64."""
+    import torch
+
+    g, kernel_call = inputs.geometry, launch_of(inputs, q.dtype, k.dtype)
+    sums = torch.empty((g.batch, g.heads, g.kv_len), dtype=kernel_call.real)
+    copies: list[Tensor] = []
+    lse = _real(lse, kernel_call.real)
+    nothing = (0, 0, 0, 0)
+    words = [0, lse.data_ptr(), 0, 0, 0, 0, 0, *_array(q, copies), *_array(k, copies), *5 * nothing]
+    words += [sums.data_ptr(), *sums.stride()[:2], 1, 0, 0]
+    kernel_call.call("frisket_columns", inputs, words)
+    return sums
+
+
+def lse_of(inputs: KernelInputs, softmax_stats: Tensor, lse: Tensor) -> Tensor:
     """lse in float64, exact to the last bit of the scores, from lse and the forward's `softmax_stats`."""
     import torch
 
     top, share = softmax_stats[..., 0].double(), softmax_stats[..., 1].double().abs()
     known = share > 1e-30  # below, lse is the sink
-    exact = top * (1.0 if plan.score is not None else math.log(2.0)) - share.log()
+    exact = top * (1.0 if natural(inputs) else math.log(2.0)) - share.log()
     return torch.where(known, exact, lse.double())
 
 
@@ -128,19 +176,25 @@ def build(inputs: KernelInputs, dtype: Any, stored: Any) -> None:
         of_torch()
 
 
-def target(plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: bool = False) -> Target:
-    """The tiles of a call, or the caller's, and how float32 is multiplied: `exact`, by vectors alone."""
-    six = not exact and products_pay(g, dtype, narrow) and not lacking("amx")
+def target(
+    plan: Any, g: Geometry, dtype: str, tile: Any, narrow: bool, exact: bool = False, invariant: bool = False
+) -> Target:
+    """The tiles of a call, or the caller's, and how float32 is multiplied: `exact`, by vectors alone. Tiles of
+    `invariant` calls have as many keys whatever the lengths and the mask are."""
+    six = not (exact or invariant) and products_pay(g, dtype, narrow) and not lacking("amx")
     if six and plan is not None:  # do rows see long runs of keys? of masks of q - k alone, `narrow` has told the others
         mask = plan.mask if isinstance(plan, LoopPlan) else plan.simplified.mask
         six = mask is None or distance_only(mask) or long_runs(mask)
     block_q, block_k = tile or tiles(g, dtype, narrow, six)
-    return Target("cpp", block_q, block_k, precision="bf16x6" if six else "ieee")
+    if invariant and not tile:
+        block_k = tiles(g, dtype, is_local_window=True)[1]
+    return Target("cpp", block_q, block_k, precision="bf16x6" if six else "ieee", invariant=invariant)
 
 
 def call_target(plan: Any, g: Geometry, dtype: str, tile: Any, tuning: Any, device: Any, arch: Any) -> Target:
     """The target of a call of torch."""
-    return target(plan, g, dtype, tile, plan is not None and plan.narrow, tuning.precision == "ieee")
+    narrow = plan is not None and plan.narrow
+    return target(plan, g, dtype, tile, narrow, tuning.precision == "ieee", tuning.invariant)
 
 
 def text(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, *_: Any) -> tuple[str, Target]:
@@ -378,7 +432,7 @@ def repeat(inputs: KernelInputs, dtype: Any, stored: Any, table_names: Sequence[
     import torch
 
     kernel_call, g = launch_of(inputs, dtype, stored), inputs.geometry
-    slots, tables, paged = inputs.slots, inputs.tables, bool(inputs.plan.pages)
+    slots, tables, paged, weighted = inputs.slots, inputs.tables, bool(inputs.plan.pages), inputs.plan.weighted
     size, wide, width = (g.batch, g.heads, g.q_len, g.v_dim), g.head_dim == g.v_dim, norm_width(dtype, g.v_dim)
     pairs = 2 * g.batch * g.heads * g.q_len * g.kv_len
     short = pairs * (g.head_dim + g.v_dim) < SHORT
@@ -421,12 +475,22 @@ def repeat(inputs: KernelInputs, dtype: Any, stored: Any, table_names: Sequence[
         out = empty_like(q) if wide and q.is_contiguous() else q.new_empty(size)
         if large:
             huge(out)
-        to_lse = to_stats = 0
+        to_lse = to_count = to_stats = 0
         if saving:
             lse = q.new_empty(size[:3], dtype=kernel_call.real)
-            softmax_stats = lse.new_empty((*size[:3], width))
+            softmax_stats = lse.new_empty(size[:3] if weighted else (*size[:3], width))
             to_lse, to_stats = lse.data_ptr(), softmax_stats.data_ptr()
-        rows = 0 if sinks is None else sinks.data_ptr(), to_lse, 0, to_stats, width, 0, k.shape[0] if paged else 0
+            if weighted:  # the count of keys is in the place of the largest score
+                to_count, to_stats = to_stats, 0
+        rows = (
+            0 if sinks is None else sinks.data_ptr(),
+            to_lse,
+            to_count,
+            to_stats,
+            width,
+            0,
+            k.shape[0] if paged else 0,
+        )
         keys = at_k, kb, kh, kn, at_v, vb, vh, vn
         arrays = pack(*rows, at_q, qb, qh, qn, *keys, out.data_ptr(), *strides)
         common = head if short else THREADS.pack(*of_torch()) + record
@@ -439,7 +503,8 @@ def repeat(inputs: KernelInputs, dtype: Any, stored: Any, table_names: Sequence[
 
     def gradients(saved: tuple[Tensor, ...], dout: Tensor, needed: Sequence[bool]) -> list[Tensor | None] | None:
         q, k, v, out, lse, softmax_stats = saved
-        if "frisket_backward" not in kernel_call.kernel.functions:
+        # the cotangents of weighted rows are no kernel's
+        if weighted or "frisket_backward" not in kernel_call.kernel.functions:
             return None
         run, record = kernel("frisket_backward")
         if not all(x.dtype == kernel_call.real and x.is_contiguous() for x in (lse, softmax_stats)):

@@ -29,7 +29,7 @@ OLDEST = 90000  # of cuDNN, where its attention is as torch calls it
 
 @dataclass(frozen=True)
 class CudnnArguments:
-    """The arguments of cuDNN's attention beside q, k and v, of which keys [start, stop) are given."""
+    """The arguments of cuDNN's attention besides q, k and v, of which keys [start, stop) are given."""
 
     mask: SquareMask
     scale: float

@@ -9,12 +9,15 @@ from typing import Any
 
 from frisket.lowering.engines.flags import Flags
 from frisket.lowering.engines.forms import NO_CLAUSE
-from frisket.lowering.kernels.features import STORED, Features
+from frisket.lowering.kernels.features import NO_ORDER, ONLY_HOPPER, STORED, Features
 from frisket.lowering.plan import Geometry
 
 Tensor = Any
 OTHER_MASKS = f"`{{mask}}` {NO_CLAUSE}"
 LACKS: Features = {  # of every engine
+    **ONLY_HOPPER,
+    **NO_ORDER,
+    "weights": "pairs weigh what a formula says, and engines have the softmax alone",
     "dropout": "dropout is drawn by position, which generated kernels do",
     "device tables": "tables on a device are not looked at, so nothing is proved of them",
     **dict.fromkeys(STORED, "keys and values are as a cache stores them"),
@@ -45,7 +48,7 @@ class SquareMask:
         return tuple(x if self._all(x) else x[:, :, self.start : self.stop] for x in arrays)
 
     def whole(self, gradient: Tensor, of: Tensor) -> Tensor:
-        """The gradient of all keys from that of the valid ones: nobody sees the others."""
+        """The gradient of all keys from that of the valid ones: no query sees the others."""
         if self._all(of):
             return gradient
         padded = gradient.new_zeros(of.shape)
@@ -97,8 +100,8 @@ def gradients(
 def with_lse(dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
     """q, k, v, out and dout, wider by eight numbers, whose gradients in the first ones are those of out and lse.
 
-    A backward subtracts `sum(dout * out)` of a row from the products of dout and values; one more number, 1 in dout,
-    -dlse in out and 0 in the values, subtracts `- dlse` beside it: the gradient of lse by a score is its weight."""
+    A backward subtracts `sum(dout * out)` of a row from the products of dout and values. One more number, 1 in dout,
+    -dlse in out and 0 in the values, subtracts `- dlse` in addition: the gradient of lse by a score is its weight."""
     from torch.nn.functional import pad
 
     q, k, v, out, dout = (pad(x, (0, 8)) for x in (q, k, v, out, dout))  # engines take head dims in eights

@@ -1,8 +1,9 @@
-"""FlashAttention 4's own kernels for Hopper and Blackwell (`flash_attn.cute`), on tensors of torch: a mask is given as
+"""FlashAttention 4's own kernels for Hopper and Blackwell (`flash_attn.cute`), on tensors of torch. A mask is given as
 the engine's flags where it is one, and as code and tiles elsewhere."""
 
 from __future__ import annotations
 
+from frisket.lowering.architectures import FLASH_CHECKED
 from frisket.lowering.kernels.features import FLASH
 from frisket.runtime.backends.base import Backend, Executors, absent, neither_hopper_nor_blackwell
 from frisket.runtime.machine.modules import pip_install
@@ -10,7 +11,7 @@ from frisket.runtime.machine.modules import pip_install
 
 def reason(framework: str | None = None) -> str:
     """A reason why the kernels do not run here."""
-    why = absent("torch", "torch") or neither_hopper_nor_blackwell("the mask's code", "checked on")
+    why = absent("torch", "torch") or neither_hopper_nor_blackwell("the mask's code", "checked on", FLASH_CHECKED)
     return why or ("" if installed() else f"flash-attn-4 is not installed: {pip_install('flash')}")
 
 

@@ -1,12 +1,12 @@
 """Calls of FlashAttention 4 as data, and its tiles and heads: flags where they are the whole mask, else code.
 
 The engine's meanings, from its source (4.0.0b36, `flash_attn/cute/interface.py`): scores are scaled, modified, then
-masked; a row without a visible key, or whose scores are all -inf, has output 0 and lse -inf, with a sink its lse is the
+masked. A row without a visible key, or whose scores are all -inf, has output 0 and lse -inf. With a sink its lse is the
 sink; lse is a natural logarithm and holds the sink. With n queries and m keys, windows are counted from query i at key
 i + m - n, both ends inclusive. Keys past `seqused_k` move that corner too, so a prefix of keys comes without a window.
 Of pages that are no tile of keys, rows past `seqused_k` are not read; a page that is one is read whole.
 
-The engine walks a row's partial tiles and then its full ones, each from the last to the first, and looks at the ends of
+The engine walks a row's partial tiles and then its full ones, each from the last to the first. It looks at the ends of
 the sequences in the first tile of each walk only: lists ascend, and a last tile that is ragged is partial.
 
 Tiles and heads are those that the engine's own configuration asks block-sparse tensors for. A key tile of the lists is
@@ -27,7 +27,7 @@ from frisket.dsl.errors import BackendError, LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, free_names
 from frisket.dsl.types import FLOAT
 from frisket.grammar.memo import memo
-from frisket.lowering.architectures import WRITTEN, architecture_of
+from frisket.lowering.architectures import FLASH_CHECKED, architecture_of
 from frisket.lowering.engines.flags import Flags, flags_of
 from frisket.lowering.engines.forms import EngineForm, form_of
 from frisket.lowering.kernels.cute.mods import Mods, emit
@@ -50,7 +50,7 @@ INSTEAD = "take backend='triton'"
 
 @dataclass(frozen=True, eq=False)
 class FlashCall:
-    """Arguments of one direction of a call, beside the arrays. Either `mods` holds the mask and `tiles` says where it
+    """Arguments of one direction of a call, besides the arrays. Either `mods` holds the mask and `tiles` says where it
     is asked, or `left`, `right`, `used` and `documents` are the mask."""
 
     scale: float
@@ -167,7 +167,7 @@ def host_tables(plan: LoopPlan, spans: Any) -> dict[str, Any] | None:
 
 
 def _unless(flags: Flags, plan: LoopPlan) -> Flags | str:
-    """The flags, or why the engine has none of these."""
+    """The flags, or why the engine lacks these."""
     sides = [x for x in (flags.left, flags.right) if x is not None]
     if not all(isinstance(x, int) and x >= 0 for x in sides):
         return "windows are of one width, and hold the diagonal"
@@ -185,7 +185,7 @@ def unpaged(plan: LoopPlan, flags: Flags | str) -> str:
     adds 0 times what it loads: every key that it loads is seen by the last query."""
     if isinstance(flags, str):
         return f"reads pages where flags are the whole mask: {flags}"
-    if plan.score is not None or plan.weight is not None:
+    if plan.score is not None or plan.value_scale is not None:
         return "reads pages without score mods and scales"
     if flags.left is not None or flags.documents is not None:
         return "loads whole tiles of keys: those before a window or of other documents may be recycled pages, with NaN"
@@ -365,11 +365,11 @@ def call_target(
     device: Any = None,
     arch: str | None = None,
 ) -> Target:
-    """The target of a call; `dq` has the tiles of the backward. The engine has its own: a `tile` must be that."""
-    if arch and arch not in WRITTEN:
-        raise BackendError(f"FlashAttention 4 is checked on {' and '.join(WRITTEN)}, not {arch}; {INSTEAD}")
+    """The target of a call; `dq` has the tiles of the backward. The engine chooses its tiles: a `tile` must be that."""
+    if arch and arch not in FLASH_CHECKED:
+        raise BackendError(f"FlashAttention 4 is checked on {' and '.join(FLASH_CHECKED)}, not {arch}; {INSTEAD}")
     gpu = arch or architecture(device)
-    gpu = gpu if gpu in WRITTEN else WRITTEN[0]  # whose source can be printed anywhere
+    gpu = gpu if gpu in FLASH_CHECKED else FLASH_CHECKED[0]  # whose source can be printed anywhere
     if why := refused_heads(g, gpu):
         raise BackendError(f"{why}\n  {INSTEAD}")
     block = forward_block(g, gpu)

@@ -60,7 +60,7 @@ def refuses_gradients(plan: LoopPlan, g: Geometry, dtype: str, shapes: Any, grad
 
 
 def prepared(inputs: KernelInputs, device: Any, gradients: bool) -> FlashCall:
-    """The call of a direction, kept beside the plan of a step as long as slots and tables are the same objects."""
+    """The call of a direction, kept with the plan of a step as long as slots and tables are the same objects."""
 
     def new_call() -> FlashCall:
         return call_of(inputs, device, gradients=gradients)
@@ -94,7 +94,8 @@ def attend(call: FlashCall, g: Geometry, q: Tensor, k: Tensor, v: Tensor, sinks:
 def gradients(
     call: FlashCall, qkv: tuple[Tensor, ...], results: ForwardResults, cotangents: Cotangents, deterministic: bool
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, in their shapes. An lse that holds a sink gives the weights that are beside it."""
+    """Gradients of q, k and v, in their shapes. An lse that holds a sink gives the weights of the keys that share the
+    row with it."""
     from flash_attn.cute import interface
 
     arrays = [_laid(call, x) for x in (*qkv, results.out, cotangents.dout)]

@@ -1,8 +1,9 @@
 """Kernels of Gluon for Hopper and Blackwell, on tensors of torch: warp groups that load, and warp groups that compute.
-Their gradients are Triton's kernels."""
+Where the backend is named, one fused kernel computes gradients of q, k and v on Hopper; others are Triton's kernels."""
 
 from __future__ import annotations
 
+from frisket.lowering.architectures import WRITTEN
 from frisket.lowering.kernels.features import GLUON
 from frisket.runtime.backends.base import Backend, Executors, absent, neither_hopper_nor_blackwell
 
@@ -10,12 +11,15 @@ from frisket.runtime.backends.base import Backend, Executors, absent, neither_ho
 def reason(framework: str | None = None) -> str:
     """A reason why the kernels do not run here."""
     lacking = absent("torch", "torch") or absent("triton", "triton")
-    return lacking or neither_hopper_nor_blackwell("its source", "written for Hopper and Blackwell,")
+    return lacking or neither_hopper_nor_blackwell("its source", "written for Hopper and Blackwell,", WRITTEN)
 
 
 Backend(
     name="gluon",
-    kernels="kernels for Hopper and Blackwell, on Hopper in the place of Triton's where they are faster",
+    kernels=(
+        "kernels for Hopper and Blackwell; on Hopper they take the place of Triton's where they are faster. "
+        "The fused backward, by name alone, and queries of float8_e4m3fn are experimental: no device has run them"
+    ),
     language="gluon",
     reason=reason,
     package=__name__,

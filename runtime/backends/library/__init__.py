@@ -1,7 +1,7 @@
 """Library calls of torch, on the CPU, and of JAX, on every platform; the float64 reference, against which all others
 are checked."""
 
-from frisket.lowering.kernels.features import DENSE, GRADIENTS, XLA
+from frisket.lowering.kernels.features import ATEN, DENSE, GRADIENTS, XLA
 from frisket.runtime.backends.base import LIBRARY, NO_GRADIENTS, Backend, Executors, absent
 
 Backend(
@@ -14,6 +14,7 @@ Backend(
     tier=LIBRARY,
     platforms=("cpu",),
     exact_delta=True,
+    features=ATEN,
 ).register()
 Backend(
     name="xla",

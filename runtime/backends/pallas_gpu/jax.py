@@ -30,7 +30,7 @@ LOG2E = 1.4426950408889634
 
 def target(plan: LoopPlan, geometry: Geometry, dtype: str, tile: Block | None = None, narrow: bool = False) -> Target:
     """The tiles a Hopper starts from, 64 queries for each warpgroup. Where rows see few keys they are no smaller: what
-    a program takes beside its tiles is more than what smaller ones leave out. tanh is the machine's own unless
+    a program takes besides its tiles is more than what smaller ones leave out. tanh is the machine's own unless
     `jax_default_matmul_precision` is "highest", as in Triton's kernels."""
     import jax
 
@@ -50,7 +50,7 @@ def forward(
     inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
 ) -> tuple[jax.Array, ...]:
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
-    [batch, kv_len, kv_heads, dim] and sinks [heads]; with `lse_residual` the rounding error of lse too. Raises
+    [batch, kv_len, kv_heads, dim] and sinks [heads]. With `lse_residual` the rounding error of lse too. Raises
     LoweringError with the words of `refuses`."""
     plan, g, target, sinks, dtype = inputs.plan, inputs.geometry, inputs.target, inputs.sinks, str(q.dtype)
     if why := refuses(plan, g, dtype, inputs.table_shapes):
@@ -102,7 +102,7 @@ def backward(
     inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, Array]:
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
-    and dtype of the array; tables and slots of the plan ("t0", "s1") in float32.
+    and dtype of the array. Tables and slots of the plan ("t0", "s1") in float32.
 
     `out` and `lse` are the forward's: where there were sinks, lse includes them, and that is all of them needed
     here; their own gradient is the caller's. Equal calls give equal bits.

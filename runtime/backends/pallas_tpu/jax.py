@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     import jax
 
 TILES = (512, 512)
-LONG = 8192  # keys from where on a step takes twice as many: fewer steps, and what is computed beside a row is little
+LONG = 8192  # keys from where on a step takes twice as many: fewer steps, and little is computed besides a row
 SCALAR_BYTES = 256 * 1024  # of scalar memory that a table of pages may take: a quarter of what a core has
-HEADS_BYTES = 6 * 1024 * 1024  # of vector memory that the heads of a program may take beside their tiles
+HEADS_BYTES = 6 * 1024 * 1024  # of vector memory that the heads of a program may take besides their tiles
 KEY_BYTES = 1024  # of vector memory that a key and its value may take in a step of twice as many
-NARROW = (256, 256)  # of masks whose rows see one short run of keys: less is computed beside it
+NARROW = (256, 256)  # of masks whose rows see one short run of keys: less is computed outside of it
 DISTANCES = 1 << 20  # sums of one head that stay in a kernel's memory, 4 MiB
 Array = Any  # a jax.Array, traced or not
 Function: TypeAlias = Callable[..., Any]
@@ -72,7 +72,7 @@ def text(
     heads = together(g, dtype, target.block_q) if plan.mask is None or "h" not in uses(plan.mask) else 1
     options = pallas_tpu.ForwardOptions(sinks=sinks, program_heads=heads)
     source = pallas_tpu.emit(plan, target, g, dtype, options)
-    if g.kv_dtype or plan.weight is not None or plan.pages is not None:  # without gradients
+    if g.kv_dtype or plan.value_scale is not None or plan.pages is not None:  # without gradients
         return source, target
     return f"{source}\n\n{emitted.emit(plan, target, g, dtype, names)}", target
 
@@ -98,9 +98,9 @@ def forward(
     inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
 ) -> tuple[jax.Array, ...]:
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
-    [batch, kv_len, kv_heads, dim] or, where the plan has pages, [pages, tokens of a page, kv_heads, dim], and sinks
-    [heads], and with `lse_residual` the rounding error of lse. Raises LoweringError with the words of `refuses`, and
-    where the spans take more scalar memory than there is."""
+    [batch, kv_len, kv_heads, dim] and sinks [heads]. k and v are, where the plan has pages, [pages, tokens of a page,
+    kv_heads, dim]. With `lse_residual` it returns the rounding error of lse too. Raises LoweringError with the words of
+    `refuses`, and where the spans take more scalar memory than there is."""
     plan, geometry, target, dtype = inputs.plan, inputs.geometry, inputs.target, str(q.dtype)
     sinks, platform = inputs.sinks, inputs.platform
     if why := refuses(plan, geometry, dtype, inputs.table_shapes):
@@ -144,7 +144,7 @@ def _wide(dtype: str) -> int:
 
 
 def searches(walk: Walk) -> bool:
-    """Whether each step of a walk is looked up: a kernel of its own."""
+    """Whether each step of a walk is looked up: a separate kernel."""
     return isinstance(walk, pallas_walk.TpuSearch)
 
 
@@ -193,14 +193,14 @@ def backward(
     """The gradients of `grad_names`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
     dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again.
 
-    A gradient by position (`derive.Gradient` "scatter") takes float32 [q_len, kv_len] of memory beside its table.
-    Raises LoweringError with the words of `refuses_gradients`, and where the spans take more scalar memory than there
-    is."""
+    A gradient by position (`derive.Gradient` "scatter") takes float32 [q_len, kv_len] of memory in addition to its
+    table. Raises LoweringError with the words of `refuses_gradients`, and where the spans take more scalar memory than
+    there is."""
     plan, geometry, spans, dtype = inputs.plan, inputs.geometry, inputs.spans, str(q.dtype)
     if why := refuses_gradients(plan, geometry, dtype, inputs.table_shapes, grad_names):
         raise LoweringError(why)
     of_rows, dlse = (results.out, results.lse, results.lse_residual), cotangents.dlse
-    arrays = _prepared(plan.guard)((q, k, v), of_rows, (cotangents.dout, dlse))
+    arrays = _prepared(plan.guard, plan.weighted)((q, k, v), of_rows, (cotangents.dout, dlse))
     interpret, rolls, numbers = interpreter(inputs.platform), strided(inputs.platform), inputs.operands
     target = emitted.with_tiles(inputs.target)
     dq_target, dkv_target = target.dq or target, target.dkv or target
@@ -262,15 +262,19 @@ def refuses_gradients(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Sh
 
 
 @memo(group="kernels")
-def _prepared(guard: bool) -> Callable[..., Any]:
+def _prepared(guard: bool, weighted: bool) -> Callable[..., Any]:
     """(q, k, v, dout, lse, delta) as the kernels want them. Weights are exp(score - lse - lse_residual); the factor
     exp(-lse_residual) of a row, 1 but for large scores, is one of its cotangents. Where a row sees nothing lse is so
-    large that exp(score - lse) is 0, and its cotangents are 0, whatever comes."""
+    large that exp(score - lse) is 0, and its cotangents are 0, whatever comes. Of weighted rows neither out nor lse is
+    read, and delta takes the cotangent of the sum of weights off."""
     import jax
     import jax.numpy as jnp
 
     def prepared(qkv: tuple[Array, ...], of_rows: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Any:
         (q, k, v), (out, lse, residual), (dout, dlse), Float = qkv, of_rows, cotangents, jnp.float32
+        if weighted:
+            rows = jnp.zeros(lse.shape, Float)
+            return q, k, v, dout.astype(q.dtype), rows, rows if dlse is None else -dlse.astype(Float)
         delta = (dout.astype(Float) * out.astype(Float)).sum(-1).transpose(0, 2, 1)
         delta, lse = (delta if dlse is None else delta - dlse).astype(Float), lse.astype(Float)
         if guard:

@@ -29,7 +29,7 @@ ONE_SIZE = "values of {arrays.v_dim} numbers and keys of {arrays.head_dim}; SDPA
 
 @dataclass(frozen=True)
 class SdpaArguments:
-    """The arguments of torch's FlashAttention beside q, k and v, of which keys [start, stop) are given."""
+    """The arguments of torch's FlashAttention besides q, k and v, of which keys [start, stop) are given."""
 
     device: str  # "cpu" or "cuda"
     mask: SquareMask

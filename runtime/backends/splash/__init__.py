@@ -35,8 +35,8 @@ EMPTY_ROWS = "{flags}: some query sees no key, and splash attention has no resul
 
 @dataclass(frozen=True, eq=False)
 class SplashArguments:
-    """The arguments of splash attention beside q, k and v: a window of the whole call, None where all is visible, and
-    segment ids int32 [batch, length] of queries and keys, or None."""
+    """The arguments of splash attention besides q, k and v. These are a window of the whole call, None where all is
+    visible, and segment ids int32 [batch, length] of queries and keys, or None."""
 
     shape: tuple[int, int]
     window: tuple[int | None, int | None] | None

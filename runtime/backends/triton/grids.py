@@ -1,11 +1,11 @@
-"""The programs of a launch, whoever brings the arrays: grids, few queries in several parts, and long rows of tiles.
+"""The programs of a launch, for torch and JAX: grids, few queries in several parts, and long rows of tiles.
 
 Few queries: a program of the forward reads all keys that a tile of queries sees. With few queries most of the tile is
 empty, and there are fewer programs than the GPU can run at once. So a tile holds the queries of all heads that share a
-key head, and the visible tiles of keys are divided among several programs, whose results a second kernel combines.
+key head, and the visible tiles of keys are divided among several programs. A second kernel combines the results.
 
 Long rows: a row that sees many more tiles than the others is divided among several programs. Some masks have a few long
-rows beside many short ones: global tokens beside a window, say. One program would walk a long row while the rest of the
+rows and many short ones: global tokens and a window, say. One program would walk a long row while the rest of the
 GPU idles. The exact counts of a layout say which rows are long.
 """
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import COORDINATES, SCORE, SIZES, Expr, uses, walk
 from frisket.grammar.memo import memo
+from frisket.lowering.architectures import GPUS, H100
 from frisket.lowering.derive import Gradient, alone, backward_of
 from frisket.lowering.dtypes import DTYPES
 from frisket.lowering.kernels.triton import captured
@@ -34,7 +35,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource
 from frisket.runtime.plans.device import FlatPlan, Values
 
 from . import tiles as triton_tiles
-from .launch import GRID, Grid, LaunchStep, Shaped
+from .launch import GRID, Grid, LaunchStep, Shaped, dry_run
 
 EMPTY: Mapping[str, Any] = {}
 OF_KEYS = ("attention_dkv", "attention_dv")  # kernels that own keys and walk tiles of queries
@@ -44,10 +45,11 @@ DIAGONAL_ROWS = 16
 DIAGONAL_PARTS, ROOM = 8, 1 << 24  # the most parts of a block diagonal, and the most numbers in the sums of all parts
 
 
-def forward_plan(plan: LoopPlan, g: Geometry) -> LoopPlan:
+def forward_plan(plan: LoopPlan, g: Geometry, invariant: bool = False) -> LoopPlan:
     """The plan a forward kernel is printed for. A scale of 0 or less is applied score by score: the kernel that applies
-    it to the maximum needs max(x * scale) = max(x) * scale."""
-    return replace(plan, score=SCORE) if not g.scale > 0 and plan.score is None else plan
+    it to the maximum needs max(x * scale) = max(x) * scale. So is that of `invariant` calls, some of which may have
+    simplified their score mod away."""
+    return replace(plan, score=SCORE) if (invariant or not g.scale > 0) and plan.score is None else plan
 
 
 def backward_plan(plan: LoopPlan, g: Geometry) -> LoopPlan:
@@ -76,13 +78,15 @@ class KernelProgram(NamedTuple):
 
 class ForwardKind(NamedTuple):
     """The facts by which launches of one forward differ. `device_slots` have their values on the device, `row_max` and
-    `lse_residual` are results next to out and lse, and `described` arrays are read by tensor descriptors."""
+    `lse_residual` are results next to out and lse, and `described` arrays are read by tensor descriptors. With
+    `shared_values` values are the first numbers of keys, in the same memory."""
 
     device_slots: tuple[str, ...] = ()
     sinks: bool = False
     row_max: bool = False
     lse_residual: bool = False
     described: bool = False
+    shared_values: bool = False
 
     @property
     def optional(self) -> OptionalArrays:
@@ -93,17 +97,28 @@ class ForwardKind(NamedTuple):
         self, plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, dims: Dims, processors: int
     ) -> KernelProgram:
         """The kernels of a forward: of few queries, of rows of which some are long, or one kernel."""
-        few = shares(plan, spans, g, target, dims, processors)
+        of_few = replace(dims, shared_values=self.shared_values)
+        few = shares(plan, spans, g, target, of_few, processors)
         if few is not None:
-            return KernelProgram(
-                triton_forward.emit_decode, (few.text_target, dims, self.optional), few.flags, few.steps(g)
-            )
+            steps = of_weights(few.steps(g)) if plan.weighted else few.steps(g)
+            return KernelProgram(triton_forward.emit_decode, (few.text_target, of_few, self.optional), few.flags, steps)
         steps = [LaunchStep("attention_forward", target, of_forward(g, target), "rows")]
         parts = of_call(plan, spans, g, target, processors)
         if parts is not None:
             sums: dict[str, tuple[int, ...]] = {"Acc": (g.v_dim,), "Tops": (), "Totals": ()}
             steps = divided(steps[0], "attention_combine", g, parts, sums)
+            steps = of_weights(steps) if plan.weighted else steps
         return KernelProgram(triton_forward.emit, (target, dims, self.optional), {"listed": parts is not None}, steps)
+
+
+def of_weights(steps: list[LaunchStep]) -> list[LaunchStep]:
+    """The launches of a forward of weighted rows. Parts leave numbers of keys in the place of largest scores, and the
+    kernel that combines them reads slots and tables, by which it divides."""
+    first, *more = steps
+    leaves = dict(first.leaves)
+    if "Tops" in leaves:
+        leaves["Counts"] = leaves.pop("Tops")[0], np.int32
+    return [replace(first, leaves=leaves), *(replace(step, side="rows") for step in more)]
 
 
 def of_backward(
@@ -169,7 +184,7 @@ def of_plane(g: Geometry, side: int, shared: str) -> Grid:
 
 def plane(gradient: Gradient, shape: Sequence[int], g: Geometry, slots: Values) -> str | None:
     """The axes "b" and "h" that share the entries of a table, where every query and key, and each of the other axes,
-    has entries of its own; None where two may meet in one entry."""
+    has separate entries. None where two may meet in one entry."""
     entries = zip(gradient.index, shape, strict=True)
     axes = {n for e, size in entries if (n := _apart(e, size, g, slots))}
     if not {"q", "k"} <= axes:
@@ -198,8 +213,8 @@ def _apart(entry: Expr, size: int, g: Geometry, slots: Values) -> str | None:
 
 
 class CapturedLaunch(NamedTuple):
-    """A launch of a kernel of captured gradients, of the text that `emit` writes of the plan, the tile and `parts`, and
-    the name and shape of its result, which begins as 0 where it is `zeroed`."""
+    """A launch of a kernel of captured gradients, of the text that `emit` writes of the plan, the tile and `parts`.
+    Also the name and shape of its result, which begins as 0 where it is `zeroed`."""
 
     emit: Callable[..., str]
     parts: tuple[Any, ...]
@@ -271,7 +286,7 @@ class CapturedKernels:
 
     def plane(self, gradient: Gradient) -> str | None:
         """The axes "b" and "h" that share a place of the table, where every query and key, and what of the two is left,
-        has a place of its own; None where that is not so or not known."""
+        has a separate place. None where that is not so or not known."""
         return plane(gradient, self.tables[gradient.source].shape, self.geometry, self.slots)
 
 
@@ -284,13 +299,13 @@ def of_host(x: Any) -> bool:
 
 PACK = 64  # queries of one head that fill a tile: from here on heads are not packed, unless FULLER says so
 FILLED = 0.8  # share of the slots (programs that run at once): with this many programs nothing is split
-# Prompts over EVEN_KEYS times as many keys have rows of tiles of about one length, and wait for products: WAVES waves
+# Prompts over EVEN_KEYS times as many keys make rows of about one length, and wait for products: WAVES waves
 # of their programs are not split. Heads are packed where one alone fills less than FULLER of what packed heads fill.
 EVEN_KEYS, WAVES, FULLER = 4, 4, 0.9
 LEAST_TILES = 4  # so few tiles of 64 keys are not worth splitting
 MOST = 256  # parts of a row
-# Sequences have parts in proportion to the tiles that they see where three things hold: to read the longest row of
-# tiles costs at least RAGGED times what the results of a part cost; one head has at most MOST_ROWS rows; and the
+# Sequences have parts in proportion to the tiles that they see where three things hold. To read the longest row of
+# tiles costs at least RAGGED times what the results of a part cost. One head has at most MOST_ROWS rows. The
 # longest sequence sees more than EVEN times the mean. By the model of benchmarks/gpu_sim, one sequence of 128k tokens
 # among 31 of 1k would take 10 times as long without. Sequences of equal length take 1 to 6 % longer with it, and 9 %
 # with int8 in pages of 16, where ptxas gives a thread 168 registers, not 255. MOST_ROWS rows of MOST parts, and one
@@ -366,19 +381,20 @@ def shares(
     are not packed and there are enough programs. Reads nothing from a device."""
     if target.splits == 1:
         return None
-    pack = packed(plan, dims) if _whole_groups(g) else 1
+    latent = latent_tile(plan, g, target, dims)
+    pack = packed(plan, dims, latent.block_q if latent else 0) if _whole_groups(g) else 1
     even = g.kv_len >= EVEN_KEYS * g.q_len  # rows of tiles see about as much as one another
-    most = rows_of_a_tile(dims)
+    most = latent.block_q if latent else rows_of_a_tile(dims)
     # a text may be asked for without a query
     if g.q_len >= PACK and not (
         even and _used(g.q_len, target.block_q) < FULLER * _used(g.q_len, max(1, most // pack))
     ):
         pack = 1
     most = most if pack > 1 or most < PACK // 2 else target.block_q  # larger heads have few rows
-    rows = max(min(most, padded(g.q_len * pack)), padded(pack))
+    rows = latent.block_q if latent else max(min(most, padded(g.q_len * pack)), padded(pack))
     queries = rows // pack
     programs = -(-g.q_len // queries) * g.batch * g.heads // pack
-    decode_target = _hurried(target.decode or target, dims, rows, plan.pages is not None)
+    decode_target = latent or _hurried(target.decode or target, dims, rows, plan.pages is not None)
     block = (target.block_q if g.q_len <= min(queries, target.block_q) else queries), decode_target.block_k
     splits, slots = target.splits, processors * (BLOCKS if decode_target.num_warps == 4 else 1)
     if not splits:
@@ -390,12 +406,27 @@ def shares(
         read, tile, results = _costs(g, dims, rows, decode_target.block_k)
         short = tiles * decode_target.block_k <= LEAST_TILES * 64
         splits = 1 if short else parts(programs, slots, tiles, tile, results, waves)
+        if latent and rows >= PACK and not short:
+            splits = max(splits, 2)  # the sums leave no registers for results of whole rows
         long = tiles * read >= RAGGED * results and g.batch * -(-g.q_len // queries) <= MOST_ROWS
         if long and ragged(plan, spans, g, block):
             return Shares(replace(decode_target, block_q=rows, splits=splits), queries, pack, block, balanced=True)
         if splits == 1 and (short or pack == 1):
             return None
     return Shares(replace(decode_target, block_q=rows, splits=splits), queries, pack, block)
+
+
+def latent_tile(plan: LoopPlan, g: Geometry, target: Target, dims: Dims) -> Target | None:
+    """The target of few queries whose values are the first numbers of keys. It has the tile with the fewest rows of
+    which two hold all queries that share a key head, else the one with the most. None where other values' tiles
+    serve."""
+    decode_target = target.decode or target
+    if not (decode_target.latent and dims.values_in_keys and not target.fixed):
+        return None
+    heads = 1 if plan.uses_head or not _whole_groups(g) else dims.group
+    tiles = decode_target.latent
+    rows, keys, warps, stages = next((x for x in tiles if g.q_len * heads <= 2 * x[0]), tiles[-1])
+    return replace(decode_target, block_q=rows, block_k=keys, num_warps=warps, num_stages=stages)
 
 
 def ragged(plan: LoopPlan, spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> bool:
@@ -421,12 +452,12 @@ def _costs(g: Geometry, dims: Dims, rows: int, keys: int) -> tuple[int, int, int
     """The costs of reading a tile of keys, of a tile, and of a part's results, which are written once and read once. A
     cost is a number of bytes; that of a tile is its bytes, or the bytes that could be read while it is multiplied."""
     width = g.head_dim + g.v_dim
-    read = keys * width * dims.kv_bytes
+    read = keys * (g.head_dim if dims.values_in_keys else width) * dims.kv_bytes
     return read, max(read, keys * width * 2 * rows // FLOP), 8 * rows * (g.v_dim + 2)
 
 
 def _whole_groups(g: Geometry) -> bool:
-    """Whether the call begins with the first head of a group, as the call of every shard does: h // group is then the
+    """Whether the call begins with the first head of a group, as the call of every shard does. Then h // group is the
     same for all heads in a tile."""
     first = g.origin[1]
     return not of_host(first) or int(first) % (g.heads // g.kv_heads) == 0
@@ -468,6 +499,10 @@ def parts(programs: int, slots: int, tiles: int, tile: int, results: int, waves:
 
 
 def processors(device: Any) -> int:
+    dry = dry_run.get()
+    if dry is not None and dry.arch:
+        return GPUS[dry.arch].processors or H100.processors
+    device = device if dry is None else dry.device
     return triton_tiles.processors(device) if device.type == "cuda" else INTERPRETED
 
 
@@ -531,7 +566,7 @@ def of_call(
     plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, processors: int, *, walked: bool = False
 ) -> RowParts | None:
     """The programs of a launch that walks rows of tiles, or `walked` columns, where some are long and the host knows
-    their lengths; None where there is a program for each row."""
+    their lengths. None where there is a program for each row."""
     if target.splits == 1 or target.order == "forward" or spans is None:
         return None
     if plan.mask is None or (plan.bounds is not None and not walked):

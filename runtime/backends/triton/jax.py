@@ -58,7 +58,7 @@ def forward(
     inputs: KernelInputs, q: jax.Array, k: jax.Array, v: jax.Array, *, lse_residual: bool = False
 ) -> tuple[jax.Array, ...]:
     """(out [batch, q_len, heads, v_dim], lse and top float32 [batch, heads, q_len]) from q [batch, q_len, heads, dim]
-    and k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them, or where the plan has pages [pages,
+    and k, v [batch, kv_len, kv_heads, dim], as in `lowering.xla.forward`. Where the plan has pages, k and v are [pages,
     tokens of a page, kv_heads, dim]. With `lse_residual` a fourth array is the rounding error of lse.
 
     Anything that holds values may be traced; shapes are the host's. `spans` may be None where the plan has closed-form
@@ -67,7 +67,10 @@ def forward(
     import jax.numpy as jnp
 
     g, target, sinks = inputs.geometry, inputs.target, inputs.sinks
-    dims, plan = _fit(inputs, str(q.dtype), str(k.dtype)), triton_grids.forward_plan(inputs.plan, g)
+    dims, plan = (
+        _fit(inputs, str(q.dtype), str(k.dtype)),
+        triton_grids.forward_plan(inputs.plan, g, inputs.target.invariant),
+    )
     row = (g.batch, g.heads, g.q_len), np.float32
     results: dict[str, Any] = {"Out": ((g.batch, g.q_len, g.heads, g.v_dim), q.dtype), "Lse": row, "Top": row}
     results |= {"Low": row} if lse_residual else {}
@@ -98,7 +101,9 @@ def backward(
     arrays = {"Q": q, "K": k, "V": v, "Out": results.out, "DOut": cotangents.dout.astype(q.dtype)}
     arrays["Lse"] = results.lse.astype(np.float32)
     arrays["Low"] = jnp.zeros_like(arrays["Lse"]) if residual is None else residual.astype(np.float32)
-    if dlse is not None:
+    if plan.weighted:  # out and lse are not read: dout is that of rows before their division
+        arrays["Stats"] = jnp.zeros_like(arrays["Lse"]) if dlse is None else dlse.astype(np.float32)
+    elif dlse is not None:
         arrays["DLse"] = dlse.astype(np.float32)
     source = _source(triton_backward.emit, plan, target, dims, grad_names, dlse=dlse is not None)
     totals = triton_backward.sums(plan, grad_names)
@@ -251,7 +256,7 @@ class JaxTritonCall:
     @cached_property
     def form(self) -> Form:
         known = arguments(self.plan)
-        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
+        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.value_scale) if e is not None]
         wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
         aligned = set()
         for name in wide & self.tables.keys():
@@ -311,7 +316,7 @@ kernels_of = memo(group="kernels")(triton_module.parameters)
 
 @memo(1024)
 def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[str, ...]) -> tuple[Any, JaxEntry]:
-    """A kernel of a module through its entry, which stands behind it in a module of its own."""
+    """A kernel of a module through its entry, which stands behind it in a separate module."""
     entry = triton_module.entry(kernel, kernels_of(source)[kernel], plan, form, results)
     return getattr(loaded_kernels(f"{source}\n\n{entry.text}"), entry.name), entry
 

@@ -32,7 +32,7 @@ from .launch import blocks
 
 call_target, target, pays = tiles.target, tiles.jax_target, tiles.pays
 # int32; what else begins with a capital and is no array is float32
-INTEGERS = ("Spans", "Count", "Order", "SliceOf", "Parts", "Rows", "At")
+INTEGERS = ("Spans", "Count", "Order", "SliceOf", "Parts", "Rows", "At", "Counts")
 QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
 
 
@@ -45,7 +45,7 @@ def text(
     learned: Collection[str] = (),
     spans: SpanSource | None = None,
 ) -> tuple[str, Target]:
-    """The module's text and the target it runs with. `learned` are the user's names of what gradients flow to beside
+    """The module's text and the target it runs with. `learned` are the user's names of what gradients flow to besides
     the arrays; `spans` say which rows of tiles are long, so that a call divides them."""
     dims = dims_of(plan, g, dtype, learned)
     at = spans if g.q_len >= PACK else None  # a step of decoding is shown as where queries see all keys
@@ -70,9 +70,9 @@ def dims_of(plan: LoopPlan, g: Geometry, dtype: str, learned: Collection[str] = 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The resources that one kernel takes of one machine: a tile of `block_q` queries and `block_k` keys, registers of
-    a thread, `spills` in bytes of stack per thread, `shared` in bytes of a block, of `shared_limit`, and `mma`, the
-    matrix instructions in its text."""
+    """The resources that one kernel takes of one machine. They are a tile of `block_q` queries and `block_k` keys,
+    registers of a thread, `spills` in bytes of stack per thread, `shared` in bytes of a block, of `shared_limit`. `mma`
+    are the matrix instructions in its text."""
 
     kernel: str
     arch: str
@@ -121,7 +121,8 @@ Reports = Iterator[KernelReport]
 def check_compiles(arch: str) -> None:
     """Raise where no kernel can be compiled for `arch`."""
     if arch not in GPUS:
-        raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(GPUS)}")
+        known = f"{', '.join(GPUS)}\n  `frisket doctor` says which GPUs these are"
+        raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {known}")
     if not find_spec("triton"):
         raise BackendError(f"triton is not installed: {pip_install('triton')}")
 
@@ -135,9 +136,17 @@ def compiled_for(arch: str, kernel: Any, plan: LoopPlan, target: Target, dims: D
     types, constants = signature(kernel, plan, target, dims)
     aligned = [type[0] == "*" or (n.startswith("stride_") and n not in constants) for n, type in types.items()]
     hints: dict[tuple[int, ...], Any] = {(i,): [["tt.divisibility", 16]] for i, hint in enumerate(aligned) if hint}
+    if GPUS[arch].vendor == "amd":  # its launcher says of arrays below 2 GiB that offsets have 32 bits
+        for i, type in enumerate(types.values()):
+            hints.get((i,), []).extend([["tt.pointer_range", 32]] * (type[0] == "*"))
     gpu = GPUTarget(*GPUS[arch].compiler)
-    options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
-    return triton.compile(ASTSource(kernel, types, constants, hints), target=gpu, options=options)
+    try:
+        return triton.compile(ASTSource(kernel, types, constants, hints), target=gpu, options=target.options)
+    except triton.TritonError as error:
+        if re.search(r"Value '\S+' is not defined for option 'gpu-name'", str(error)):
+            reason = f"the assembler of Triton {triton.__version__} does not know {arch}; install a newer Triton"
+            raise BackendError(reason) from None  # whose text is the whole kernel
+        raise
 
 
 def signature(
@@ -171,18 +180,22 @@ def signature(
 
 
 def resources(compiled: Any, mma: str) -> tuple[int, int, int]:
-    """(registers, bytes of stack, matrix instructions) by the cuobjdump that comes with Triton."""
+    """(registers, bytes of stack, matrix instructions) by the cuobjdump that comes with Triton. Matrix instructions are
+    those of the PTX where it cannot disassemble, as Triton 3.6 cannot for sm_121."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:  # cuobjdump reads no pipe
         file.write(compiled.asm["cubin"])
         file.flush()
-        commands = ([str(tool), what, file.name] for what in ("-res-usage", "-sass"))
-        usage, sass = (subprocess.run(x, capture_output=True, text=True, check=True).stdout for x in commands)
-    usages = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+        usage, sass = (
+            subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=what != "-sass")
+            for what in ("-res-usage", "-sass")
+        )
+    usages = re.findall(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    products = len(re.findall(mma, sass.stdout)) if sass.returncode == 0 else compiled.asm["ptx"].count("mma.sync")
     # a cubin may hold other functions too, and the largest of them counts
-    return max(int(r) for r, _ in usages), max(int(s) for _, s in usages), len(re.findall(mma, sass))
+    return max(int(r) for r, _ in usages), max(int(s) for _, s in usages), products
 
 
 def _amd(compiled: Any, mma: str) -> tuple[int, int, int]:

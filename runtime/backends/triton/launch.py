@@ -7,10 +7,11 @@ with the tensors: `run(context.values(slots, tables), {"Q": q, "K": k, "V": v, "
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -25,7 +26,7 @@ from frisket.lowering.kernels.triton.module import near as near_rows
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, TableUse
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.runtime.calls.arrays import uploaded
+from frisket.runtime.calls.arrays import capturing, keep_for_graphs, uploaded
 from frisket.runtime.machine.modules import load_from_file
 from frisket.runtime.plans.device import Values
 
@@ -48,6 +49,26 @@ class TooLargeError(BackendError):
 
     kernel, share, fixed = "", 1.0, False
 
+
+class CompileJob(NamedTuple):
+    """A kernel that a launch needs: a function of Triton, and `compile`, which compiles it for the launch's arguments
+    or finds it."""
+
+    function: Any
+    compile: Callable[[], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class DryRun:
+    """A run of calls on tensors without memory, as on a device of torch or on a GPU of `arch` that is not here.
+    Launches run nothing, and add to `jobs`."""
+
+    device: Any = None
+    arch: str = ""
+    jobs: list[CompileJob] = field(default_factory=list)
+
+
+dry_run: ContextVar[DryRun | None] = ContextVar("dry run", default=None)  # see `ahead`
 
 # equal texts are one kernel: what Triton compiled for one serves all
 loaded_kernels = memo(group="kernels")(load_from_file)
@@ -176,8 +197,8 @@ class LaunchContext:
         return fits
 
     def values(self, slots: Values, tables: Values) -> KernelArgs:
-        """The values that kernels read. Of read-only mappings, which are those of many calls, they are made once;
-        what is one call's own is not held, for its tensors may hold the graph of a step."""
+        """The values that kernels read. Of read-only mappings, which are those of many calls, they are made once.
+        What is one call's own is not held, for its tensors may hold the graph of a step."""
         cached = self._cached
         if cached is not None and cached.sources[0] is slots and cached.sources[1] is tables:
             return cached
@@ -227,6 +248,11 @@ def origin(g: Geometry, device: Any) -> dict[str, Any]:
     else:
         starts = [int(s) for s in starts]
     return {f"{n}_origin": x for n, x in zip("bhqk", (int(b), int(h), *starts))} | {"ORIGIN_PER_BATCH": per_batch}
+
+
+def shares_values(k: Tensor, v: Tensor) -> bool:
+    """Whether values are the first numbers of keys, in the same memory: `v` is `k[..., : v.shape[3]]`."""
+    return bool(k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.shape[3] >= v.shape[3])
 
 
 def far(*tensors: Tensor) -> bool:
@@ -291,9 +317,9 @@ def _readable(use: TableUse, table: Tensor) -> Tensor:
 class Launch:
     """A kernel with all of its arguments but those a call brings: tensors, and the values of slots and tables.
 
-    At every launch Triton asks again which of its compiled kernels the arguments want: by their types, by whether
-    pointers and strides are divisible by 16 and by which strides are 1. All of that is decided by the types and
-    strides of a call's tensors and by how their pointers are aligned; where those were seen before, the kernel is
+    At every launch Triton asks again which of its compiled kernels the arguments want. It goes by their types, by
+    whether pointers and strides are divisible by 16 and by which strides are 1. All of that is decided by the types and
+    strides of a call's tensors and by how their pointers are aligned. Where those were seen before, the kernel is
     known and is run at once.
     """
 
@@ -302,11 +328,12 @@ class Launch:
     ) -> None:
         """The launch of a kernel of the module. `spans` are asked if it reads a table of them."""
         kernel, plan, device, target = module.kernels[step.name], context.plan, context.device, step.tile
-        runs_here(kernel, device)
+        if dry_run.get() is None:
+            runs_here(kernel, device)
         self.step, self.kernel, self.grid = step, kernel, (*step.grid, 1, 1)[:3]
         _check_grid(self.grid)
         self.tile, self.fixed = (target.block_q, target.block_k), target.fixed
-        self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
+        self.options = target.options
         self.device: Any = device if device.type == "cuda" else None
         self.narrow = _narrow() if self.device else None
         at = {n: i for i, n in enumerate(kernel.arg_names)}
@@ -339,10 +366,12 @@ class Launch:
         self.pointers = [at[n] for n in (*self.names, *read, *moving)]
         self.near = at.get("NEAR")
         self.rows = [(i, axis) for i, t in enumerate(uses) if (axis := of_rows.get(t.name)) is not None]
-        self.pool = (at["pool"], self.names.index("K")) if "pool" in at else None  # its pages are counted at every call
+        of_keys = (i for i, n in enumerate(self.names) if n in ("K", "K0"))
+        self.pool = (at["pool"], next(of_keys)) if "pool" in at else None  # its pages are counted at every call
         self.numbers = [at[n] for n in numbers]
         filled = {*self.pointers, *self.numbers, *(self.pool or ())[:1], self.near}.union(*self.strides, *self.extents)
         self.blank: list[Any] = [None if i in filled else fixed[n] for n, i in at.items()]
+        self.spills = 0  # registers of a thread, by Triton, of the kernels that were launched
         self.known: dict[Any, tuple[Any, list[Any], list[tuple[int, int, list[int], list[int]]]]] = {}
 
     def __call__(self, values: KernelArgs, *tensors: Tensor) -> None:
@@ -357,6 +386,8 @@ class Launch:
 
     def _run(self, values: KernelArgs, tensors: tuple[Tensor, ...]) -> None:
         operands = (*tensors, *values.tensors)
+        if capturing(self.device):
+            keep_for_graphs(self)
         if self.span_key is not None:
             span_tensors = values.span_tensors.get(self.span_key)
             if span_tensors is None:
@@ -410,7 +441,12 @@ class Launch:
             arguments[i] = x
         for i, at, block in self.blocks:
             arguments[at] = self.described(operands[i], block)
-        from triton import OutOfResources  # type: ignore[import-untyped]
+        if (dry := dry_run.get()) is not None:
+            compile = partial(self.kernel.warmup, *arguments, grid=self.grid, **self.options)
+            dry.jobs.append(CompileJob(self.kernel, compile))
+            return
+        from triton import OutOfResources, TritonError  # type: ignore[import-untyped]
+        from triton.runtime.errors import InterpreterError  # type: ignore[import-untyped]
 
         try:
             compiled = self.kernel[self.grid](*arguments, **self.options)
@@ -419,12 +455,18 @@ class Launch:
             refused.kernel, refused.fixed = self.kernel.__name__, self.fixed
             refused.share = error.limit / error.required
             raise refused from error
+        except (TritonError, RuntimeError) as error:
+            compiles = isinstance(error, TritonError) or "PassManager" in str(error)  # others are the driver's
+            if not compiles or isinstance(error, InterpreterError):
+                raise
+            raise BackendError(self._not_compiled(error)) from error
         if compiled is None:  # the interpreter has no compiled kernel to run again
             return
         warm = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in arguments]
         shapes = [(i, at, arguments[at].shape, arguments[at].strides) for i, at, _ in self.blocks]
         for _, at, _ in self.blocks:
             warm[at] = None  # the descriptor holds a tensor
+        self.spills = max(self.spills, int(getattr(compiled, "n_spills", None) or 0))
         remember(self.known, key, (compiled[self.grid], warm, shapes), KEPT)
 
     def blocks_of(self, g: Geometry, target: Target) -> dict[str, Block]:
@@ -434,6 +476,14 @@ class Launch:
     def described(self, x: Tensor, block: Block) -> Any:
         """The tensor descriptor of an array, in the kernel's language."""
         return descriptor(x, block)
+
+    def _not_compiled(self, error: Exception) -> str:
+        queries, keys = self.tile
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return (
+            f"Triton cannot compile {self.kernel.__name__} in tiles of {queries} queries x {keys} keys: {lines[-1]}\n"
+            "  give another tile, tile=(64, 32), or take backend='aten'; please report the mask and the shapes"
+        )
 
     def _too_large(self, error: Any) -> str:
         (queries, keys), unit = self.tile, "bytes of " if error.name == "shared memory" else ""
@@ -499,8 +549,8 @@ def blocks(dims: Geometry | Dims, target: Target) -> dict[str, Block]:
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether tensor descriptors can have the strides of these arrays [batch, heads, length, dim]: 1 along the head
-    dimension, else multiples of 16 bytes, where there is more than one entry."""
+    """Whether tensor descriptors can have the strides of these arrays [batch, heads, length, dim]. They are 1 along the
+    head dimension, else multiples of 16 bytes, where there is more than one entry."""
     steps = [s * x.itemsize for x in tensors for n, s in zip(x.shape[:3], x.stride()) if n != 1]
     return all(x.stride(3) == 1 for x in tensors) and all(s > 0 and s % 16 == 0 for s in steps)
 

@@ -19,11 +19,12 @@ from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs, Names, SpanSource
 from frisket.runtime.plans.device import Values
 
-from . import grids
+from . import ahead, grids
 from . import launch as launches
 from .grids import EMPTY, CapturedLaunch
 
 Tensor = Any
+compiles = ahead.compile_together
 sums_of = memo(group="kernels")(triton_backward.sums)  # asked at every call
 Make = Callable[[], Any]  # lays out the launches of calls of one kind
 Results = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]  # of a forward
@@ -41,9 +42,10 @@ class BackwardKind(NamedTuple):
 def forward(
     inputs: KernelInputs, q: Tensor, k: Tensor, v: Tensor, *, top: bool = False, softmax_stats: bool = False
 ) -> Results:
-    """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None), with
-    `softmax_stats` also the rounding error of lse, for torch tensors of any strides, q [batch, heads, q_len, head_dim]
-    and k, v [batch, kv_heads, kv_len, dim], or where the plan has pages [pages, kv_heads, tokens of a page, dim].
+    """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None). With
+    `softmax_stats` also the rounding error of lse. It takes torch tensors of any strides, q [batch, heads, q_len,
+    head_dim] and k, v [batch, kv_heads, kv_len, dim]. Where the plan has pages k and v are [pages, kv_heads, tokens,
+    dim].
 
     Spans may be None where the plan has closed-form bounds. Runs on CUDA and ROCm devices, and on the CPU in
     Triton's interpreter; BackendError where neither is possible.
@@ -55,7 +57,8 @@ def forward(
     values = context.values(inputs.slots, inputs.tables)
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
     described = target.descriptors and aligned and context.describes(q, k, v)
-    kind = grids.ForwardKind(values.device_slots, sinks is not None, top, softmax_stats, described)
+    shared = launches.shares_values(k, v)
+    kind = grids.ForwardKind(values.device_slots, sinks is not None, top, softmax_stats, described, shared)
     return launched(context, kind, partial(_forward_program, context, spans, kind), values, (q, k, v), sinks)
 
 
@@ -71,7 +74,8 @@ def launched(
     import torch
 
     g, (q, k, v) = context.geometry, qkv
-    out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
+    dtype = torch.bfloat16 if q.itemsize == 1 else q.dtype
+    out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
     tensors = {"Q": q, "K": k, "V": v, "Out": out, "Lse": lse}
     if kind.row_max:
@@ -88,7 +92,7 @@ def launched(
 def _forward_program(
     context: launches.LaunchContext, spans: SpanSource | None, kind: grids.ForwardKind
 ) -> launches.LaunchSequence:
-    g, plan = context.geometry, grids.forward_plan(context.plan, context.geometry)
+    g, plan = context.geometry, grids.forward_plan(context.plan, context.geometry, context.target.invariant)
     dims, processors = context.dims(kind.device_slots), grids.processors(context.device)
     check_keys(dims, context.device)
     target = replace(context.target, descriptors=kind.described and triton_forward.describable(plan, dims))
@@ -117,10 +121,12 @@ def backward(
     inputs: KernelInputs, q: Any, k: Any, v: Any, results: ForwardResults, cotangents: Cotangents, *, grad_names: Names
 ) -> dict[str, Tensor]:
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `grad_names`: "q", "k", "v" in the shape
-    and dtype of the array, contiguous; tables and slots of the plan ("t0", "s1") in float32.
+    and dtype of the array, contiguous. Tables and slots of the plan ("t0", "s1") in float32.
 
     q, k, v, out and dout have any strides. Where there were sinks, lse includes them, and that is all of them needed
     here; their own gradient is the caller's. A share of the weights is not read: it is in lse and its rounding error.
+    Of weighted rows out and lse are not read: dout is that of the rows before their division, and dlse the cotangent of
+    the sums of weights.
     Equal calls give equal bits; unless the inputs are `deterministic`, gradients of tables that are read by position
     may be added up in any order.
     """
@@ -135,6 +141,8 @@ def backward(
         return {n: x.zero_() for n, x in grads.items()} | _zeros(values, tables, lse)
     # strides of 0: zeros of the shape without its memory
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
+    if dlse is None and dout.stride(3) == 0:
+        dout = dout.contiguous()  # the gradient of a sum: the kernels for dense cotangents serve it
     if launches.far(q, k, v, out, dout):
         backward_tiles = target.dq, target.dkv, target.dv, triton_backward.DELTA, triton_captured.square(target)
         rows = max(side for t in backward_tiles for side in ((t or target).block_q, (t or target).block_k))
@@ -142,12 +150,16 @@ def backward(
     context = launches.bound(inputs.plan, inputs.spans, g, target, q, k)
     read = context.values(slots, tables)
     kind = BackwardKind(read.device_slots, grad_names, dlse is not None, _described(context, q, k, v, dout))
-    stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
+    dlse = None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg()
+    if inputs.plan.weighted:
+        stats = torch.zeros(lse.shape, dtype=torch.float32, device=q.device) if dlse is None else dlse
+    else:
+        stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
     lse_residual = torch.zeros_like(lse) if results.lse_residual is None else lse_residual_of(results.lse_residual)
     tensors = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout, **{f"D{n.upper()}": x for n, x in grads.items()}}
     tensors |= {"Lse": lse.contiguous(), "Low": lse_residual.contiguous(), "Stats": stats}
     if dlse is not None:
-        tensors["DLse"] = dlse.to(torch.float32).contiguous().resolve_neg()
+        tensors["DLse"] = dlse
     totals = sums_of(grids.backward_plan(inputs.plan, g), grad_names) if values else []
     shapes = grids.shapes_of(totals, g)
     tensors |= {n: torch.empty(x, dtype=torch.float32, device=q.device) for n, x in shapes.items()}
@@ -207,7 +219,8 @@ def captured(
     """One buffer for each of `gradients`, in their order, float32 and of the shape `derive.Gradient` describes.
 
     `stats` is float32 [batch, heads, q_len, 4], contiguous, as `attention_delta` writes it: of every row lse in log2
-    units, the factor of its weights, and delta. q, k, v and dout have any strides, and one dtype.
+    units, the factor of its weights, and delta. Of weighted rows [batch, heads, q_len], the cotangent of the sum of
+    weights. q, k, v and dout have any strides, and one dtype.
 
     Equal calls give equal bits where the inputs are `deterministic`. Elsewhere tables that are read at any places are
     added to with atomics in float32, in one pass instead of two in fixed point (how exact that is:

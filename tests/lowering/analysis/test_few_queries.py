@@ -21,7 +21,7 @@ TABLES = {
     "pad": np.array([200, 90, 31]),
     "per_batch": np.stack([DOC, SORTED, np.arange(200) // 33]),
     "start": np.array([0, 7, 64]),
-    "weight": rng.random(200),
+    "gain": rng.random(200),
     "on": np.array([True, False]),
 }
 SOLVED = [
@@ -90,7 +90,7 @@ def test_spans_of_few_queries(text):
     assert met
 
 
-@pytest.mark.parametrize("text", ["(q ^ k) % 3 == 0", "causal & doc[q] >= 3", "doc[q] < doc[k]", "weight[q] > 0.5"])
+@pytest.mark.parametrize("text", ["(q ^ k) % 3 == 0", "causal & doc[q] >= 3", "doc[q] < doc[k]", "gain[q] > 0.5"])
 def test_masks_without_closed_spans_leave_the_few_query_path(text):
     _, _, made = ready(text)
     assert made is None or made.spans(Problem(4, 200, origin=(0, 0, 28, 0), sizes=(1, 1, 200, 200)), (96, 64)) is None

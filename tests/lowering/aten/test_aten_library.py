@@ -1,4 +1,4 @@
-"""Forward and gradients of every mask and score mod of the library and of docs/peers.frisket on torch's calls."""
+"""Forward and gradients of every mask and score mod of the library and tests/peers/peers.frisket on torch's calls."""
 
 from functools import cache
 

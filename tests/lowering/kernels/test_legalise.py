@@ -10,7 +10,7 @@ import pytest
 import z3
 
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import OPERATORS, Expr, build, lit, param, random, result_type, var, walk
+from frisket.dsl.ir import OPERATORS, Expr, build, lit, param, random, result_type, to_float, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels import inputs, jnp_expr, torch_mask_mod
 from frisket.lowering.kernels.cpp import expr as cpp
@@ -153,6 +153,18 @@ def test_definitions_of_floats_are_near_the_reference(op):
         np.testing.assert_array_equal(found, want)
     else:
         np.testing.assert_allclose(found, want, *BOUNDS[op])
+
+
+def test_powers_of_whole_exponents_are_near_the_reference():
+    """An exponent that is an Int, as a distance is, is not asked whether it is whole."""
+    x, n = param("x", FLOAT), param("n")
+    values = np.meshgrid(SOME, [0, 1, -1, 2, -2, 3, -7, 40, 2**40 + 1, -(2**50)])
+    env = {"x": values[0], "n": values[1].astype(np.int64)}
+    language = Language("wide", {name: row for name, row in WIDE.operators.items() if name != "pow"}, bits=64)
+    for e in (x ** to_float(n), x ** (to_float(n) - 1.0), x ** (-to_float(n))):
+        after = legalise(e, language)
+        assert not {"int", "floor"} & {node.op for node in walk(after)}
+        np.testing.assert_allclose(evaluate(after, env), evaluate(e, env), *BOUNDS["pow"])
 
 
 def test_definitions_of_floats_all_have_a_bound():

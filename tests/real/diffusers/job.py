@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -243,3 +246,35 @@ def test_sd3_asks_no_backend():
     with frisket.sdpa_for(model) as places:
         close(results(model, inputs), expected)
     assert places
+
+
+def test_processor_of_the_page_equals_a_dense_mask(monkeypatch):
+    """The class of docs/diffusers.md: text of 20 tokens, then 12 x 12 patches that see 5 x 3 of them."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "diffusers.md").read_text(encoding="utf-8")
+    (block,) = (x for x in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "class WindowProcessor" in x)
+    model, inputs = seeded(flux)
+    names = {}
+    exec(block[: block.index("\n\nmodel.")], names)
+
+    def nearest(n, size, window):
+        start = min(max(n - window // 2, 0), size - window)
+        return range(start, start + window)
+
+    seen = torch.zeros(164, 164, dtype=torch.bool)
+    seen[:20] = seen[:, :20] = True
+    for row, column in np.ndindex(12, 12):
+        for r in nearest(row, 12, 5):
+            for c in nearest(column, 12, 3):
+                seen[20 + 12 * row + column, 20 + 12 * r + c] = True
+
+    def masked(query, key, value, **_):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+    everything = results(model, inputs)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("diffusers.models.transformers.transformer_flux.dispatch_attention_fn", masked)
+        expected = results(model, inputs)
+    model.set_attn_processor(names["WindowProcessor"]((1, 12, 12), (1, 5, 3)))
+    close(results(model, inputs), expected)
+    assert (everything - expected[0]).abs().max() > 1e-3

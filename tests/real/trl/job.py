@@ -11,6 +11,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.utils import selective_log_softmax
 
 from frisket.integrations.transformers import register
 
@@ -148,3 +149,49 @@ def test_grpo_equals_sdpa_and_eager_attention(batching, saved, tmp_path, tokeniz
         options |= {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": pages}
     names = "loss", "grad_norm", "reward", "kl", "completions/mean_length"
     same(GRPOTrainer, GRPOConfig, saved, tmp_path, tokenizer, rows, options, names, reward_funcs=variety)
+
+
+class RowLinear(torch.nn.Linear):
+    """Each entry of the result is one sum, whatever the batch is."""
+
+    def forward(self, x):
+        return (x[..., None, :] * self.weight).sum(-1)
+
+
+def test_grpo_samples_with_the_bits_of_its_training(saved, tmp_path, tokenizer):
+    """`config.frisket_invariant`: the logits of tokens that a policy samples, step by step from a cache, are those of
+    whole rows. Linear layers sum row by row, because torch's depend on the batch; so does the head that trl fuses with
+    the loss, whose log-probabilities are close."""
+    rows = [{"prompt": text} for text in sentences(24, 3, 30)]
+    options = {"max_completion_length": 12, "num_generations": 4, "max_steps": 1, "output_dir": str(tmp_path)}
+    options |= {"report_to": [], "use_cpu": True, "save_strategy": "no", "bf16": False, "seed": 0}
+    options |= {"per_device_train_batch_size": 4, "disable_tqdm": True}
+    differences = {}
+    for invariant in (True, False):
+        model = LlamaForCausalLM.from_pretrained(saved, attn_implementation="frisket")
+        model.config.frisket_invariant = invariant
+        for module in model.modules():
+            if type(module) is torch.nn.Linear:
+                module.__class__ = RowLinear
+        trainer = GRPOTrainer(
+            model, args=GRPOConfig(**options), train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+            reward_funcs=lambda completion_ids, **_: [float(len(set(tokens))) for tokens in completion_ids],
+        )  # fmt: skip
+        trainer.train()
+        policy = trainer.model.eval()
+        # of one length: `generate` counts positions from the first token, trl from the padding before it
+        prompts = [" ".join(row["prompt"].split()[:3]) for row in rows[:4]]
+        asked = tokenizer(prompts, return_tensors="pt", return_token_type_ids=False)
+        torch.manual_seed(0)
+        how = {"do_sample": True, "max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
+        with torch.no_grad():
+            sampled = policy.generate(**asked, **how, eos_token_id=None, pad_token_id=0)
+            new = sampled.sequences[:, asked["input_ids"].shape[1] :]
+            mask = torch.ones_like(sampled.sequences)
+            logps, *_ = trainer._get_per_token_logps_and_entropies(policy, sampled.sequences, mask, new.shape[1])
+            logits = policy(sampled.sequences).logits[:, -new.shape[1] - 1 : -1]
+        of_steps = torch.stack(sampled.logits, 1)
+        differences[invariant] = (of_steps - logits).abs().max().item()
+        torch.testing.assert_close(selective_log_softmax(of_steps, new), logps, rtol=1e-5, atol=1e-5)
+    assert differences[True] == 0
+    assert 0 < differences[False] < 1e-4

@@ -15,6 +15,7 @@ import time
 import urllib.request
 from contextlib import nullcontext
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1")
@@ -33,6 +34,7 @@ from vllm.transformers_utils import model_arch_config_convertor as convertor
 from vllm.v1.attention import backend as interface
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import frisket.integrations.vllm as plugin
@@ -61,6 +63,7 @@ CONFIGS = {
 }
 OWN = {"frisket_mask": "causal & (q - k < reach | k < 4)", "frisket_params": {"reach": 20}}
 KINDS = {"frisket_mask": {"full_attention": OWN["frisket_mask"], "sliding_attention": "causal & q - k < 9"}}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 SCORE = {"frisket_score": "score - 0.25 * h * (q - k)"}
 
 
@@ -94,7 +97,20 @@ RUNS = {
     "own mask in config.json": ("llama-own", {}, {"mask": near_or_first}),
     "blocks of 16": ("gemma3_text", {"block_size": 16}, {}),
     "blocks of 48": ("mistral", {"block_size": 48}, {}),
+    "selection of all": ("llama", {"additional_config": {"frisket_select": {"keep": 99}}}, {}),
 }  # fmt: skip
+
+
+# name: (model, what vLLM gets, the selection)
+ALWAYS = {"keep": 4, "always": "sinks(4) | window(20)"}
+SELECTIONS = {
+    "selection": ("llama", {"block_size": 16}, {"keep": 2}),
+    "selection and always": ("llama", {"block_size": 16}, ALWAYS),
+    "selection in windows": ("mistral", {"block_size": 16}, {"keep": 2}),
+    "selection and chunks": ("llama", {"max_num_batched_tokens": 40, "enable_chunked_prefill": True}, {"keep": 2}),
+    "selection and prefixes": ("llama", {"enable_prefix_caching": True, "shared": 70, "twice": True}, {"keep": 2}),
+    "selection and preemption": ("llama", RUNS["preemption"][1], {"keep": 2}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +152,10 @@ def prompts(shared=0):
     return [first + draw(n) for n in SIZES]
 
 
-def reference(folder, tokens, mask=None, slopes=0.0):
-    """Log-probabilities of transformers' eager attention after each token but the last."""
+def reference(folder, tokens, mask=None, slopes=0.0, quest=False):
+    """Log-probabilities of transformers' eager attention after each token."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation="quest" if quest else "eager"
     ).eval()
     n = len(tokens)
     q, k = torch.arange(n)[:, None], torch.arange(n)
@@ -159,9 +175,52 @@ def reference(folder, tokens, mask=None, slopes=0.0):
         return model(torch.tensor([tokens]), use_cache=False, **more).logits[0].log_softmax(-1)
 
 
-def compare(folder, prompt, tokens, top, **more):
+def eager_under_quest(module, q, k, v, attention_mask, scaling, single, page, keep, always, hidden, **rest):
+    """transformers' eager attention under a dense mask. Rows that are `single` see the chosen pages, by the definition
+    of Quest: those with the largest products that the entries of a page's keys allow, weighed over a key head's
+    queries. `hidden` gets how many tokens they do not see."""
+    (_, heads, n, _), kv_heads = q.shape, k.shape[1]
+    at, window = torch.arange(n), rest.get("sliding_window") or n
+    seen = ((at[:, None] >= at) & (at[:, None] - at < window)).repeat(heads, 1, 1)
+    for i in [i for i in range(n) if single[i]]:
+        pages = [[t for t in range(p, min(p + page, i + 1)) if i - t < window] for p in range(0, i + 1, page)]
+        forced = [always and any(t < 4 or i - t < 20 for t in tokens) for tokens in pages]
+        for g in range(kv_heads):
+            group = range(g * heads // kv_heads, (g + 1) * heads // kv_heads)
+            weight = 0.0
+            for h in group:
+                bounds = [
+                    float((q[0, h, i] * k[0, g, p : min(p + page, i + 1)]).amax(0).sum()) * scaling if tokens else -1e30
+                    for p, tokens in zip(range(0, i + 1, page), pages, strict=True)
+                ]
+                weight = weight + torch.tensor(bounds).softmax(0)
+            order = sorted((x for x, tokens in enumerate(pages) if tokens), key=lambda x: (not forced[x], -weight[x]))
+            for tokens in [pages[x] for x in order[keep:]]:
+                hidden.append(len(tokens))
+                seen[group.start : group.stop, i, tokens] = False
+    k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    weights = (q @ k.mT * scaling).masked_fill(~seen, -torch.inf).softmax(-1)
+    return (weights @ v).transpose(1, 2).contiguous(), weights
+
+
+def reference_of_steps(folder, tokens, chunks, page, select):
+    """Log-probabilities after each token of a request that is computed in `chunks`, (first, count): chunks of one token
+    read the chosen pages. After preemption tokens are computed again; a token is sampled after the first time."""
+    out, single, hidden = {}, [], []
+    how = {"page": page, "keep": select["keep"], "always": "always" in select, "hidden": hidden}
+    for first, count in [*chunks, (0, 0)]:
+        if first < len(single):
+            transformers.AttentionInterface.register("quest", partial(eager_under_quest, single=single, **how))
+            out = dict(enumerate(reference(folder, tokens[: len(single)], quest=True))) | out
+        # before the first chunk lie blocks of other prompts
+        single = single[:first] + [False] * (first - len(single)) + [count == 1] * count
+    return torch.stack([out[i] for i in range(len(tokens) - 1)]), sum(hidden)
+
+
+def compare(folder, prompt, tokens, top, want=None, **more):
     """Tokens are the reference's greedy ones, and the top log-probabilities its own to 1e-4."""
-    want = reference(folder, prompt + tokens, **more)[len(prompt) - 1 : -1]
+    want = reference(folder, prompt + tokens, **more)[:-1] if want is None else want
+    want = want[len(prompt) - 1 :]
     assert want.argmax(-1).tolist() == tokens
     for row, five in zip(want, top, strict=True):
         assert len(five) >= 5
@@ -181,8 +240,40 @@ def test_tokens_equal_transformers_eager(models, engine, name):
         assert counts["num_preemptions"] > 0
 
 
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_selection_equals_eager_under_quest(models, engine, monkeypatch, name):
+    """Requests are compared in the chunks that vLLM has scheduled for them."""
+    model, more, select = SELECTIONS[name]
+    more, chunks = {**more, "additional_config": {"frisket_select": select}}, {}
+    asked, twice = prompts(more.pop("shared", 0)), more.pop("twice", False)
+    schedule = Scheduler.schedule
+
+    def recorded(self, *args, **kwargs):
+        out = schedule(self, *args, **kwargs)
+        for request, count in out.num_scheduled_tokens.items():
+            chunks.setdefault(request, []).append((self.requests[request].num_computed_tokens - count, count))
+        return out
+
+    monkeypatch.setattr(Scheduler, "schedule", recorded)
+    page, hidden = more.get("block_size", 32), []
+
+    def want(tokens, request):
+        parts = next(x for n, x in chunks.items() if n == request or n.startswith(f"{request}-"))
+        rows, more_hidden = reference_of_steps(models(model), tokens, parts, page, select)
+        hidden.append(more_hidden)
+        return {"want": rows}
+
+    answers, counts = serve(models, engine, model, more, want, asked, twice)
+    assert sum(hidden) > 0
+    if name.endswith("prefixes"):
+        assert min(a.num_cached_tokens for a in answers) >= 64
+    if name.endswith("preemption"):
+        assert counts["num_preemptions"] > 0
+
+
 def serve(models, engine, model, more, told, asked, twice=False):
-    """The answers of vLLM, after they were compared, and its counters."""
+    """The answers of vLLM, after they were compared, and its counters. `told` is for the reference, or a function of
+    the tokens and the id of a request."""
     llm = engine(model, disable_log_stats=False, **more)
     assert llm.llm_engine.vllm_config.use_v2_model_runner == (os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1")
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
@@ -194,7 +285,9 @@ def serve(models, engine, model, more, told, asked, twice=False):
         out = answer.outputs[0]
         assert len(out.token_ids) == NEW
         top = [{token: x.logprob for token, x in five.items()} for five in out.logprobs]
-        compare(models(model), prompt, list(out.token_ids), top, **told)
+        tokens = list(out.token_ids)
+        how = told(prompt + tokens, answer.request_id) if callable(told) else told
+        compare(models(model), prompt, tokens, top, **how)
     counts = {m.name.removeprefix("vllm:"): getattr(m, "value", 0) for m in llm.get_metrics()}
     return answers, counts
 
@@ -262,6 +355,10 @@ REFUSALS = {
         {"additional_config": OWN, "attention_config": {"backend_per_kind": {"sliding_window": "FLASH_ATTN"}}},
         "for all kinds of layers",
     ),
+    "select without CUSTOM": (
+        {"attention_backend": None, "additional_config": {"frisket_select": {"keep": 8}}},
+        "frisket_select is set, and",
+    ),
     "misspelt": ({"additional_config": {"frisket_maks": "causal"}}, "did you mean `frisket_mask`"),
 }
 
@@ -285,11 +382,20 @@ def test_vllm_keeps_its_own_layers_where_custom_is_not_chosen(engine):
 
 
 LAYERS = {
+    "selection of blocks and drafts": (
+        "llama",
+        {"additional_config": {"frisket_select": {"keep": 2}}, "speculative_config": NGRAM},
+        {},
+        "frisket_select does not go with speculative decoding",
+    ),
+    "selection of a share": (
+        "llama", {"additional_config": {"frisket_select": {"keep": 0.1}}}, {}, "a number of blocks, 1 or more"
+    ),
     "not causal": ("llama", {"additional_config": {"frisket_mask": "window(9)"}}, {}, "has to be causal"),
     "behind the window": (
         "mistral", {"additional_config": {"frisket_mask": "causal"}}, {"sliding_window": 48}, r"add `& window\(48\)`"
     ),
-    "no value": ("llama", {"additional_config": {"frisket_mask": "causal & q - k < n"}}, {}, "`n` of frisket_mask"),
+    "no value": ("llama", {"additional_config": {"frisket_mask": "causal & q - k < n"}}, {}, "`n` of the frisket_"),
     "fp8 cache": ("llama", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}, "give --kv-cache-dtype auto"),
     "encoder": ("llama", {}, {"attn_type": "encoder_only"}, "attention of type encoder_only"),
 }  # fmt: skip
@@ -423,7 +529,6 @@ def test_methods_of_frisket_are_those_of_vllm(ours, theirs):
 
 
 def test_speculation_equals_transformers_eager(models, engine):
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     asked = [p * 3 for p in prompts()]  # so that some n-grams come again
-    _, counts = serve(models, engine, "mistral", {"speculative_config": ngram}, {}, asked)
+    _, counts = serve(models, engine, "mistral", {"speculative_config": NGRAM}, {}, asked)
     assert counts["spec_decode_num_accepted_tokens"] > 0

@@ -22,13 +22,13 @@ LENGTH, DIM = 40, 8
 MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)
 PEERS, PEER_MODS = peer_cases.masks(LENGTH), peer_cases.mods(LENGTH)
 LEARNED = {  # numbers of score mods, by name, so that they have a gradient
-    "rope_bias(qr, kr, n, c)": ("rope_bias(qr, kr, 4, weight)", 0.25),
-    "inverse_distance(e)": ("inverse_distance(weight)", 0.5),
-    "softcap(c)": ("softcap(weight)", 2.0),
-    "softcap_fraction(c)": ("softcap_fraction(weight)", 2.0),
-    "activation(f, n)": ("activation(relu(score), weight)", 0.8),
-    "soft_window(w)": ("weight * soft_window(5)", 0.7),
-    "alibi": ("weight * alibi", 1.3),
+    "rope_bias(qr, kr, n, c)": ("rope_bias(qr, kr, 4, gain)", 0.25),
+    "inverse_distance(e)": ("inverse_distance(gain)", 0.5),
+    "softcap(c)": ("softcap(gain)", 2.0),
+    "softcap_fraction(c)": ("softcap_fraction(gain)", 2.0),
+    "activation(f, n)": ("activation(relu(score), gain)", 0.8),
+    "soft_window(w)": ("gain * soft_window(5)", 0.7),
+    "alibi": ("gain * alibi", 1.3),
 }
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
 
@@ -43,7 +43,7 @@ class Pair:
         batch, heads = case.batch, 4 if case.heads == 1 else case.heads
         text, number = LEARNED.get(mod, (change.text, None))
         params = {n: np.repeat(x, batch, 0) if np.shape(x)[:1] == (1,) else x for n, x in change.params.items()}
-        params |= {} if number is None else {"weight": number}
+        params |= {} if number is None else {"gain": number}
         shared = set(params) & set(case.params)
         self.mask = case.text
         self.score = re.sub(rf"\b({'|'.join(shared)})\b", r"\1_of_score", text) if shared else text

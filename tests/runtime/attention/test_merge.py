@@ -166,8 +166,8 @@ def pair(*shape, rows=None, dtype="float32"):
     [
         ((), None, "nothing to merge; give it pairs"),
         ((np.zeros(3),), "bhsd", "part 0 is a ndarray; a part is a pair"),
-        ((pair(1, 2, 3, 4),), None, "numpy arrays have no natural layout"),
-        ((pair(1, 2, 3, 4),), "sbhd", "layout is 'sbhd'"),
+        ((pair(1, 2, 3, 4),), None, "numpy arrays have no usual axis order"),
+        ((pair(1, 2, 3, 4),), "sbhd", "the axis order is 'sbhd'"),
         ((pair(1, 2, 3, 4, rows=(1, 3, 2)),), "bhsd", r"part 0 has out \(1, 2, 3, 4\) and lse \(1, 3, 2\)"),
         ((pair(1, 2, 3, 4),), "bshd", r"part 0 has out \(1, 2, 3, 4\) and lse \(1, 2, 3\)"),
         ((pair(2, 3, 4),), "bhsd", r"part 0 has out \(2, 3, 4\)"),

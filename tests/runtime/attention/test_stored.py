@@ -406,7 +406,7 @@ def test_stages_show_how_keys_are_stored():
     (q, k, v), live = given(problem(Case("causal", page=16)), "torch")
     plan = str(fk.compile("causal").stages(q, k, v, **live).plan)
     assert "score    score * t1[t0[b, k // 16], h // 2, k % 16]" in plan
-    assert "weight   t2[t0[b, k // 16], h // 2, k % 16]" in plan
+    assert "scaled   t2[t0[b, k // 16], h // 2, k % 16]" in plan
     assert "pages    of 16 keys, by t0" in plan
     with pytest.raises(ParameterError, match="scales and pages are those of q, k and v"):
         fk.compile("causal").stages(q_len=4, **live)

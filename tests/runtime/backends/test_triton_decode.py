@@ -21,7 +21,7 @@ from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.grids import INTERPRETED, Shares, most_tiles, parts, processors, shares
-from frisket.runtime.backends.triton.launch import near
+from frisket.runtime.backends.triton.launch import near, shares_values
 from frisket.runtime.backends.triton.tiles import ProgramTraits, default_target, target
 from frisket.runtime.calls.options import LaunchOptions, Tuning
 
@@ -55,6 +55,47 @@ def test_decode_tile_packs_a_divisor_of_the_heads_of_a_group():
     assert [chosen(heads=n, kv_heads=1).pack for n in (128, 136, 192)] == [128, 68, 96]
     assert chosen(heads=139, kv_heads=1).pack == 1
     assert [chosen(heads=128, kv_heads=1, dim=n).pack for n in (192, 576)] == [64, 16]
+
+
+@pytest.mark.parametrize(("heads", "q_len", "arch", "kv", "tile", "pack"), [
+    (16, 1, "sm_90", "", (16, 32, 4, 2), 16), (32, 1, "sm_90", "", (16, 32, 4, 2), 16),
+    (48, 1, "sm_90", "", (64, 16, 8, 3), 48), (16, 4, "sm_90", "", (64, 16, 8, 3), 16),
+    (128, 4, "sm_90", "", (64, 16, 8, 3), 64), (128, 1, "sm_90", "int8", (16, 32, 4, 2), 16),
+    (128, 1, "sm_80", "", (16, 32, 4, 2), 16), (128, 1, "gfx942", "", (16, 16, 4, 1), 16),
+])  # fmt: skip
+def test_values_in_keys_have_tiles_of_their_own(heads, q_len, arch, kv, tile, pack):
+    form = Operand(kv)
+    g = Geometry(8, heads, 1, q_len, 32768, 576, 512, 0.1, k=form, v=form)
+    dims = Dims(576, 512, "bfloat16", heads, kv, shared_values=True)
+    traits = ProgramTraits(stored=bool(kv))
+    found = shares(CAUSAL, None, g, default_target(g, "bfloat16", traits, arch=arch), dims, H200)
+    few = found.target
+    assert ((few.block_q, few.block_k, few.num_warps, few.num_stages), found.pack) == (tile, pack)
+    assert few.splits > 1
+
+
+def test_whole_rows_over_a_latent_are_in_two_parts_at_least():
+    g = Geometry(32, 128, 1, 4, 8192, 576, 512, 0.1)
+    dims = Dims(576, 512, "bfloat16", 128, shared_values=True)
+    found = shares(CAUSAL, None, g, default_target(g, "bfloat16"), dims, H200)
+    assert (found.target.block_q, found.target.splits, found.alone) == (64, 2, False)
+
+
+@pytest.mark.parametrize(("dim", "v_dim", "inside"), [
+    (576, 512, True), (192, 128, True), (128, 128, True), (96, 64, True), (96, 96, True), (64, 50, True),
+    (128, 96, False), (576, 256, False),
+])  # fmt: skip
+def test_values_are_in_the_first_tiles_of_keys(dim, v_dim, inside):
+    assert Dims(dim, v_dim, "bfloat16", shared_values=True).values_in_keys == inside
+    assert not Dims(dim, v_dim, "bfloat16").values_in_keys
+
+
+def test_values_share_keys_by_address_and_strides():
+    k = torch.zeros(2, 1, 40, 96)
+    shared = [k[..., :64], k, k.as_strided(k.shape, k.stride())]
+    apart = [k[..., 32:], k[..., :64].clone(), k[:, :, ::2, :64], k.expand(2, 1, 40, 96).transpose(2, 3)]
+    assert [shares_values(k, v) for v in (*shared, *apart)] == [True] * 3 + [False] * 4
+    assert not shares_values(k[..., :64], k)
 
 
 def test_heads_that_the_mask_tells_apart_are_not_packed():

@@ -147,7 +147,7 @@ def test_jax_tiles_fit_the_gpu_that_is_here(monkeypatch):
     assert triton_tiles.jax_gpu() == (architecture_of("sm_121"), 48, 101_376)
     found = triton_tiles.jax_target(closed(causal), G, "bfloat16")
     assert found.limit == 101_376
-    assert shared("forward", 128, found.block_q, found.block_k, found.num_stages) <= 101_376
+    assert shared("forward", 128, found.block_q, found.block_k, found.num_stages, products="mma") <= 101_376
 
 
 def test_float32_is_multiplied_as_jax_is_told():

@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,8 @@ from frisket.runtime.backends.triton.grids import of_backward, of_forward
 from frisket.runtime.backends.triton.launch import GRID
 from frisket.runtime.backends.triton.tiles import ProgramTraits
 from frisket.runtime.calls.options import LaunchOptions, Tuning
+
+COMPILED = Path(__file__).parents[3] / "benchmarks" / "results" / "compiled"
 
 
 def target(mask, score=None, *, q_len=4096, dim=128, dtype="bfloat16", arch="sm_90", **params):
@@ -238,8 +241,8 @@ def test_triton_tile_table_has_each_kernel_and_window():
 
 
 @pytest.mark.parametrize(("arch", "same"), [
-    ("sm_121", "sm_120"), ("sm_87", "sm_80"), ("sm_103", "sm_100"), ("sm_130", "sm_75"), ("gfx1100", "gfx942"),
-    ("gfx906", "gfx942"),
+    ("sm_121", "sm_120"), ("sm_86", "sm_89"), ("sm_103", "sm_100"), ("sm_110", "sm_100"), ("sm_130", "sm_89"),
+    ("sm_70", "sm_75"), ("gfx90a", "gfx942"), ("gfx1151", "gfx1100"), ("gfx1200", "gfx1201"), ("gfx906", "gfx942"),
 ])  # fmt: skip
 def test_unlisted_gpus_take_the_tiles_of_a_relative(arch, same):
     """They took an H100's, which ask for more shared memory than most GPUs have."""
@@ -261,6 +264,60 @@ def test_tiles_fit_the_memory_that_a_gpu_reports(monkeypatch):
         assert tiles.shared(kernel, 128, own, walked, t.num_stages) <= 65_536
     named = tiles.target(None, g, "bfloat16", arch="sm_90")
     assert row_of(named) == tiles.TABLE["sm_90"]["forward"]["long"]["128"]
+
+
+def compiled_lines():
+    """(kernel, head size, tile, warps, stages, bytes of shared memory) of GPUs with mma.sync, as they compiled."""
+    line = re.compile(r"(sm_\d+) +D (\d+) +causal +(forward|dq|dkv) +(\d+) x (\d+) +\d+ warps (\d+) .* (\d+) shared")
+    for name in ("triton-3.6.txt", "triton-3.9.txt", "gpus-triton-3.6.txt", "gpus-triton-3.9.txt"):
+        for arch, dim, kernel, *numbers in line.findall((COMPILED / name).read_text()):
+            if GPUS[arch].products == "mma":
+                yield kernel, int(dim), *map(int, numbers)
+
+
+def test_shared_memory_of_mma_is_what_the_compiler_takes():
+    """Some warps hold scores in shared memory, too: that is all that may differ."""
+    lines = list(compiled_lines())
+    assert len(lines) >= 60
+    for kernel, dim, block_q, block_k, stages, taken in lines:
+        own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
+        estimate = tiles.shared(kernel, dim, own, walked, stages, products="mma")
+        assert abs(taken - estimate) <= 2 * own * walked, (kernel, dim, block_q, block_k, stages)
+    assert tiles.shared("forward", 128, 128, 64, 3, products="mma") == 98_304
+    made = tiles.default_target(Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1), "float16", arch="sm_89")
+    assert row_of(made) == [128, 64, 8, 3, 0]
+
+
+@pytest.mark.parametrize(("arch", "order"), [("sm_90", "longest-of-all-first"), ("sm_87", "longest-first")])
+def test_order_of_rows_counts_the_processors_of_the_gpu(arch, order):
+    """16 processors of an Orin end eight heads at the same time in any order; 132 of an H100 do not."""
+    assert target("causal", arch=arch).order == order
+
+
+def test_order_of_rows_counts_the_processors_of_the_device(monkeypatch):
+    large, small = (
+        SimpleNamespace(major=8, minor=9, multi_processor_count=n, shared_memory_per_block_optin=101_376)
+        for n in (142, 12)
+    )
+    att, g = fk.compile("causal", backend="triton"), Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
+    plan = att.plan(4096, 4096, heads=8)
+    for properties, order in ((large, "longest-of-all-first"), (small, "longest-first")):
+        monkeypatch.setattr(tiles, "_gpu", lambda device, found=properties: found)
+        assert tiles.target(plan, g, "float16").order == order
+
+
+def test_gpus_without_tensor_cores_take_the_tiles_of_fma():
+    """Triton multiplies without tensor cores there, and tiles of 128 x 64 spilled 4,296 bytes of a thread."""
+    for dim, dtype in product((64, 128, 256), ("float16", "float32")):
+        made = tiles.default_target(Geometry(1, 8, 8, 4096, 4096, dim, dim, 0.1), dtype, arch="sm_75")
+        by_hand = tiles.BY_HAND["fma"]
+        assert [row_of(x) for x in (made, made.dq, made.dkv)] == [by_hand[n][str(dim)] for n in tiles.SINGLE]
+
+
+def test_heads_of_512_take_eight_warps_on_rtx_cards():
+    """With four warps the forward spilled 88 bytes on sm_120."""
+    g = Geometry(1, 8, 8, 4096, 4096, 512, 512, 0.1)
+    assert row_of(tiles.default_target(g, "bfloat16", arch="sm_120")) == [32, 32, 8, 2, 0]
 
 
 def test_smaller_tiles_have_fewer_stages_then_fewer_keys():
@@ -286,7 +343,8 @@ def check_fits(dim, keys, arch):
     for kernel, t, own, walked in of_kernels(made):
         assert {own, walked} <= {16, 32, 64, 128}
         wide = 2 ** math.ceil(math.log2(dim))
-        assert tiles.shared(kernel, wide, own, walked, t.num_stages) <= GPUS[arch].shared
+        products = GPUS[arch].products
+        assert tiles.shared(kernel, wide, own, walked, t.num_stages, products=products) <= GPUS[arch].shared
 
 
 def of_kernels(made):

@@ -30,9 +30,10 @@ MACHINE = {"date": "2026-11-28", "cpu": "x", "cores": 16, "python": "3.12.3"}
 
 
 def test_short_gpu_rows_are_measured():
-    wide, shared, stored, latent, graph = measured(
+    wide, shared, stored, latent, drafts, graph = measured(
         ("speed", "backward: causal, D 192/128"), ("right", "sdpa, causal, float32, shared heads"),
-        ("serving", "1 queries, int8, one piece"), ("serving", "MLA 576/512, 16 heads"), ("graphs", "forward"),
+        ("serving", "1 queries, int8, one piece"), ("serving", "MLA 576/512, 16 heads"),
+        ("serving", "MLA 576/512, 16 heads, 4 queries"), ("graphs", "forward"),
         rounds=1,
     )  # fmt: skip
     figures = wide["rows"]["48"]["figures"]
@@ -41,7 +42,8 @@ def test_short_gpu_rows_are_measured():
     assert figures["tflops"]["frisket"] == pytest.approx(2 * (3 * 192 + 2 * 128) * pairs / took / 1e12)
     assert shared["rows"]["count"]["figures"]["cases"] == {"passed": 8, "failed": 0}
     assert set(stored["rows"]["1 x 96"]["figures"]["share of bandwidth"]) == {"frisket"}
-    assert set(latent["rows"]["1 x 96"]["figures"]["share of bandwidth"]) == {"frisket", "two products"}
+    for row in (latent, drafts):
+        assert set(row["rows"]["1 x 96"]["figures"]["share of bandwidth"]) == {"frisket", "two products"}
     assert set(graph["rows"]["32"]["ratios"]) == {"eager / replay"}
 
 

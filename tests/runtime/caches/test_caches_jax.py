@@ -12,7 +12,7 @@ import frisket as fk
 from frisket.caches import PagePool
 from frisket.caches.jax import KVCache, PagedKVCache, RingKVCache, quantized
 from frisket.runtime.caches.pool import PagedRows, seated
-from frisket.runtime.caches.positions import APPENDED, PADDED, SHARD, placed, ring
+from frisket.runtime.caches.positions import APPENDED, PADDED, SHARD, Ring, placed
 from frisket.runtime.modeling.layers import concatenate_to_cache, init_cache
 from runtime.caches import llama_jax
 
@@ -157,7 +157,7 @@ def test_a_step_keeps_no_copy_of_the_cache(dtype):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("places", "keys"), [
-    (APPENDED, 1024), (ring(256), 256),
+    (APPENDED, 1024), (Ring(256).places(), 256),
     *(pytest.param(places, 1024, marks=pytest.mark.exhaustive) for places in (PADDED, SHARD)),
 ])  # fmt: skip
 def test_a_step_reads_the_tiles_of_its_window(places, keys):

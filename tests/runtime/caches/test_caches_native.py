@@ -25,8 +25,8 @@ def made(kind, dtype):
         for b in reversed(range(BATCH)):
             pool.allocate(b, 80)
         return cache.seat(pool, range(BATCH), 80)
-    if kind == "ring":
-        return caches.RingKVCache.create(BATCH, 8, HEADS, DIM, V_DIM, dtype)
+    if kind in ("ring", "pinned"):
+        return caches.RingKVCache.create(BATCH, 8, HEADS, DIM, V_DIM, dtype, sinks=3 if kind == "pinned" else 0)
     return caches.KVCache.create(BATCH, 80, HEADS, DIM, V_DIM, dtype)
 
 
@@ -76,7 +76,7 @@ def both(kind, held, given, chunks, monkeypatch, seed=0):
     return one, two, wrote
 
 
-@pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
+@pytest.mark.parametrize("kind", ["plain", "paged", "ring", "pinned"])
 def test_native_append_writes_the_bits_of_torch(kind, monkeypatch):
     pairs = [(held, given) for held in NARROW for given in READ]
     for held, given in [*pairs, *((x, x) for x in (*READ, torch.float64))]:
@@ -95,7 +95,7 @@ def test_native_append_rounds_8_bit_ties_like_torch(held):
     given = torch.cat([x for y in (numbers, ties) for x in (y, y.nextafter(y + 1), y.nextafter(y - 1))])
     given = torch.cat([given.clamp(-top, top), torch.tensor([top, -0.0, 1e-38, -1e-42])])
     cache = caches.KVCache.create(1, 4, 1, len(given), dtype=held)
-    assert plain.native_append(cache._buffers, given.view(1, 1, 1, -1), -given.view(1, 1, 1, -1), None, False)
+    assert plain.native_append(cache._buffers, given.view(1, 1, 1, -1), -given.view(1, 1, 1, -1), None)
     assert cache.k_scale[0, 0, 0] == 1
     want = given.round() if held == torch.int8 else given
     assert torch.equal(bits(cache.k[0, 0, 0]), bits(want.to(held)))
@@ -124,7 +124,7 @@ def test_native_append_writes_nothing_to_spoilt_buffers(case):
     kind, spoil = SPOILT[case]
     cache = made(kind, torch.int8)
     spoil(cache)
-    assert not plain.native_append(cache._buffers, *chunk(2, torch.float32, torch.Generator()), None, kind == "ring")
+    assert not plain.native_append(cache._buffers, *chunk(2, torch.float32, torch.Generator()), None, cache.slots or 0)
     assert not cache.k.any()
     assert not cache.v_scale.any()
 
@@ -132,7 +132,7 @@ def test_native_append_writes_nothing_to_spoilt_buffers(case):
 def test_native_append_bumps_tensor_versions():
     cache = made("plain", torch.int8)
     before = [x._version for x in (cache.k, cache.v, cache.k_scale, cache.v_scale)]
-    assert plain.native_append(cache._buffers, *chunk(1, torch.float32, torch.Generator().manual_seed(0)), None, False)
+    assert plain.native_append(cache._buffers, *chunk(1, torch.float32, torch.Generator().manual_seed(0)), None)
     assert all(x._version > n for x, n in zip((cache.k, cache.v, cache.k_scale, cache.v_scale), before))
 
 

@@ -606,6 +606,7 @@ def test_torch_caches_refuse_bad_arguments(called):
         (lambda: PagedKVCache.create(4, 8, 1, 2, 1, 8), fk.ShapeError, "a multiple of 16 tokens"),
         (lambda: cache.append(k[:2], v[:2]), fk.ShapeError, r"\[batch, kv_heads, new, dim\] = \[3, 2, 80, 16\]"),
         (lambda: cache.append(k, v[:, :, :3]), fk.ShapeError, "v has the shape"),
+        (lambda: cache.append(k, v[..., :4]), fk.ShapeError, "make the cache with v_dim=4"),
         (lambda: cache.append(k, v, [1, 2]), fk.ShapeError, r"counts are \[1, 2\]; they are integers \[batch\]"),
         (lambda: cache.append(k[:, :, :2], v[:, :, :2], [1, 3, 0]), fk.ShapeError, "of 2 new tokens; each is from 0"),
         (lambda: cache.append(k.clone().requires_grad_(), v), BackwardError, "none flows through a cache"),

@@ -12,6 +12,7 @@ import pytest
 from support.tiers import default_only
 
 from frisket.lowering.analysis.tiling import Facts
+from frisket.lowering.architectures import tried
 from frisket.runtime.backends import base
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.cli.main import main
@@ -212,7 +213,7 @@ BAD = {
     "key heads are shared evenly\n",
     "emit causal --backend triton --report --arch sm_70": "BackendError: no figures for 'sm_70'; ahead-of-time reports "
     "know sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_110, sm_120, sm_121, gfx90a, gfx942, gfx950, "
-    "gfx1100, gfx1201\n",
+    "gfx1100, gfx1201\n  `frisket doctor` says which GPUs these are\n",
     "show causal --h 3": "ShapeError: --h 3 is outside the 1 there are; give --batch or --heads\n",
     "explain causal --q 3": "ShapeError: --q and --k go together: a query and a key, for example --q 300 --k 17\n",
     "explain softcap(50) --q 3 --k 3": "ParameterError: this score mod hides nothing, so there are no "
@@ -358,6 +359,7 @@ def test_emit_reports_what_kernels_take(run, monkeypatch):
     assert "cudnn: no GPU of NVIDIA is visible to torch" in json.loads(out)["engines"].splitlines()
     status, out, err = run(*argv)
     head, line, _, _, *engines = out.splitlines()
+    assert "H100 (sm_90): measured on; tests and benchmarks, torch and JAX" in engines
     assert "cudnn: no GPU of NVIDIA is visible to torch" in engines
     assert head.split()[:2] == ["kernel", "GPU"]
     assert line.split()[:6] == ["decode", "sm_90", str(decode["block_q"]), "x", str(decode["block_k"]), "4"]
@@ -386,7 +388,9 @@ def test_emit_reports_the_kernels_of_the_backend(run, archs):
     status, out, err = run(*argv.split(), *archs.split(), "--json")
     assert (status, err) == (0, "")
     rows = json.loads(out)["kernels"]
-    assert [row["arch"] for row in rows] == archs.split()
+    # on Hopper the fused backward too
+    kernels = {"sm_90": ["attention_forward", "attention_backward"], "sm_100": ["attention_forward"]}
+    assert [(row["arch"], row["kernel"]) for row in rows] == [(a, n) for a in archs.split() for n in kernels[a]]
     sizes = {"sm_90": ("warps", 12), "sm_100": ("block_q", 256)}
     for row in rows:
         name, size = sizes[row["arch"]]
@@ -422,8 +426,14 @@ def test_doctor_lists_packages_backends_and_engines(run):
     assert "backends  ✓ aten               runs here: library calls of torch\n" in out
     assert "FRISKET_BACKEND" in out
     assert found["lacks"] == {b.name: b.features for b in RECORDS.values() if b.features}
-    assert "lacks     xla                  64-bit integers\n" in out
-    assert "engines   cudnn                where it is named: engines='cudnn'\n" in out
+    assert "lacks     aten                 float8_e4m3fn, equal bits in any batch\n" in out
+    assert "          xla                  float8_e4m3fn, equal bits in any batch, 64-bit integers\n" in out
+    assert "queries of float8_e4m3fn are experimental" in RECORDS["gluon"].kernels  # shown where it runs
+    assert "engines   cudnn                by itself on CUDA (compute capability 9.0, " in out
+    assert [row["machine"] for row in found["tried"]] == [x.machine for x in tried()]
+    assert "tried     measured on          x86-64 CPUs, Linux; H100 (sm_90)\n" in out
+    assert "          never                arm64 CPUs, macOS; Windows; " in out
+    assert "flash                experimental, as no device has run it under frisket and where it is named" in out
     assert "sdpa                 by itself on CPU and where it is named: engines='sdpa'\n" in out
 
 

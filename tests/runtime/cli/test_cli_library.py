@@ -71,7 +71,7 @@ def test_words_are_searched_for(run):
     assert status == 0
     assert "The last `w` keys, itself included.\n" in out
     assert "causal" not in out
-    assert json.loads(run("hassani", "video", "--json")[1]).keys() == {
+    assert json.loads(run("hassani", "--json")[1]).keys() == {
         e.signature for e in library().values() if "Hassani" in e.source
     }
 

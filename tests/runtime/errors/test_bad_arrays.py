@@ -15,7 +15,7 @@ def t(*shape, **more):
 
 
 Q, K = t(1, 4, 8, 16), t(1, 2, 8, 16)
-READ = '\n  read as (batch, heads, length, head_dim); layout="bhsd" or "bshd" says otherwise'
+READ = '\n  read as (batch, heads, length, head_dim); axes="bhsd" or "bshd" says otherwise'
 DOC = np.zeros(8, int)
 
 
@@ -65,7 +65,7 @@ BAD = {
     ),
     "integers": (
         lambda: fk.attention(Q.int(), K.int(), K.int()), fk.ShapeError,
-        "q, k and v are int32; attention takes float16, bfloat16, float32, float64",
+        "q, k and v are int32; attention takes float16, bfloat16, float32, float64, or float8_e4m3fn for all three",
     ),
     "frameworks": (
         lambda: fk.attention(Q, jnp.zeros((1, 8, 2, 16)), K), fk.ShapeError,
@@ -82,19 +82,19 @@ BAD = {
     ),
     "numpy without a layout": (
         lambda: fk.reference(*[np.zeros((1, 2, 8, 16))] * 3), fk.ShapeError,
-        'numpy arrays have no natural layout; give layout="bhsd" or layout="bshd"',
+        'numpy arrays have no usual axis order; give axes="bhsd" or axes="bshd"',
     ),
     "lists": (
         lambda: fk.attention([[1.0]], K, K), fk.ShapeError, "q is a list; give torch tensors or JAX arrays",
     ),
     "layout": (
         lambda: fk.attention(Q, K, K, layout="sbhd"), fk.ShapeError,
-        "layout is 'sbhd'; it is \"bhsd\" (batch, heads, length, head_dim) or "
+        "the axis order is 'sbhd'; it is \"bhsd\" (batch, heads, length, head_dim) or "
         '"bshd" (batch, length, heads, head_dim)',
     ),
     "layout in a list": (
         lambda: fk.attention(Q, K, K, layout=["bhsd"]), fk.ShapeError,
-        "layout is ['bhsd']; it is \"bhsd\" (batch, heads, length, head_dim) or "
+        "the axis order is ['bhsd']; it is \"bhsd\" (batch, heads, length, head_dim) or "
         '"bshd" (batch, length, heads, head_dim)',
     ),
     "tile": (
@@ -200,6 +200,10 @@ BAD = {
     "misspelt keyword": (
         lambda: fk.attention(Q, K, K, "causal", scal=0.5), fk.ParameterError,
         "`scal` is given and neither the mask nor the score mod uses it; did you mean the keyword `scale`?",
+    ),
+    "divisor under another name": (
+        lambda: fk.attention(Q, K, K, "causal", weight="relu2", divisor="count"), fk.ParameterError,
+        "`divisor` is a str; write divide=",
     ),
     "score mod under another name": (
         lambda: fk.attention(Q, K, K, "causal", score_mod="softcap(5)"), fk.ParameterError,

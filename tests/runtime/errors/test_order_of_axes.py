@@ -84,7 +84,7 @@ def test_exchanged_axes_are_named_with_the_keyword(framework):
     for q, k in EXCHANGED:
         (text,) = said(framework, turned(q), turned(k))
         assert f"{q[1]} tokens of {q[2]} heads" in text, (q, k)
-        assert f'give layout="{other}"' in text
+        assert f'give axes="{other}"' in text
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -100,7 +100,7 @@ def test_tables_of_the_other_length_tell():
     (found,) = said("jax", (1, 4, 64, 16), (1, 4, 64, 16), text, doc=doc)
     assert "and `doc`, read at `k`, has 64 entries" in found
     (found,) = said("torch", (1, 64, 4, 16), (1, 64, 4, 16), text, doc=doc)
-    assert 'give layout="bshd"' in found
+    assert 'give axes="bshd"' in found
     (found,) = said("jax", (1, 4, 64, 16), (1, 4, 64, 16), "k < slope[h] * q", slope=slope)
     assert "`slope`, read at `h`, has 4 entries" in found
     assert said("jax", (2, 4, 64, 16), (2, 2, 64, 16), "causal & doc[b, q] == doc[b, k]", doc=np.zeros((2, 64), int))
@@ -136,8 +136,48 @@ def test_swapped_axes_warn_once_at_the_line_of_the_user():
 def test_a_plan_of_the_other_order_says_how_to_read_the_arrays():
     att = fk.compile("causal")
     q = jax.numpy.ones((1, 4, 32, 8))
-    with pytest.raises(fk.ShapeError, match='the arrays have \\(1, 32, 4, 4\\); layout="bhsd" reads them so'):
+    with pytest.raises(fk.ShapeError, match='the arrays have \\(1, 32, 4, 4\\); axes="bhsd" reads them so'):
         att(q, q, q, plan=att.plan(32, 32, 1, 4))
     assert att(q, q, q, plan=att.plan(32, 32, 1, 4), layout="bhsd").shape == q.shape
     with pytest.raises(fk.ShapeError, match="make a plan for these lengths"):
         att(q, q, q, plan=att.plan(30, 30, 1, 4))
+
+
+HALVES = "k < 2", "k > 1"
+
+
+def uses(framework):
+    """name -> a call with a keyword of the axis order, over arrays in the other framework's order."""
+    shape = (1, 6, 4, 8) if framework == "torch" else (1, 4, 6, 8)
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x = torch.from_numpy(x) if framework == "torch" else jax.numpy.asarray(x)
+    att = fk.compile("causal")
+    ordered = fk.compile("causal", reorder=fk.reorder("causal", 6, 6, block=(2, 2)))
+    sin, cos = fk.modeling.rotary_tables((torch if framework == "torch" else jax.numpy).arange(6), 8)
+    return {
+        "attention": lambda **o: fk.attention(x, x, x, "causal", **o),
+        "compile": lambda **o: att(x, x, x, **o),
+        "reorder": lambda **o: ordered(x, x, x, **o),
+        "reference": lambda **o: fk.reference(x, x, x, "causal", **o),
+        "statistics": lambda **o: att.statistics(x, x, x, columns=True, **o).columns,
+        "stages": lambda **o: str(att.stages(x, x, x, **o).plan),
+        "check": lambda **o: str(att.check(x, x, x, **o)),
+        "merge": lambda **o: fk.merge(*(fk.attention(x, x, x, m, return_lse=True, **o) for m in HALVES), **o)[0],
+        "rotary": lambda **o: fk.modeling.apply_rotary_pos_emb(x, sin, cos, **o),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_axes_and_layout_name_one_axis_order(framework):
+    other = "bshd" if framework == "torch" else "bhsd"
+    for name, call in uses(framework).items():
+        found, same = call(axes=other), call(layout=other)
+        assert np.array_equal(found, same) if not isinstance(found, str) else found == same, name
+        # without a keyword the reference warns, and tables turn "bhsd" in both frameworks
+        if not isinstance(found, str) and name not in ("reference", "rotary"):
+            natural = call()
+            assert natural.shape != found.shape or not np.array_equal(natural, found), name
+        with pytest.raises(fk.ParameterError, match=f"layout is '{other}' and axes is '{other}': both name the axis"):
+            call(axes=other, layout=other)
+        with pytest.raises(fk.FrisketError, match="the axis order is 'sbhd'; it is "):
+            call(axes="sbhd")

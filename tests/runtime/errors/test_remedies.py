@@ -132,7 +132,7 @@ def test_commands_say_how_to_write_numbers(name, capsys):
 
 
 @pytest.mark.parametrize(("text", "advice"), [
-    ("causal & (window(4) | sinks(4))", "the first keys stay visible, and a ring drops them: use a KVCache"),
+    ("causal & (window(4) | sinks(4))", "the first 4 keys stay visible: make the ring with sinks=4"),
     ("causal & window(64)", "make the ring larger, the chunk shorter, or add `& window(w)` to the mask"),
 ])  # fmt: skip
 def test_advice_of_rings_keeps_sinks(text, advice):

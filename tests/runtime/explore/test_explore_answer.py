@@ -148,10 +148,10 @@ ENTRIES = [e for e in library().values() if e.name not in PARTS]
 
 def check_entry(entry):
     made = shown(entry)
-    text = made["text"] if made["score"] else f"full & {made['text']}"
+    text = {"mask": "full & ", "weight": "weight = "}.get(made["kind"], "") + made["text"]
     found = answer({"text": text, "q_len": 256, "kv_len": 256, "heads": 2, "block": [32, 32]}, {})
     assert "error" not in found, found["message"]
-    assert (found["score"] is not None) is made["score"]
+    assert (found["score"] is not None) is (made["kind"] != "mask")
     for s in found["scalars"]:
         assert s["low"] <= s["value"] <= s["high"]
 
@@ -210,6 +210,14 @@ def test_a_score_mod_of_positions_is_a_map():
     q, k = np.ogrid[:40, :40]
     want = np.where(q >= k, 0.01 * (k - q), np.nan)
     np.testing.assert_allclose(change * found["reach"], want, atol=1e-3 * found["reach"])
+
+
+def test_explorer_draws_weights_as_it_draws_score_mods():
+    found = asked("mask = causal\nweight = relu2\ndivide = count", q_len=40, kv_len=40)
+    x = np.linspace(-found["score"]["span"], found["score"]["span"], len(found["score"]["curves"][0]))
+    np.testing.assert_allclose(found["score"]["curves"][0], np.maximum(x, 0) ** 2, atol=1e-4)
+    assert found["score"]["text"] == "weight = max(score, 0.0) ** 2"
+    assert "fk.weight(text)" in found["python"]
 
 
 def test_explorer_draws_a_score_curve_per_head():

@@ -145,6 +145,23 @@ def layer_without(kind, layer, x, hidden):
     return plain.apply(plain.init(jax.random.key(0), x), x, mask=mask)
 
 
+def test_flax_functions_weigh_pairs_in_whole_and_in_steps():
+    decay = np.float32([0.5, 0.7, 0.8, 0.9])
+    attend = attention_fn(
+        "causal", weight="retention(decay)", divide="max(abs(total), 1)", decay=decay, backend="dense"
+    )
+    distance = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
+    weights = np.einsum("...qhd,...khd->...hqk", Q, K) / DIM**0.5 * decay[:, None, None] ** np.maximum(distance, 0)
+    weights = np.where(distance >= 0, weights, 0)
+    weights = weights / np.maximum(np.abs(weights.sum(-1, keepdims=True)), 1)
+    wanted = np.einsum("...hqk,...khd->...qhd", weights, V)
+    np.testing.assert_allclose(attend(Q, K, V), wanted, atol=1e-5)
+    step = attend(Q[:, :, 6:7], K, V, mask=jnp.ones((LENGTH,)).at[7:].set(0))  # from the place of key 6
+    np.testing.assert_allclose(step, wanted[:, :, 6:7], atol=1e-5)
+    with pytest.raises(fk.ParameterError, match="sinks are logits of a softmax"):
+        attend(Q, K, V, mask={"sinks": jnp.zeros(4)})
+
+
 @pytest.mark.exhaustive
 def test_flax_single_query_with_decode_off_is_at_position_0():
     q, seen = Q[:, :, :1], jnp.ones((LENGTH,)).at[7:].set(0)

@@ -45,10 +45,22 @@ def by_hand(model, x, positions=None, mask=HOW["mask"], score=HOW["score"], **va
     return out.reshape(*x.shape[:2], -1) @ kernels[3]
 
 
-@pytest.mark.parametrize("taken", ["mask", "score"])
+@pytest.mark.parametrize("taken", ["mask", "score", "weight", "divide"])
 def test_calls_of_the_flax_layer_take_no_other_mask(taken):
     with pytest.raises(fk.ParameterError, match=f"the {taken} of this layer is fixed when it is made"):
         layer()(jnp.asarray(X), **{taken: "causal"}, **VALUES)
+
+
+def test_flax_layer_takes_a_weight_and_a_divisor():
+    how = {"score": None, "weight": "relu2", "divide": "count"}
+    model, values = layer("dense", **how), {n: x for n, x in VALUES.items() if n in HOW["mask"]}
+    wanted = by_hand(model, X, **how, **values)
+    np.testing.assert_allclose(model(jnp.asarray(X), **values), wanted, atol=1e-5)
+    whole, at = model.empty_cache(2, 32, jnp.float32), 0
+    for n in (23, 1):
+        found, whole = model(jnp.asarray(X[:, at : at + n]), cache=whole, **values)
+        np.testing.assert_allclose(found, wanted[:, at : at + n], atol=1e-5)
+        at += n
 
 
 WANTED = by_hand(layer(), X, **VALUES)

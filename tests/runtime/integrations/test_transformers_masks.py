@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support import hf_models
-from transformers import DynamicCache, LlamaConfig, masking_utils
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, masking_utils
 
 import frisket as fk
 from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
@@ -139,6 +139,23 @@ def test_a_score_mod_of_a_user_comes_after_the_models_and_learns():
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+def test_transformers_config_sets_weight_and_divisor():
+    plain, ours = hf_models.pair("llama")
+
+    def weighted(module, query, key, value, attention_mask, scaling=None, **rest):
+        key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+        weights = torch.sigmoid(query @ key.mT * scaling + 0.5).tril()
+        return (weights @ value / torch.arange(1, query.shape[2] + 1)[:, None]).transpose(1, 2), None
+
+    AttentionInterface.register("weighted", weighted)
+    plain.set_attn_implementation("weighted")
+    ours.config.frisket_weight, ours.config.frisket_divide = "sigmoid_attention(bias)", "count"
+    ours.config.frisket_params = {"bias": 0.5}
+    ids = hf_models.tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=2e-5, atol=2e-5)
+
+
 def test_generate_under_a_mask_of_a_user():
     eager, ours = hf_models.pair("llama")
     text = "causal & (q - k < 6 | k < 2)"
@@ -225,7 +242,9 @@ def refused(says, error=ParameterError, model="llama", call=None, **config):
 
 def test_transformers_config_names_a_misspelt_field():
     refused(r"config\.frisket_masks is not read; did you mean `frisket_mask`\?", frisket_masks="causal & k < 4")
-    refused(r"the fields are frisket_mask, frisket_score, frisket_params", frisket_scale=3)
+    refused(
+        r"the fields are frisket_mask, frisket_score, frisket_weight, frisket_divide, frisket_params", frisket_scale=3
+    )
     refused(r"did you mean `frisket_params`\?", frisketparams={})
 
 
@@ -247,11 +266,13 @@ def test_square_masks_of_ints_are_refused(dtype):
 def test_transformers_plugin_refuses_bad_masks():
     square = torch.ones(2, 1, hf_models.LENGTH, hf_models.LENGTH, dtype=torch.bool)
     refused("does not take head_mask", call={"head_mask": torch.ones(2, 4)})
-    refused("`w` of the config's frisket_mask or frisket_score has no value", frisket_mask="causal & q - k < w")
+    refused("`w` of the config's texts has no value", frisket_mask="causal & q - k < w")
     refused("`v` is in frisket_params", frisket_mask="causal & q - k < w", frisket_params={"w": 3, "v": 2})
     refused("names 'chunked_attention'", frisket_mask={"chunked_attention": "causal"})
     refused("str\\(it\\)", frisket_mask=fk.mask("causal"))
     refused("leave out one of them", frisket_mask="causal", call={"attention_mask": square})
+    refused("a line `weight = ...`, which it does not read", frisket_mask="mask = causal\nweight = relu2")
+    refused("without config.frisket_weight", frisket_divide="count")
     refused("give an axis its length there, or 1", ShapeError, call={"attention_mask": square[..., :7]})
     refused("`start` is a name of the plug-in's own", frisket_mask="causal & k >= start[b]",
             call={"attention_mask": hf_models.padded(left=3), "frisket_params": {"start": [0, 0]}})  # fmt: skip

@@ -12,7 +12,14 @@ pytest.importorskip("transformers")
 
 from support import hf_models, hf_tiny
 from support.tiers import default_only
-from transformers import AlignTextModel, AutoModelForCausalLM, AutoModelForImageTextToText, ClapTextModel, masking_utils
+from transformers import (
+    AlignTextModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    ClapTextModel,
+    DynamicCache,
+    masking_utils,
+)
 
 import frisket as fk
 from frisket import ParameterError
@@ -187,6 +194,73 @@ def test_transformers_models_give_no_attention_weights():
     eager.set_attn_implementation("sdpa")
     assert found.attentions == eager(ids, output_attentions=True).attentions
     torch.testing.assert_close(found.logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def columns_of(weights, kv_heads):
+    """Weights [batch, heads, q_len, kv_len], summed over queries and the query heads of a key head."""
+    return weights.sum(2).unflatten(1, (kv_heads, -1)).sum(2)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt-oss"])
+def test_columns_stand_in_place_of_attention_weights(kind):
+    eager, ours = hf_models.pair(kind)
+    ours.config.frisket_columns = True
+    ids, more = hf_models.tokens(), {"attention_mask": hf_models.padded(right=5)}
+    results = []
+    for model in (eager, ours):
+        out = model(ids, output_attentions=True, **more)
+        results.append(out.attentions if model is ours else [columns_of(x, 2) for x in out.attentions])
+        sum(x.square().sum() for x in results[-1]).backward()
+    for theirs, columns in zip(*results, strict=True):
+        torch.testing.assert_close(columns, theirs, rtol=1e-4, atol=1e-4)
+    weights = [next(m.model.layers[0].self_attn.q_proj.parameters()).grad for m in (eager, ours)]
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        assert ours(ids).attentions is None
+
+
+def test_columns_of_steps_cover_the_keys_of_a_cache():
+    eager, ours = hf_models.pair("llama")
+    ours.config.frisket_columns = True
+    how = {"max_new_tokens": 3, "do_sample": False, "output_attentions": True, "return_dict_in_generate": True}
+    theirs, steps = (m.generate(hf_models.tokens(), pad_token_id=0, **how).attentions for m in (eager, ours))
+    for weights, columns in zip(theirs, steps, strict=True):
+        for of_layer, sums in zip(weights, columns, strict=True):
+            torch.testing.assert_close(sums, columns_of(of_layer, 2), rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_after_eviction_reads_the_tokens_that_are_left():
+    """SnapKV with a choice for each key head, as in docs/statistics.md; eager attention has a mask for each layer."""
+    eager, ours = hf_models.pair("llama")
+    ours.config.frisket_columns = True
+    ids, token = hf_models.tokens(batch=1), torch.tensor([[5]])
+    full, evicted = (DynamicCache(config=m.config) for m in (eager, ours))
+    with torch.no_grad():
+        eager(ids, past_key_values=full)
+        ours(ids[:, :18], past_key_values=evicted)
+        sums = ours(ids[:, 18:], past_key_values=evicted, output_attentions=True).attentions
+        for layer, columns, theirs in zip(evicted.layers, sums, eager.model.layers, strict=True):
+            path = torch.cat([columns[..., :18].topk(5).indices, torch.arange(18, 24).expand(1, 2, 6)], -1)
+            layer.keys, layer.values = (x.take_along_dim(path[..., None], 2) for x in (layer.keys, layer.values))
+            hidden = torch.full((1, 2, 1, 25), -torch.inf).index_fill_(-1, torch.tensor([24]), 0)
+            hidden = hidden.scatter(-1, path[:, :, None], 0).repeat_interleave(2, 1)
+            hook = lambda _, args, kwargs, mask=hidden: (args, kwargs | {"attention_mask": mask})  # noqa: E731
+            theirs.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+        want = eager(token, past_key_values=full).logits
+        out = ours(token, past_key_values=evicted, position_ids=torch.tensor([[24]])).logits
+    assert evicted.get_seq_length() == 12
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+
+
+def test_columns_of_a_config_are_refused_where_none_are():
+    _, ours = hf_models.pair("llama", num_hidden_layers=1)
+    for columns, changes, says in (
+        ("all", {}, "is 'all'; it is True or False"),
+        (True, {"frisket_weight": "relu2"}, "frisket_weight replaces the softmax"),
+    ):
+        ours.config.update({"frisket_columns": columns, **changes})
+        with pytest.raises(ParameterError, match=says), torch.no_grad():
+            ours(hf_models.tokens(), output_attentions=True)
 
 
 def test_user_mask_is_refused_where_the_model_chooses_keys():

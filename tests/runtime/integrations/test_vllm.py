@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from outside.choices import chosen, keep
 from runtime.integrations.kernels_built import built
 from support.torch.dense import dense
 
@@ -51,6 +52,16 @@ class Engine:
         self.table = torch.from_numpy(self.random.integers(0, blocks, (requests, width)).astype(np.int32))  # stale
         self.keys = [torch.zeros(2, 0, self.layer.num_kv_heads, DIM, dtype=dtype) for _ in range(requests)]
         self.dtype, self.used = dtype, [0] * requests
+
+    def give_back(self, r):
+        """Request r ends, or is preempted: others get its blocks, with what they hold."""
+        self.free += self.table[r, : self.used[r]].tolist()
+        self.used[r], self.keys[r] = 0, self.keys[r][:, :0]
+
+    def share(self, r, other, blocks):
+        """Request r begins with the first full blocks of another, as prefix caching finds them."""
+        self.table[r, :blocks], self.used[r] = self.table[other, :blocks], blocks
+        self.keys[r] = self.keys[other][:, : blocks * PAGE]
 
     def step(self, new, padding=0):
         """(out, queries of every request, lengths) of `new` {request: tokens}, one at a time first."""
@@ -159,6 +170,14 @@ def test_vllm_config_sets_mask_and_score(vllm, config):
             compare(engine, engine.step(new), visible)
 
 
+def test_vllm_config_sets_weight_and_divisor(vllm, config):
+    config.additional_config = {"frisket_weight": "exp(score)", "frisket_divide": "total * two"}
+    config.additional_config["frisket_params"] = {"two": 2.0}
+    engine = Engine(vllm, 4)
+    for new in STORY:
+        compare(engine, {r: (last, 2 * out) for r, (last, out) in engine.step(new).items()}, causal)
+
+
 @pytest.mark.skipif(bool(reason()), reason="no C++ compiler")
 def test_vllm_serving_steps_do_not_recompile(vllm, monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "cpp")
@@ -191,6 +210,170 @@ def told(engine):
     return vllm_standin.CommonAttentionMetadata(
         where, where, torch.tensor([37, 5], dtype=torch.int32), 2, 6, 5, 37, engine.table[:2], torch.zeros(6).long()
     )
+
+
+# -- selection -------------------------------------------------------------------------------------------------------
+
+
+def seen_by_quest(q, k, count, visible, always=None):
+    """Quest's definition: the tokens that a query [heads, dim] sees of keys [tokens, kv_heads, dim], by the largest
+    product that the entries of a page allow. `visible` and `always` [tokens] are of the query."""
+    pages = range(0, len(k), PAGE)
+    bounds = torch.zeros(1, HEADS, 1, len(pages), dtype=torch.float64)
+    for h in range(HEADS):
+        for i, first in enumerate(pages):
+            page = q[h] * k[first : first + PAGE, h * k.shape[1] // HEADS].double()
+            bounds[0, h, 0, i] = page.amax(0).sum() * DIM**-0.5
+    of_pages = lambda x: torch.tensor([bool(x[i : i + PAGE].any()) for i in pages]).numpy()  # noqa: E731
+    forced = of_pages(visible if always is None else visible & always) & (always is not None)
+    table = chosen(bounds.numpy(), of_pages(visible), forced, keep(count), k.shape[1])[0]
+    return torch.from_numpy(table).repeat_interleave(PAGE, 2)[..., : len(k)] & visible
+
+
+def compare_selected(engine, found, select, visible, always=None, change=lambda s, d: s, sinks=None, tolerance=2e-6):
+    """Steps of one token read the chosen blocks, other requests all that they see."""
+    hidden = 0
+    for r, (last, out) in found.items():
+        tokens = torch.arange(engine.keys[r].shape[1])
+        seen = visible(len(tokens) - 1 - tokens, tokens)
+        forced = None if always is None else always(len(tokens) - 1 - tokens, tokens)
+        table = seen_by_quest(last[0].double(), engine.keys[r][0], select, seen, forced)
+        hidden += int((seen & ~table).sum())
+        rows = (lambda d, k, t=table: t) if len(last) == 1 else visible
+        compare(engine, {r: (last, out)}, rows, change, sinks, tolerance)
+    return hidden
+
+
+def near_or_first(distance, k):
+    return (distance < 9) | (k < 4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("always", [None, near_or_first])
+def test_vllm_steps_read_the_blocks_of_quest(vllm, config, name, always):
+    """With prompts in the batch, in reused blocks, behind shared prefixes, and computed again after preemption."""
+    layer, visible, more = LAYERS[name]
+    config.additional_config = {"frisket_select": {"keep": 3, "always": always and "window(9) | sinks(4)"}}
+    engine, hidden = Engine(vllm, 4, **layer), 0
+    steps = [dict.fromkeys(range(4), 1)] * 3
+
+    def serve(story):
+        for i, new in enumerate(story):
+            found = engine.step(new, padding=3 * (i % 2))
+            for r in (r for r, n in new.items() if n > 1):
+                compare(engine, {r: found.pop(r)}, visible, **more)
+            nonlocal hidden
+            hidden += compare_selected(engine, found, 3, visible, always, **more)
+
+    serve(STORY + steps)
+    for r in (0, 2):
+        engine.give_back(r)
+    engine.share(0, 1, 2)
+    serve([{2: 90, 1: 1}, {0: 1, 1: 1, 3: 1}, {0: 40}, *steps])
+    assert bool(hidden) == (name not in ("window", "sinks"))  # whose windows of 20 tokens are in 3 blocks
+
+
+def test_vllm_selection_follows_masks_and_halves(vllm, config):
+    """A mask with holes, a score mod of heads, scales, keys in bfloat16."""
+
+    def holes(distance, k):
+        return (distance >= 0) & (k // 16 % 3 != 1)
+
+    rate = torch.tensor([0.0, 0.25, 0.5, 0.75])
+    config.additional_config = {
+        "frisket_mask": "causal & k // n % 3 != 1", "frisket_score": "score - rate[h] * (q - k)",
+        "frisket_params": {"n": 16, "rate": rate.tolist()}, "frisket_select": {"keep": 2},
+    }  # fmt: skip
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        engine, hidden = Engine(vllm, 2, dtype=dtype), 0
+        engine.step({0: 100, 1: 83})
+        for _ in range(4):
+            change = {"change": lambda s, d: s - rate[:, None, None] * d, "tolerance": tolerance}
+            hidden += compare_selected(engine, engine.step({0: 1, 1: 1}), 2, holes, **change)
+        assert hidden
+
+
+def test_selection_of_all_blocks_changes_nothing(vllm, config):
+    """With as many blocks as the longest request has nothing is chosen; with 3, the other steps have no more."""
+    outs = {}
+    for count in (None, 3, 4, 99):
+        config.additional_config = {"frisket_select": count and {"keep": count}}
+        engine = Engine(vllm, 3)
+        outs[count] = torch.cat([out for new in STORY[:2] for _, out in engine.step(new).values()])
+    assert torch.equal(outs[4], outs[None])
+    assert torch.equal(outs[99], outs[None])
+    torch.testing.assert_close(outs[3], outs[None], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens", "padded", "layers"])
+def test_vllm_selection_reads_pools_of_any_strides(layout):
+    pool, blocks = stored(layout, 8), torch.tensor([[2, 0, 1]])
+    served = vllm_pages.ServedLayer(select={"keep": 2})
+    keys = torch.cat([pool[i, ..., :DIM].transpose(0, 1) for i in (2, 0, 1)])
+    values = torch.cat([pool[i, ..., DIM:].transpose(0, 1) for i in (2, 0, 1)])
+    served.add_bounds(pool, keys[:45], torch.cat([torch.arange(16) + 16 * i for i in (2, 0, 1)])[:45])
+    batch = vllm_pages.PagedBatch.of(1, torch.tensor([0, 1]), torch.tensor([45]), blocks, torch.zeros(1), tokens=1)
+    q = torch.randn(1, HEADS, DIM)
+    table = seen_by_quest(q[0].double(), keys[:45], 2, torch.ones(45, dtype=torch.bool))
+    assert not table.all()
+    k, v = (x[:45].double().transpose(0, 1)[None] for x in (keys, values))
+    want, *_ = dense(q.double()[:, :, None], k, v, table, lambda s: s, None)
+    torch.testing.assert_close(served.attend(q, pool, batch).double(), want[:, :, 0], rtol=2e-6, atol=2e-6)
+
+
+def test_bounds_of_blocks_are_those_of_written_tokens():
+    """Padding is skipped, the first slot of a block begins it anew, other slots widen it."""
+    served, pool = vllm_pages.ServedLayer(select={"keep": 1}), torch.zeros(3, KEY_HEADS, PAGE, 2 * DIM)
+    held = {}
+    for slots in ([0, 1, -1, 40, 32], [2, -1, -1], [-1], [], [32, 33, 16], [17]):
+        k = torch.randn(len(slots), KEY_HEADS, DIM)
+        for slot in slots:
+            if slot % PAGE == 0:
+                held = {n: x for n, x in held.items() if n // PAGE != slot // PAGE}
+        held |= {slot: key for slot, key in zip(slots, k, strict=True) if slot >= 0}
+        served.add_bounds(pool, k, torch.tensor(slots, dtype=torch.int64))
+        for block in {n // PAGE for n in held}:
+            keys = torch.stack([x for n, x in held.items() if n // PAGE == block])
+            assert torch.equal(served.bounds[:, block], torch.stack([keys.amin(0), keys.amax(0)]))
+
+
+REFUSED = {
+    "no keep": ({"always": "sinks(4)"}, {}, r'frisket_select is \{.*\}; it is \{"keep": 8\}, or'),
+    "a number": (8, {}, r'frisket_select is 8; it is \{"keep": 8\}'),
+    "misspelt": ({"keep": 8, "allways": "k < 4"}, {}, r'frisket_select is .*allways.*; it is \{"keep": 8\}, or'),
+    "share": ({"keep": 0.1}, {}, r"keep of frisket_select is 0\.1; it is a number of blocks, 1 or more"),
+    "truth": ({"keep": True}, {}, "keep of frisket_select is True; it is a number of blocks"),
+    "none": ({"keep": 0}, {}, "keep of frisket_select is 0; it is a number of blocks"),
+    "no value": ({"keep": 8, "always": "window(w)"}, {}, "`w` in always of frisket_select has no value: write"),
+    "heads": ({"keep": 8, "always": "k < h"}, {}, "always of frisket_select reads h; heads that share a key head"),
+    "lengths": ({"keep": 8, "always": "k > KV_LEN - 9"}, {}, "always of frisket_select: the mask reads KV_LEN"),
+    "no room": (
+        {"keep": 4, "always": "sinks(4) | window(64)"}, {},
+        r"keep of frisket_select is 4, and `.*` is up to 6 blocks of 16 tokens\n  keep 6 or more",
+    ),
+    "weight": ({"keep": 8}, {"frisket_weight": "exp(score)"}, "softmax, which frisket_weight replaces\n  leave one of"),
+    "drafts": ({"keep": 8}, {"speculative_config": object()}, "frisket_select does not go with speculative decoding"),
+    "connector": ({"keep": 8}, {"kv_transfer_config": object()}, "frisket_select does not go with a KV connector"),
+    "mamba": ({"keep": 8}, {"is_hybrid": True}, "frisket_select does not go with Mamba layers"),
+    "shared keys": ({"keep": 8}, {"kv_sharing_target_layer_name": "x"}, "does not go with keys that layers share"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_vllm_refuses_selections_without_meaning(vllm, config, name):
+    select, more, why = REFUSED[name]
+    config.additional_config = {"frisket_select": select}
+    config.additional_config |= {n: x for n, x in more.items() if n.startswith("frisket_")}
+    vars(config).update({n: x for n, x in more.items() if n.endswith("_config")})
+    config.model_config.is_hybrid = "is_hybrid" in more
+    with pytest.raises(ParameterError, match=why):
+        Engine(vllm, 1, **{n: x for n, x in more.items() if n.startswith("kv_sharing")})
+
+
+def test_vllm_selection_is_never_dropped_silently(vllm, config):
+    config.additional_config, config.attention_config.backend = {"frisket_select": {"keep": 8}}, None
+    with pytest.raises(ParameterError, match=r"frisket_select is set, and vLLM would serve this model without frisket"):
+        vllm.check_served(config)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -355,7 +538,7 @@ def test_missing_vllm_is_named_in_the_error(monkeypatch):
         ({}, "window(9)", r"has to be causal: a prompt that is read in chunks"),
         ({}, "causal & k < KV_LEN - 1", r"the mask reads KV_LEN, which changes from step to step"),
         ({"sliding_window": 20}, "causal", r"looks behind the sliding window of this layer: a ring of 20 tokens"),
-        ({}, "causal & k < n", r"`n` of frisket_mask or frisket_score has no value"),
+        ({}, "causal & k < n", r"`n` of the frisket_ fields has no value"),
         (
             {"attn_type": "encoder"},
             None,

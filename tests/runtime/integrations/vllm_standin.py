@@ -24,9 +24,11 @@ def fresh_config() -> SimpleNamespace:
         additional_config={},
         model_config=SimpleNamespace(
             hf_text_config=hf, hf_config=hf, dtype=torch.float32, is_mm_prefix_lm=False, rswa_window=None,
-            runner_type="generate", use_mla=False,
+            runner_type="generate", use_mla=False, max_model_len=512, is_hybrid=False,
         ),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum.CUSTOM, backend_per_kind={}),
+        speculative_config=None,
+        kv_transfer_config=None,
     )  # fmt: skip
 
 

@@ -211,3 +211,10 @@ def test_a_million_tokens(first, second, holds):
     if "doc" not in first:
         assert bool(m.implies(n, LONG, LONG, budget=100 * LONG)) is holds
         assert m.empty_rows(LONG, LONG, budget=100 * LONG).holds is False
+
+
+@pytest.mark.parametrize("question", ["visible_pairs", "is_empty", "empty_rows", "implies", "equivalent"])
+def test_questions_with_values_of_names_are_refused(question):
+    m, more = fk.mask("causal & same(doc)"), ("causal",) if question in ("implies", "equivalent") else ()
+    with pytest.raises(fk.ParameterError, match=r"give the values of names to the mask: mask\(..., doc=...\)"):
+        getattr(m, question)(*more, 8, 8, doc=np.zeros(8, int))

@@ -92,7 +92,7 @@ def test_rotary_keeps_the_dtype(world):
 
 
 def test_rotary_turns_scores_by_distance_alone():
-    q, k = rng.standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
 
     @jax.jit
     def product(i, j):
@@ -331,7 +331,7 @@ def test_missing_qwix_is_named_in_the_error(monkeypatch):
 
 ONES = torch.ones(1, 2, 4, 8)
 BAD = {
-    "layout": (lambda: m.apply_rotary_pos_emb(ONES, ONES, ONES, "sbhd"), "layout is 'sbhd'"),
+    "layout": (lambda: m.apply_rotary_pos_emb(ONES, ONES, ONES, "sbhd"), "the axis order is 'sbhd'"),
     "short": (lambda: m.apply_rotary_pos_emb(ONES, *m.rotary_tables(torch.arange(3), 8)), "at least 4 positions"),
     "head": (lambda: m.apply_rotary_pos_emb(ONES, *m.rotary_tables(torch.arange(4), 6)), r"sin is \[4, 6\]"),
     "other layout": (

@@ -390,6 +390,19 @@ def test_operation_keywords_equal_masks_and_scores(case, jit):
     close(run(*map(jnp.asarray, (Q, K, V)), traced), fk.reference(Q, K, V, mask, score, layout="bshd", **tables))
 
 
+def test_operations_weigh_pairs_by_the_positions_given():
+    gamma, weight = np.float32([0.6, 0.7, 0.8, 0.9]), "retention(gamma)"
+    how = {"weight": weight, "divide": "max(abs(total), 1 + q % 2)", "causal": True, "gamma": gamma}
+    found = AttentionRegistry.create("dense")(*map(jnp.asarray, (Q, K, V)), positions=PLACES, **how)
+    wanted = fk.reference(
+        Q, K, V, "t[b, q] >= t[b, k]", weight="score * gamma[h] ** (t[b, q] - t[b, k])",
+        divide="max(abs(total), 1 + t[b, q] % 2)", gamma=gamma, t=PLACES, layout="bshd",
+    )  # fmt: skip
+    close(found, wanted)
+    with pytest.raises(fk.ParameterError, match="sinks are logits of a softmax"):
+        AttentionRegistry.create("dense")(*map(jnp.asarray, (Q, K, V)), weight="relu2", softmax_aux=jnp.zeros(4))
+
+
 @pytest.mark.parametrize("q_len", [1, 5])
 def test_operations_align_the_last_query_with_the_last_key(q_len):
     q, k, v = arrays(q_len, 40)

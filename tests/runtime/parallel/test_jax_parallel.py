@@ -19,13 +19,14 @@ from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.parallel.shards import ShardPlace, check_covered, on_shard
 
 CHILDREN = Path(__file__).parent / "children"
-FEW = ["bytes: even"]
+FEW = ["bytes: even", "weighted gathered"]
 EVERY = [
     "causal", "window", "documents", "full", "prefix", "streaming", "block diffusion", "dilated", "chunks", "offsets",
     "prefix documents", "documents by batch", "sparse", "rows without keys", "biases", "plane", "distances",
     "split tables", "dropout and sinks", "split heads", "gathered", "gathered documents", "short", "bfloat16",
     "bytes: causal", "bytes: window", "bytes: gathered", "bytes: documents", "large: causal", "large: gathered",
     "native", "large: native", "large: native with a score mod", "large: native gathered",
+    "weighted", "weighted documents", "weighted mesh", "weighted gathered", "weighted float16",
 ]  # fmt: skip
 
 
@@ -57,6 +58,9 @@ MANY = [
     "large: gathered",
     "large: native with a score mod",
     "large: native gathered",
+    "weighted",
+    "weighted mesh",
+    "weighted float16",
 ]
 
 
@@ -267,3 +271,33 @@ def test_dropout_of_an_attention_at_other_positions(at):
     deal, mesh = fk.parallel.deal(att.mask, 768, ranks=1), jax.make_mesh((1,), ("sp",))
     found = fk.parallel.attend(att, *(deal.permute(x, 1) for x in (q, k, v)), deal=deal, axis="sp", mesh=mesh, seed=7)
     np.testing.assert_allclose(deal.unpermute(found, 1), att(q, k, v, seed=7), atol=1e-5)
+
+
+def test_jax_context_parallel_names_wrong_arrays():
+    """With mesh=, an axis that the mesh lacks and arrays that no deal permuted are errors of ours."""
+    deal, att = fk.parallel.deal("causal", 50, 1, tile=16), fk.compile("causal")
+    mesh = jax.make_mesh((1,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.zeros((1, 50, 2, 8))
+    for how, error, text in (
+        ({"axis": "cp"}, ParameterError, "axis='cp', and the mesh has no axis 'cp'\n  its axes are 'sp'"),
+        ({"batch_axis": ("sp", "dp")}, ParameterError, "the mesh has no axis 'dp'"),
+        ({"head_axis": "tp"}, ParameterError, "head_axis='tp', and the mesh has no axis 'tp'"),
+        ({}, ShapeError, r"they are \[batch, 64, heads, dim\]\n  what deal.permute\(x, axis=1\) gives"),
+        ({"deal": fk.parallel.deal("causal", 50, 2, tile=16)}, ShapeError, "2 ranks, mesh axis 'sp' has 1 devices"),
+    ):
+        with pytest.raises(error, match=text):
+            fk.parallel.attend(att, x, x, x, **{"deal": deal, "mesh": mesh, **how})
+    y = deal.permute(x, 1)
+    assert fk.parallel.attend(att, y, y, y, deal=deal, mesh=mesh).shape == y.shape
+
+
+def test_deal_of_traced_documents_is_refused():
+    wide = fk.parallel.deal("causal", 64, 1, tile=16)
+    for make in (
+        lambda doc: fk.parallel.deal("same(doc)", 64, 1, doc=doc),
+        lambda doc: wide.under("same(doc)", doc=doc),
+    ):
+        with pytest.raises(
+            ParameterError, match="a deal is made on the host\n  make it outside; or deal of a wider mask"
+        ):
+            jax.jit(make)(jnp.zeros(64, int))

@@ -43,6 +43,19 @@ def test_ranks_together_compute_what_one_does(said, name, variant):
         assert max(said[r, ("differences", name)][variant]) < 1e-5
 
 
+def test_weighted_rows_of_ranks_are_those_of_one():
+    """Errors are at most twice those of one process in the same dtype, whose gradients of keys are one sum."""
+    found = together(partial(ranks.weighted_checks, names=[*ranks.WEIGHTED]), ranks.RANKS, timeout=60, limit=240)
+    assert not {r: x for (r, name), x in found.items() if name == "failed"}
+    for r in range(ranks.RANKS):
+        assert max(found[r, "lse"]) < 1e-5
+        for name in ranks.WEIGHTED:
+            for how, errors in found[r, ("weighted", name)].items():
+                for i, (ours, theirs, largest) in enumerate(errors):
+                    step = torch.finfo(how[1]).eps
+                    assert ours <= 2 * theirs + (step + 1e-6) * max(1, largest), (name, how, i)
+
+
 @pytest.mark.parametrize("variant", ["ring", "all-gather"])
 @pytest.mark.parametrize("backend", ranks.BACKENDS)
 def test_gradients_of_large_scores(said, backend, variant):

@@ -41,3 +41,10 @@ def test_dtensor_attention_refuses_split_lengths(said):
         assert "q is split along its length" in said[r, "length"]
         assert "frisket.parallel" in said[r, "length"]
         assert "needs a seed" in said[r, "no seed"]
+
+
+def test_sharded_parameter_as_table_is_refused(said):
+    """A learned bias that fully_shard has sharded, read outside of the forward of its module."""
+    for r in range(ranks.RANKS):
+        assert "`slope` is a DTensor" in said[r, "table alone"]
+        assert "whole in the forward of its module" in said[r, "table alone"]

@@ -7,6 +7,7 @@ from. Names are those of Triton 3.6 or of later versions, as `LATE` says.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -16,10 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from .machine import Barrier, Columns, FaultError, Machine, Shared, TensorMemory, View, matrix
-from .numbers import F32, I32, KINDS, Kind, Pointer, Tensor, common, pair, tensor
+from .machine import (
+    Barrier,
+    Columns,
+    DeadlockError,
+    FaultError,
+    Machine,
+    Programs,
+    Shared,
+    TensorMemory,
+    View,
+    matrix,
+)
+from .numbers import E4M3, F32, I32, KINDS, Kind, Pointer, Tensor, common, kind_in_torch, pair, tensor
 
 SEED, LATE = 0, True
+RESIDENT = 1  # programs that run at the same time
+MOST_POLLS = 20_000  # of counters that nobody changes
 
 
 class Block:
@@ -33,7 +47,7 @@ class Descriptor:
     """A tensor that TMA copies blocks of: what is outside reads as zero, and is not written."""
 
     def __init__(self, host: Any) -> None:
-        self.base, self.dtype = host.base, KINDS[str(host.base.dtype).removeprefix("torch.")]
+        self.base, self.dtype = host.base, kind_in_torch(host.base.dtype)
         self.block_type, self.layout = Block(host.block_shape, self.dtype), host.layout
         steps = [step for step, size in zip(host.strides, host.shape, strict=True) if size > 1]
         if list(host.shape) != list(host.base.shape) or steps != [
@@ -54,6 +68,10 @@ class Descriptor:
         outer, inner = self._part(at)
         found[inner] = self.base.detach()[outer].float().numpy()
         return found
+
+    def add(self, at, values: np.ndarray) -> None:
+        outer, inner = self._part(at)
+        self.base[outer] += torch.as_tensor(np.ascontiguousarray(values[inner])).to(self.base.dtype)
 
     def store(self, at, values: np.ndarray) -> None:
         outer, inner = self._part(at)
@@ -79,14 +97,20 @@ class InterpretedFunction:
                 n for n, p in inspect.signature(self.function).parameters.items() if "constexpr" in str(p.annotation)
             }
             given = [x if n in constants else argument(x) for n, x in zip(self.arg_names, arguments, strict=True)]
+            programs = []
             for z in range(grid[2]):
                 for y in range(grid[1]):
                     for x in range(grid[0]):
-                        Machine.now = Machine(hash((SEED, x, y, z)))
-                        Machine.now.program = (x, y, z)
-                        Machine.now.grid = grid
-                        self.function(*given)
-                        self.runs += 1
+                        machine = Machine(hash((SEED, x, y, z)))
+                        machine.program, machine.grid = (x, y, z), grid
+                        programs.append((machine, lambda: self.function(*given)))
+            self.runs += len(programs)
+            if RESIDENT > 1:
+                Programs(SEED, RESIDENT).run(programs)
+                return
+            Programs.polls = 0
+            for Machine.now, work in programs:
+                work()
 
         return launch
 
@@ -116,8 +140,14 @@ def blocked(size, threads, warps, order) -> None:
 
 def of_products(version, *, warps_per_cta, instr_shape) -> None:
     rows, columns, steps = instr_shape
-    if version != [3, 0] or math.prod(warps_per_cta) != 4 or (rows, steps) != (16, 16) or columns % 8:
+    if version != [3, 0] or math.prod(warps_per_cta) != 4 or rows != 16 or steps not in (16, 32) or columns % 8:
         raise FaultError(f"products {instr_shape} of {warps_per_cta} warps are none of a Hopper's warp group")
+    return steps
+
+
+def dot_operand(index: int, steps: int | None, width: int) -> None:
+    if steps is not None and (index, width) != (0, steps // 8):
+        raise FaultError(f"a register of the left operand has {steps // 8} numbers, not {width}")
 
 
 def sliced(axis, parent) -> None:
@@ -189,6 +219,11 @@ def reduction(work):
     return found
 
 
+def reduce(x: Tensor, axis: int, combine: InterpretedFunction) -> Tensor:
+    parts = [Tensor(part, x.kind) for part in np.moveaxis(x.data, axis, 0)]
+    return functools.reduce(combine, parts)
+
+
 def erf(x: np.ndarray) -> np.ndarray:
     return torch.erf(torch.as_tensor(np.asarray(x))).numpy()
 
@@ -197,7 +232,7 @@ def full(shape, value, kind: Kind, layout) -> Tensor:
     return Tensor(np.full(shape, value), kind)
 
 
-def arange(start: int, end: int, layout) -> Tensor:
+def arange(start: int, end: int, layout=None) -> Tensor:
     return Tensor(np.arange(start, end), I32)
 
 
@@ -221,24 +256,43 @@ def cdiv(a, b) -> Tensor:
     return (tensor(a) + b - 1) // b
 
 
+def atomic_add(pointer: Pointer, value, sem="acq_rel", scope="gpu") -> Tensor:
+    """Adds to a counter. Adding 0 asks for it: DeadlockError where all ask and nobody changes any."""
+    before = pointer.load()
+    pointer.store(before + value)
+    Programs.polls = Programs.polls + 1 if int(tensor(value).data) == 0 else 0
+    if Programs.polls > MOST_POLLS:
+        raise DeadlockError("programs wait for a counter that no other changes")
+    Machine.now.switch()
+    return before
+
+
+def inline_asm(text, constraints, arguments, *, dtype, is_pure, pack) -> None:
+    if "cp.async.bulk.wait_group 0" not in text:
+        raise FaultError(f"no instruction that is known: {text}")
+    Machine.now.written()
+
+
 gl = SimpleNamespace(
     **{n: KINDS[n] for n in KINDS}, constexpr=lambda x: x,
     allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize, load=load, store=store, cdiv=cdiv,
     arange=arange, full=full, where=where, cast=cast, broadcast=broadcast, add=plus, mul=times,
     maximum=extremum(np.fmax), minimum=extremum(np.fmin), max=reduction(np.fmax.reduce), min=reduction(np.fmin.reduce),
-    sum=reduction(lambda x, axis: x.sum(axis, dtype=x.dtype)), static_range=range,
+    sum=reduction(lambda x, axis: x.sum(axis, dtype=x.dtype)), static_range=range, reduce=reduce,
     convert_layout=lambda x, layout: x, program_id=lambda axis: Tensor(Machine.now.program[axis], I32),
     num_programs=lambda axis: Tensor(Machine.now.grid[axis], I32),
-    NVMMADistributedLayout=of_products, BlockedLayout=blocked,
-    SliceLayout=sliced, DotOperandLayout=lambda *a: None,
+    NVMMADistributedLayout=of_products, BlockedLayout=blocked, SwizzledSharedLayout=lambda *of_layout: None,
+    NVMMASharedLayout=SimpleNamespace(get_default_for=lambda shape, kind: None),
+    SliceLayout=sliced, DotOperandLayout=dot_operand,
     exp=elementwise(np.exp), exp2=elementwise(np.exp2), log=elementwise(np.log), log2=elementwise(np.log2),
     sin=elementwise(np.sin), cos=elementwise(np.cos), sqrt_rn=elementwise(np.sqrt), erf=elementwise(erf),
     rsqrt=elementwise(lambda x: 1 / np.sqrt(x)), floor=elementwise(np.floor), abs=elementwise(np.abs),
-    div_rn=lambda a, b: tensor(a, b) / b,
+    div_rn=lambda a, b: tensor(a, b) / b, atomic_add=atomic_add, inline_asm_elementwise=inline_asm,
 )  # fmt: skip
-triton = SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=True)))
-tl = SimpleNamespace(PropagateNan=SimpleNamespace(ALL=True))
 gluon = SimpleNamespace(jit=lambda f=None, **more: InterpretedFunction(f) if f else InterpretedFunction)
+triton = SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=True)), jit=gluon.jit)
+tl = SimpleNamespace(**vars(gl), PropagateNan=SimpleNamespace(ALL=True))  # small kernels of a module are Triton's
+gluon_core = SimpleNamespace(builtin=lambda f: f)
 
 
 # -- nvidia.hopper ------------------------------------------------------------------------------------
@@ -260,14 +314,25 @@ def async_load(descriptor: Descriptor, at, place, view: View) -> None:
     values = matrix(descriptor.load(at), descriptor.dtype)
     if list(view.shape) != descriptor.block_type.shape or view.slot.kind is not descriptor.dtype:
         raise FaultError(f"a block of {descriptor.block_type.shape} does not fit into {view.slot.name}")
-    Machine.now.load(view.slot, barrier_of(place), values, descriptor.block_type.nbytes)
+    Machine.now.load(view, barrier_of(place), values, descriptor.block_type.nbytes)
 
 
 def async_store(descriptor: Descriptor, at, view: View) -> None:
     Machine.now.store(view.slot, lambda data: descriptor.store(at, data))
 
 
+def async_add(descriptor: Descriptor, at, view: View) -> None:
+    if descriptor.dtype is not F32 or list(view.shape) != descriptor.block_type.shape:
+        raise FaultError(f"TMA adds no {list(view.shape)} to blocks of {descriptor.block_type.shape}")
+    Machine.now.add(view.slot, lambda values: descriptor.add(at, values))
+
+
 def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
+    if E4M3 in (a.dtype, b.dtype):
+        if a.dtype is not b.dtype:
+            raise FaultError(f"a product of {a.dtype.name} and {b.dtype.name}")
+        if b.order != (1, 0) or (isinstance(a, View) and a.order is not None):
+            raise FaultError("operands of 8 bits lie along the summed axis in shared memory")
     made = Machine.now.product(a, b, acc, use_acc)
     return made if is_async else Machine.now.waited(0, [made])[0]
 
@@ -278,7 +343,7 @@ def warpgroup_mma_wait(left: int, results):
 
 
 def fence_async_shared() -> None:
-    Machine.now.running.fenced = True
+    Machine.now.running.unfenced.clear()
 
 
 mbarrier = SimpleNamespace(
@@ -320,12 +385,13 @@ blackwell = SimpleNamespace(
 def kernels(source: str) -> dict[str, Any]:
     """The functions of a module's text."""
     names = ("async_load", "async_store") if LATE else ("async_copy_global_to_shared", "async_copy_shared_to_global")
-    tma = SimpleNamespace(
-        **dict(zip(names, (async_load, async_store), strict=True)), store_wait=lambda left: Machine.now.stored(left)
-    )
+    known = dict(zip(names, (async_load, async_store), strict=True))
+    known |= {"async_atomic_add": async_add} if LATE else {}  # else the module has its own
+    tma = SimpleNamespace(**known, store_wait=lambda left: Machine.now.stored(left))
     language = SimpleNamespace(**vars(gl), **{"barrier" if LATE else "thread_barrier": lambda: Machine.now.switch()})
     seen_as = "reinterpret" if LATE else "_reinterpret"
     blackwell.tensor_memory_descriptor = SimpleNamespace(**{seen_as: Columns.seen_as})
+    language.shared_memory_descriptor = SimpleNamespace(**{seen_as: Shared.seen_as})
     names = {
         "triton": triton,
         "gl": language,
@@ -335,8 +401,11 @@ def kernels(source: str) -> dict[str, Any]:
         "mbarrier": mbarrier,
         "tma": tma,
         "tl": tl,
+        "gluon_core": gluon_core,
     }
     text, count = re.subn(r"(?m)^(from|import) triton.*$", "", source)
     assert count >= 4, "the text imports Gluon"
     exec(compile(text, "<a Gluon module>", "exec"), names)
+    if "reduce_tile" in names and not LATE:
+        names["add_tile"] = async_add
     return {n: x for n, x in names.items() if isinstance(x, InterpretedFunction)}

@@ -95,89 +95,177 @@ class Barrier:
         return f"{self.name} in phase {self.done}, {self.pending} arrivals and {self.bytes} bytes short"
 
 
+EVERY = range(1 << 20)  # lines of a slot
+
+
+def meet(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
+
+
 class Slot:
-    """A tile of shared memory: what wrote it last, and who has read it since."""
+    """A tile of shared memory: what wrote its lines last, and who has read them since."""
 
     def __init__(self, name: str, shape: Sequence[int], kind: Kind) -> None:
         self.name, self.kind = name, kind
-        self.data = np.full(shape, np.nan, np.float32)
-        self.copy: int | None = None  # the copy that filled it
-        self.wrote: tuple[str, int] | None = None  # the partition that did
-        self.reads: list[tuple[str, int]] = []
+        self.data = np.full(shape, np.nan, np.float32) if kind.floats else np.zeros(shape, kind.held)
+        self.copies: dict[range, int] = {}  # those that filled lines
+        self.written: dict[range, tuple[str, int]] = {}  # the partitions that did
+        self.reads: list[tuple[range, tuple[str, int]]] = []
         self.reading: list[str] = []
-        self.coming = False
+        self.coming: list[range] = []
 
-    def check_free(self, clock: Clock, what: str) -> None:
+    @property
+    def flat(self) -> np.ndarray:
+        """The lines of the buffer: the last axis is along them."""
+        return self.data.reshape(-1, self.data.shape[-1] if self.data.ndim > 1 else 1)
+
+    def check_free(self, clock: Clock, what: str, lines: range = EVERY) -> None:
         """Whoever writes must know that the last ones are done."""
-        if self.coming:
+        if any(meet(x, lines) for x in self.coming):
             raise FaultError(f"{self.name}: {what} where a copy is still to arrive")
         if self.reading:
             raise FaultError(f"{self.name}: {what} where {self.reading[0]} is reading it")
-        late = [name for name, tick in self.reads if not clock.knows((name, tick))]
+        late = [event[0] for x, event in self.reads if meet(x, lines) and not clock.knows(event)]
         if late:
             raise FaultError(f"{self.name}: {what} before it is known that {late[0]} has read it")
 
     def check_written(self, clock: Clock, what: str) -> None:
         """As `check_free`, where what is there may be a product that still runs."""
         self.check_free(clock, what)
-        if self.wrote is not None and not clock.knows(self.wrote):
-            raise FaultError(f"{self.name}: {what} before it is known that {self.wrote[0]} has written")
+        late = [event[0] for event in self.written.values() if not clock.knows(event)]
+        if late:
+            raise FaultError(f"{self.name}: {what} before it is known that {late[0]} has written")
 
-    def check_full(self, clock: Clock, who: str) -> None:
+    def check_full(self, clock: Clock, who: str, lines: range = EVERY) -> None:
         """Whoever reads must know that what is there has arrived."""
-        if self.copy is None and self.wrote is None:
+        if not any(meet(x, lines) for x in (*self.copies, *self.written)):
             raise FaultError(f"{self.name}: {who} reads what nobody has written")
-        if self.coming or (self.copy is not None and self.copy not in clock.copies):
+        copies = {number for x, number in self.copies.items() if meet(x, lines)}
+        if any(meet(x, lines) for x in self.coming) or not copies <= clock.copies:
             raise FaultError(f"{self.name}: {who} reads before it is known that the copy has arrived")
-        if self.wrote is not None and not clock.knows(self.wrote):
-            raise FaultError(f"{self.name}: {who} reads before it is known that {self.wrote[0]} has written")
+        late = [event[0] for x, event in self.written.items() if meet(x, lines) and not clock.knows(event)]
+        if late:
+            raise FaultError(f"{self.name}: {who} reads before it is known that {late[0]} has written")
+
+    def wrote(self, event: tuple[str, int]) -> None:
+        """All of it is what somebody wrote."""
+        self.copies, self.written, self.reads = {}, {EVERY: event}, []
+
+
+class Bank:
+    """A tile of tensor memory as bits, half a column of 32 bits each: columns are tracked in groups, because weights
+    are written and read in pieces."""
+
+    GROUP = 8  # columns
+
+    def __init__(self, name: str, shape: Sequence[int], kind: Kind) -> None:
+        rows, columns = shape[0], shape[1] * kind.bits // 32
+        self.name = name
+        self.bits = np.full((rows, 2 * columns), 0xFFFF, np.uint16)  # NaN of any kind
+        self.groups = [Slot(name, (0,), kind) for _ in range(columns // self.GROUP)]
+
+    def part(self, start: int, stop: int, kind: Kind) -> list[Slot]:
+        """The groups of such columns of a kind."""
+        first, last = (n * kind.bits / 32 / self.GROUP for n in (start, stop))
+        if first != int(first) or last != int(last):
+            raise FaultError(f"{self.name} is not read or written from {start} to {stop}, as {kind.name}")
+        for x in self.groups:
+            x.name = self.name
+        return self.groups[int(first) : int(last)]
 
 
 @dataclass
 class View:
-    """A slot seen in another shape or order of axes."""
+    """A slot seen in another shape or order of axes, or some of its lines or columns."""
 
     slot: Slot
     shape: tuple[int, ...]
     order: tuple[int, ...] | None = None
-    part: slice = field(default_factory=lambda: slice(None))
+    part: slice = field(default_factory=lambda: slice(None))  # columns of a matrix
+    lines: range = EVERY
+    window: tuple[slice, ...] = ()  # rows and columns of a matrix whose axes are in another order, to be read
 
-    def slice(self, start: int, length: int, axis: int) -> View:
-        """Columns of a matrix, to be written."""
-        if axis != 1 or self.order is not None or not 0 <= start <= start + length <= self.shape[1]:
-            raise FaultError(f"{self.slot.name} has no columns {start} to {start + length}")
-        return View(self.slot, (self.shape[0], length), None, slice(start, start + length))
+    def slice(self, start: int, length: int, dim: int = 0) -> View:
+        """Columns of a matrix, or lines of a tile or vector; of a matrix in another order they are only read."""
+        if self.window or not 0 <= start <= start + length <= self.shape[dim]:
+            raise FaultError(f"{self.slot.name} has no {start} to {start + length} along axis {dim}")
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        part = slice(start, start + length)
+        if self.order is not None:
+            window = (slice(None), part) if dim else (part, slice(None))
+            return View(self.slot, shape, self.order, window=window)
+        if dim == 1 and len(self.shape) == 2:
+            return View(self.slot, shape, None, part, self.lines)
+        if dim != max(0, len(self.shape) - 2) or math.prod(self.shape[:dim]) != 1:
+            raise FaultError(f"{self.slot.name} has its lines along another axis than {dim}")
+        first = self.lines.start + start
+        return View(self.slot, shape, None, self.part, range(first, first + length))
+
+    @property
+    def kind(self) -> Kind:
+        return self.slot.kind
+
+    def check_full(self, clock: Clock, who: str) -> None:
+        self.slot.check_full(clock, who, self.lines)
+
+    def read_at(self, event: tuple[str, int]) -> None:
+        self.slot.reads.append((self.lines, event))
+
+    @property
+    def dtype(self) -> Kind:
+        return self.slot.kind
 
     def reshape(self, shape) -> View:
+        if self.lines is not EVERY or math.prod(shape) != self.slot.data.size:
+            raise FaultError(f"{self.slot.name} is not of the shape {shape}")
         return View(self.slot, tuple(shape))
 
     def permute(self, order) -> View:
         return View(self.slot, tuple(self.shape[i] for i in order), tuple(order))
 
     @property
+    def held(self) -> np.ndarray:
+        """The numbers of a tile in the slot, as lines."""
+        return self.slot.flat[self.lines.start : self.lines.stop, self.part]
+
+    @property
     def data(self) -> np.ndarray:
+        if self.window:
+            assert self.order is not None
+            return self.slot.flat.transpose(self.order)[self.window]
         if self.order is None:
-            return self.slot.data.reshape(self.shape)
+            return self.held.reshape(self.shape)
         plain = [self.shape[self.order.index(i)] for i in range(len(self.order))]
         return self.slot.data.reshape(plain).transpose(self.order)
 
+    def load(self, layout) -> Tensor:
+        """A read by threads."""
+        me = Machine.now.running
+        self.slot.check_full(me.clock, me.name, self.lines)
+        self.slot.reads.append((self.lines, me.tick()))
+        return Tensor(self.data.copy(), self.slot.kind)
+
     def store(self, value: Tensor) -> None:
-        """A write by threads, which copies see behind a fence."""
+        """A write by threads, which copies and products see behind a fence."""
         machine = Machine.now
         me = machine.running
-        self.slot.check_free(me.clock, f"{me.name} writes")
+        self.slot.check_free(me.clock, f"{me.name} writes", self.lines)
         if value.kind is not self.slot.kind or value.shape != self.shape:
             raise FaultError(f"{self.slot.name} holds {self.shape} of {self.slot.kind.name}, not {value.shape}")
-        self.slot.data.reshape(-1, self.slot.data.shape[-1])[:, self.part] = value.data.reshape(-1, self.shape[-1])
-        self.slot.copy, self.slot.wrote, self.slot.reads = None, me.tick(), []
-        me.fenced = False
+        self.held[...] = value.data.reshape(self.held.shape)
+        if self.lines is EVERY:
+            self.slot.wrote(me.tick())
+        else:  # the others are as they were
+            self.slot.written[self.lines] = me.tick()
+            self.slot.reads = [x for x in self.slot.reads if not meet(x[0], self.lines)]
+        me.unfenced.append(self.slot)
 
 
 @dataclass
 class Columns:
     """A tile of tensor memory, or columns of it, of the numbers that were written there last."""
 
-    slot: Slot
+    slot: Bank
     shape: tuple[int, ...]
     kind: Kind
     part: slice = field(default_factory=lambda: slice(None))
@@ -185,38 +273,73 @@ class Columns:
     def slice(self, start: int, length: int) -> Columns:
         if not 0 <= start <= start + length <= self.shape[1]:
             raise FaultError(f"{self.slot.name} has {self.shape[1]} columns, no {start} to {start + length}")
+        start += self.part.start or 0
         return Columns(self.slot, (self.shape[0], length), self.kind, slice(start, start + length))
 
     def seen_as(self, kind: Kind, shape, layout) -> Columns:
         if math.prod(shape) * kind.bits != math.prod(self.shape) * self.kind.bits:
             raise FaultError(f"{self.slot.name} has another size than {shape} of {kind.name}")
-        return Columns(self.slot, tuple(shape), kind, slice(self.part.start or 0, (self.part.start or 0) + shape[1]))
+        if (self.part.start or 0) != 0:
+            raise FaultError(f"{self.slot.name} is seen as {kind.name} from its first column on")
+        return Columns(self.slot, tuple(shape), kind, slice(0, shape[1]))
+
+    @property
+    def groups(self) -> list[Slot]:
+        start = self.part.start or 0
+        return self.slot.part(start, start + self.shape[1], self.kind)
+
+    def check_full(self, clock: Clock, who: str) -> None:
+        for x in self.groups:
+            x.check_full(clock, who)
+
+    def check_written(self, clock: Clock, what: str) -> None:
+        for x in self.groups:
+            x.check_written(clock, what)
+
+    def read_at(self, event: tuple[str, int]) -> None:
+        for x in self.groups:
+            x.reads.append((EVERY, event))
+
+    def written_at(self, event: tuple[str, int]) -> None:
+        for x in self.groups:
+            x.wrote(event)
+
+    @property
+    def _bits(self) -> np.ndarray:
+        start, width = self.part.start or 0, self.kind.bits // 16
+        return self.slot.bits[:, start * width : (start + self.shape[1]) * width]
 
     @property
     def data(self) -> np.ndarray:
-        if self.slot.kind is not self.kind:
-            raise FaultError(f"{self.slot.name} holds {self.slot.kind.name}, read as {self.kind.name}")
-        return self.slot.data[:, self.part]
+        for x in self.groups:
+            if x.kind is not self.kind:
+                raise FaultError(f"{self.slot.name} holds {x.kind.name}, read as {self.kind.name}")
+        bits = np.ascontiguousarray(self._bits)
+        if self.kind is BF16:
+            return (bits.astype(np.uint32) << 16).view(np.float32)
+        return bits.view(self.kind.held).astype(np.float32)
 
     def put(self, values: np.ndarray) -> None:
-        if self.slot.kind is not self.kind:
-            self.slot.kind, self.slot.data = self.kind, np.full_like(self.slot.data, np.nan)
-        self.slot.data[:, self.part] = values
+        for x in self.groups:
+            x.kind = self.kind
+        if self.kind is BF16:
+            self._bits[...] = np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16
+        else:
+            self._bits[...] = np.ascontiguousarray(values.astype(self.kind.held)).view(np.uint16)
 
     def load(self, layout) -> Tensor:
-        machine = Machine.now
-        me = machine.running
-        self.slot.check_full(me.clock, me.name)
-        self.slot.reads.append(me.tick())
+        me = Machine.now.running
+        self.check_full(me.clock, me.name)
+        self.read_at(me.tick())
         return Tensor(self.data.copy(), self.kind)
 
     def store(self, value: Tensor) -> None:
         me = Machine.now.running
-        self.slot.check_written(me.clock, f"{me.name} writes")
+        self.check_written(me.clock, f"{me.name} writes")
         if value.kind is not self.kind or value.shape != self.shape:
             raise FaultError(f"{self.slot.name} takes {self.shape} of {self.kind.name}, not {value.shape}")
         self.put(value.data)
-        self.slot.wrote, self.slot.reads = me.tick(), []
+        self.written_at(me.tick())
 
 
 class Shared:
@@ -237,18 +360,46 @@ class Shared:
         if self.kind.bits == 64:
             return self, at
         if self.items[at] is None:
-            self.items[at] = Slot(f"{self.name}[{at}]", self.shape[1:], self.kind)
+            self.items[at] = self.held(f"{self.name}[{at}]", self.shape[1:], self.kind)
         self.items[at].name = f"{self.name}[{at}]"
         return self.view(self.items[at])
+
+    def seen_as(self, kind: Kind, shape: Sequence[int], layout: Any) -> Shared:
+        """Slots of several smaller tiles each, of which the first may be taken."""
+        each, left = divmod(math.prod(shape) // shape[0] * kind.bits, 8)
+        size = math.prod(self.shape) * self.kind.bits // 8
+        if left or math.prod(shape) * kind.bits // 8 != size or shape[0] % self.shape[0]:
+            raise FaultError(f"{self.name} of {size} bytes is not {shape[0]} times {each}")
+        return Smaller(self, kind, shape)
+
+    def held(self, *of: Any) -> Slot:
+        return Slot(*of)
 
     def view(self, slot: Slot) -> Any:
         return View(slot, self.shape[1:])
 
 
+class Smaller(Shared):
+    """An allocation of shared memory seen as smaller tiles."""
+
+    def __init__(self, whole: Shared, kind: Kind, shape: Sequence[int]) -> None:
+        super().__init__(kind, shape)
+        self.whole = whole
+
+    def index(self, i) -> View:
+        at, left = divmod(int(i), self.shape[0] // self.whole.shape[0])
+        if left:
+            raise FaultError(f"{self.whole.name} has no tile that begins within a slot")
+        return View(self.whole.index(at).slot, self.shape[1:])
+
+
 class TensorMemory(Shared):
     """An allocation of tensor memory."""
 
-    def view(self, slot: Slot) -> Columns:
+    def held(self, *of: Any) -> Bank:
+        return Bank(*of)
+
+    def view(self, slot: Bank) -> Columns:
         return Columns(slot, self.shape[1:], self.kind)
 
 
@@ -269,9 +420,10 @@ class Partition:
         self.clock, self.count = Clock({name: 0}), 0
         self.products: list[Product] = []
         self.stores: list[Slot] = []
+        self.adds: list[Callable[[], None]] = []  # to global memory, in any order
         self.begun: deque[Callable[[], None]] = deque()  # products into tensor memory and what tells of them, in order
         self.unit = Clock({f"{name}'s products": 0})
-        self.fenced = True
+        self.unfenced: list[Slot] = []  # what its threads wrote since the last fence
         self.wanted: tuple[Barrier, int] | None = None
         self.ended, self.error = False, None
         self.turn = threading.Semaphore(0)
@@ -322,6 +474,7 @@ class Machine:
         self.coming: list[Callable[[], None]] = []
         self.copies, self.columns, self.stopping = 0, 0, False
         self.program, self.grid = (0, 0, 0), (1, 1, 1)
+        self.pause: Callable[[], None] = lambda: None  # lets other programs of the GPU go on
 
     # -- what partitions do ---------------------------------------------------------------------------
 
@@ -334,7 +487,13 @@ class Machine:
             p.thread.start()
         try:
             while not all(p.ended for p in self.partitions):
+                self.pause()
                 self._go_on()
+            for p in self.partitions:
+                self.draw.shuffle(p.adds)
+                while p.adds:
+                    self.pause()
+                    p.adds.pop()()
         finally:
             self.stopping = True
             for p in self.partitions:
@@ -349,6 +508,8 @@ class Machine:
         self.running = kernel
 
     def _go_on(self) -> None:
+        if adding := [p for p in self.partitions if p.adds and self.draw.random() < 0.1]:
+            adding[0].adds.pop(self.draw.randrange(len(adding[0].adds)))()
         ready = [p for p in self.partitions if p.ready]
         products = [p for p in self.partitions if p.begun]
         if not ready and not self.coming and not products:
@@ -390,20 +551,25 @@ class Machine:
         self.running.tick()
         barrier.expect(self.running.clock, size)
 
-    def load(self, slot: Slot, barrier: Barrier, values: np.ndarray, size: int) -> None:
+    def load(self, view: View, barrier: Barrier, values: np.ndarray, size: int) -> None:
         """Begin a copy into a slot: it arrives when the scheduler says so, and what was there is gone at once."""
-        me = self.running
-        slot.check_free(me.clock, f"{me.name} copies to it")
+        me, slot, lines = self.running, view.slot, view.lines
+        slot.check_free(me.clock, f"{me.name} copies to it", lines)
         me.tick()
         self.copies += 1
         number, clock = self.copies, me.clock.copy()
         clock.copies.add(number)
-        slot.data[...] = np.nan
-        slot.copy, slot.wrote, slot.reads, slot.coming = number, None, [], True
+        if view.lines is EVERY and values.size != slot.data.size:  # a tile of a slot of larger ones
+            slot.data = np.full(values.shape, np.nan, np.float32)
+        view.held[...] = np.nan
+        slot.copies = {x: n for x, n in slot.copies.items() if not meet(x, lines)} | {lines: number}
+        slot.written = {x: event for x, event in slot.written.items() if not meet(x, lines)}
+        slot.reads = [x for x in slot.reads if not meet(x[0], lines)]
+        slot.coming.append(lines)
 
         def arrives() -> None:
-            slot.data[...] = values
-            slot.coming = False
+            view.held[...] = values.reshape(view.held.shape)
+            slot.coming.remove(lines)
             barrier.receive(clock, size)
 
         self.coming.append(arrives)
@@ -413,18 +579,37 @@ class Machine:
         """Begin a copy out of a slot, which `stored` waits for."""
         me = self.running
         slot.check_full(me.clock, f"{me.name}'s copy")
-        if not me.fenced:
+        if any(x is slot for x in me.unfenced):
             raise FaultError(f"{slot.name}: {me.name} copies what it wrote without a fence between")
         slot.reading.append(me.name)
         me.stores.append(slot)
         write(slot.data)
+
+    def add(self, slot: Slot, write: Callable[[np.ndarray], None]) -> None:
+        """Begin to add a slot to global memory: `stored` waits until it is read, `written` until it is added, which
+        happens when the scheduler says so."""
+        me = self.running
+        slot.check_full(me.clock, f"{me.name}'s sum")
+        slot.reading.append(me.name)
+        me.stores.append(slot)
+        values = slot.data.copy()
+        me.adds.append(lambda: write(values))
+        self.switch()
+
+    def written(self) -> None:
+        """Wait until all that this partition adds to global memory is added."""
+        me = self.running
+        if me.stores:
+            raise FaultError(f"{me.name} waits for sums that have not been read")
+        while me.adds:
+            me.adds.pop(0)()
 
     def stored(self, left: int) -> None:
         me = self.running
         while len(me.stores) > left:
             slot = me.stores.pop(0)
             slot.reading.remove(me.name)
-            slot.reads.append(me.tick())
+            slot.reads.append((EVERY, me.tick()))
 
     # -- products -------------------------------------------------------------------------------------
 
@@ -434,6 +619,9 @@ class Machine:
         reads = [x.slot for x in (a, b) if isinstance(x, View)]
         for slot in reads:
             slot.check_full(me.clock, me.name)
+            writers = [p.name for p in self.partitions if any(x is slot for x in p.unfenced)]
+            if writers:
+                raise FaultError(f"{slot.name}: a product reads what {writers[0]} wrote without a fence between")
             slot.reading.append(me.name)
         before = usable(acc, "an accumulator", running=self.running.products)
         if not isinstance(a, View):
@@ -458,20 +646,20 @@ class Machine:
         known = me.clock.copy()
         known.join(me.unit)
         for x in (a, b):
-            x.slot.check_full(known, name)
+            x.check_full(known, name)
             _ = x.data  # of the kind that is read
-        if a.slot.kind is not b.slot.kind:
-            raise FaultError(f"a product of {a.slot.kind.name} and {b.slot.kind.name}")
+        if a.kind is not b.kind:
+            raise FaultError(f"a product of {a.kind.name} and {b.kind.name}")
         if use_acc:
-            acc.slot.check_full(known, name)
-        acc.slot.check_written(known, f"{name} write")
+            acc.check_full(known, name)
+        acc.check_written(known, f"{name} write")
         if a.shape[1] != b.shape[0] or acc.shape != (a.shape[0], b.shape[1]):
             raise FaultError(f"a product of {a.shape} and {b.shape} into {acc.shape}")
         me.unit.ticks[name] += 1
         event = name, me.unit.ticks[name]
         for x in (a, b):
-            x.slot.reads.append(event)
-        acc.slot.wrote, acc.slot.reads = event, []
+            x.read_at(event)
+        acc.written_at(event)
 
         def runs() -> None:
             found = np.asarray(a.data, np.float32) @ np.asarray(b.data, np.float32)
@@ -496,9 +684,72 @@ class Machine:
             event = me.tick()
             for slot in done.reads:
                 slot.reading.remove(me.name)
-                slot.reads.append(event)
+                slot.reads.append((EVERY, event))
         self.switch()
         return [usable(x if not isinstance(x, Product) else x.result, "a result") for x in results]
+
+
+class Programs:
+    """Programs of a GPU that run at the same time, `resident` of them: they begin in any order, and whoever goes on is
+    drawn, whenever a program's partitions synchronise."""
+
+    polls = 0  # of counters since one was changed
+
+    def __init__(self, seed: int, resident: int) -> None:
+        self.draw, self.resident = random.Random(seed), resident
+        self.back = threading.Semaphore(0)
+        self.stopping = False
+
+    def run(self, programs: Sequence[tuple[Machine, Callable[[], None]]]) -> None:
+        Programs.polls = 0
+        waiting, active = list(programs), []
+        self.draw.shuffle(waiting)
+        try:
+            while waiting or active:
+                while waiting and len(active) < self.resident:
+                    active.append(self._begun(*waiting.pop()))
+                one = self.draw.choice(active)
+                self._go_on(one)
+                if one["ended"]:
+                    active.remove(one)
+                if one["error"] is not None:
+                    raise one["error"]
+        finally:
+            self.stopping = True
+            for one in active:
+                while not one["ended"]:
+                    self._go_on(one)
+
+    def _begun(self, machine: Machine, work: Callable[[], None]) -> dict[str, Any]:
+        one = {"machine": machine, "turn": threading.Semaphore(0), "ended": False, "error": None}
+
+        def pause() -> None:
+            self.back.release()
+            one["turn"].acquire()
+            if self.stopping:
+                raise Stopped
+
+        def whole() -> None:
+            one["turn"].acquire()
+            try:
+                if not self.stopping:
+                    work()
+            except Stopped:
+                pass
+            except BaseException as error:
+                one["error"] = error
+            one["ended"] = True
+            self.back.release()
+
+        machine.pause = pause
+        one["thread"] = threading.Thread(target=whole, daemon=True)
+        one["thread"].start()
+        return one
+
+    def _go_on(self, one: dict[str, Any]) -> None:
+        Machine.now = one["machine"]
+        one["turn"].release()
+        self.back.acquire()
 
 
 def usable(x: Any, what: str, running: Sequence[Product] = ()) -> Any:

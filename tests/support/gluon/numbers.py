@@ -4,6 +4,7 @@ towards zero, float32, and bfloat16 rounded to nearest."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -27,17 +28,26 @@ KINDS = {
     for n, t, b in (
         ("int1", np.bool_, 1), ("int8", np.int8, 8), ("int16", np.int16, 16), ("int32", np.int32, 32),
         ("int64", np.int64, 64), ("uint32", np.uint32, 32), ("float16", np.float16, 16),
-        ("bfloat16", np.float32, 16), ("float32", np.float32, 32),
+        ("bfloat16", np.float32, 16), ("float32", np.float32, 32), ("float8e4nv", np.float32, 8),
     )
 }  # fmt: skip
+E4M3 = KINDS["float8e4nv"]
 BOOL, I32, I64, U32, F32, BF16 = (KINDS[n] for n in ("int1", "int32", "int64", "uint32", "float32", "bfloat16"))
 
 
 def rounded(x: np.ndarray, kind: Kind) -> np.ndarray:
     """Numbers of a kind, to nearest."""
+    if kind is E4M3:  # to the largest number where torch would have none
+        saturated = torch.as_tensor(np.array(x, np.float32)).clamp(-448, 448)
+        return saturated.to(torch.float8_e4m3fn).float().numpy()
     if kind is BF16:
         return torch.as_tensor(np.array(x, np.float32)).to(torch.bfloat16).float().numpy()
     return np.asarray(x).astype(kind.held)
+
+
+def kind_in_torch(dtype: torch.dtype) -> Kind:
+    name = str(dtype).removeprefix("torch.")
+    return KINDS[{"float8_e4m3fn": "float8e4nv"}.get(name, name)]
 
 
 def kind_of(x) -> Kind:
@@ -83,6 +93,17 @@ class Tensor:
 
     def __getitem__(self, at) -> Tensor:
         return Tensor(self.data[at], self.kind)
+
+    def reshape(self, shape) -> Tensor:
+        return Tensor(self.data.reshape(shape), self.kind)
+
+    def permute(self, order) -> Tensor:
+        return Tensor(self.data.transpose(order), self.kind)
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        """The two tensors along the last axis."""
+        first, second = np.moveaxis(self.data, -1, 0)
+        return Tensor(first, self.kind), Tensor(second, self.kind)
 
     def __index__(self) -> int:
         return int(self.data)
@@ -170,19 +191,29 @@ class Pointer:
 
     def __init__(self, memory: np.ndarray, kind: Kind, at=0) -> None:
         self.memory, self.kind, self.at = memory, kind, np.asarray(at, np.int64)
+        self.rounded: torch.Tensor | None = None  # of bfloat16, which numpy has not
 
     @classmethod
     def to_tensor(cls, x: torch.Tensor) -> Pointer:
         kind = {torch.int8: "int8", torch.bool: "int1"}.get(x.dtype) or str(x.dtype).removeprefix("torch.")
         room = x.untyped_storage().nbytes() // x.element_size()
         flat = torch.as_strided(x.detach(), (room,), (1,), 0)
-        memory = flat.float().numpy() if x.dtype is torch.bfloat16 else flat.numpy()  # tables alone, never written
-        return cls(memory, KINDS[kind], x.storage_offset())
+        memory = flat.float().numpy() if x.dtype is torch.bfloat16 else flat.numpy()
+        made = cls(memory, KINDS[kind], x.storage_offset())
+        made.rounded = flat if x.dtype is torch.bfloat16 else None
+        return made
 
     def __add__(self, by) -> Pointer:
-        return Pointer(self.memory, self.kind, self.at + tensor(by).data.astype(np.int64))
+        moved = Pointer(self.memory, self.kind, self.at + tensor(by).data.astype(np.int64))
+        moved.rounded = self.rounded
+        return moved
 
     __radd__ = __add__
+
+    @property
+    def dtype(self):
+        """A type of pointers, as kernels name the type behind one."""
+        return SimpleNamespace(element_ty=self.kind)
 
     def _checked(self, where) -> np.ndarray:
         at = np.broadcast_to(self.at, np.broadcast_shapes(self.at.shape, np.shape(where)))
@@ -203,3 +234,5 @@ class Pointer:
         at = self._checked(where)
         value, where = np.broadcast_to(tensor(value).data, at.shape), np.broadcast_to(where, at.shape)
         self.memory[at[where]] = value[where]
+        if self.rounded is not None:
+            self.rounded[torch.as_tensor(at[where])] = torch.as_tensor(value[where]).to(torch.bfloat16)

@@ -14,6 +14,7 @@ $mask
 #define INT_BYTES $int_bytes
 #define HALF $half  // 0: entries are Real, 1: bfloat16, 2: float16
 #define SIX  // a matrix unit, if there is one, multiplies float32 by six products of bfloat16  $if six
+#define INVARIANT $invariant  // a row's sums have one order, whatever the call is
 typedef $real Real;  // scores, weights, sums
 typedef $int Int;
 #define EIGHT $eight  // entries of k and v are $kinds
@@ -21,14 +22,20 @@ typedef $entry Entry;  // of q and out
 typedef $stored Stored;  // of k and v
 
 $constants
-const bool SCORED = $scored;
+const bool SCORED = $scored || INVARIANT;  // a score mod may be simplified away in some calls
 const bool DROPPED = $dropped;
 const bool SCALED = $scaled;
+#define WEIGHTED 1  // scores become the weights of visible pairs, and rows are no softmax  $if weighted
+const bool COUNTS = $counts;  // visible keys are counted, and a row without any is 0  $if weighted
+const bool COUNTED = $counted;  // a score may hide a pair that the mask shows  $if weighted
+const bool NONNEGATIVE = $nonnegative;  // weights  $if weighted
+const bool NEAR_ONE = $near_one;  // weights are at most 1, and nothing is divided: terms hold them  $if weighted
 $# Constants rather than macros: the compiler checks the branches that it drops.
 const bool BY_HEAD = $by_head;  // heads differ
 const bool MOVED = $moved;  // rows are in the order of tables
+const bool TANGENT = $tangent;  // the forward computes tangents too
 // Tiles without a predicate look at positions too.
-const bool POSITIONS = SCORED || DROPPED || SCALED;
+const bool POSITIONS = $scored || DROPPED || SCALED;
 
 $part positions
 // -- the mask and the score mod, over a vector of keys -----------------------------------------------------------
@@ -66,11 +73,13 @@ struct Column {  // known once per vector of keys
     $column_fields
 };
 
-INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
+// Of LANES keys from `first` on, those before `left` and from `begin` on are there.
+INLINE Column column_of(const Fixed &fixed, Int first, int64_t left, int64_t begin = 0) {
     Column column;
     column.first = first;
     column.k = first + counting();
     column.inside = cast<Bits>(counting()) < (Lane)(left < LANES ? left : LANES);
+    if (INVARIANT && begin > 0) column.inside &= cast<Bits>(counting()) >= (Lane)(begin < LANES ? begin : LANES);
     $column_lines
     return column;
 }
@@ -81,6 +90,8 @@ const int DISTANCES = $distances, SPAN = BLOCK_Q + BLOCK_K + 32;
 INLINE void tabulate(const Fixed &fixed, const Row &row, const Column &column, Real *to) {
     $tabulated
 }
+const bool SLOPED = $sloped;  // the kernel needs the slope of the score mod, which is not 1
+const bool GUARDED = $guarded;  // a weight of 0 may meet infinity there
 $functions
 // What survives dropout weighs more.
 INLINE Real survivors(const Fixed &fixed) { return $survivors; }
@@ -111,8 +122,6 @@ $functions
 enum Over { HEADS, ROWS_OF_QUERIES, COLUMNS, DIAGONALS, ENTRIES };
 const int CAPTURED = $captured;
 const Over OVER[CAPTURED + 1] = {$over};  // on what the index of a captured value depends
-const bool SLOPED = $sloped;
-const bool GUARDED = $guarded;  // a weight of 0 may meet infinity
 
 // dm times the weight of each captured value, added to its gradient; p is the weight of the softmax.
 template <bool CHECKED, class C>

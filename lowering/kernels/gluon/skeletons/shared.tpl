@@ -23,6 +23,8 @@ store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 columns_of = blackwell.tensor_memory_descriptor
 seen_as = columns_of.reinterpret if hasattr(columns_of, "reinterpret") else columns_of._reinterpret
+tiles_of = gl.shared_memory_descriptor
+tiles_as = tiles_of.reinterpret if hasattr(tiles_of, "reinterpret") else tiles_of._reinterpret
 
 $constants
 
@@ -30,7 +32,8 @@ $part signature
 $include triton.shared.lse_arrays
 scale, $numbers,
 $include triton.shared.parameters
-STAGES: gl.constexpr,  # tiles of keys, and of values, that are in shared memory at once
+STAGES: gl.constexpr,  # tiles of keys, and of values, that are in shared memory at once  $if not ring
+STAGES: gl.constexpr,  # tiles of keys and of values that are in shared memory at once  $if ring
 
 $part begin
 $# The row of a program, its shared memory and its barriers.
@@ -40,11 +43,17 @@ kv_head = head // GROUP
 $include triton.shared.scalars
 $include triton.shared.closed_form
 $include triton.shared.all_tiles
-queries = gl.allocate_shared_memory(Q.dtype, [$groups] + Q.block_type.shape, Q.layout)
-outs = queries  # the queries have been read by then  $if same
-outs = gl.allocate_shared_memory(Out.dtype, [$groups] + Out.block_type.shape, Out.layout)  $if not same
-keys = gl.allocate_shared_memory(K.dtype, [STAGES] + K.block_type.shape, K.layout)
-values = gl.allocate_shared_memory(V.dtype, [STAGES] + V.block_type.shape, V.layout)
+$for head:
+    queries$mark = gl.allocate_shared_memory(Q$mark.dtype, [$groups] + Q$mark.block_type.shape, Q$mark.layout)
+$for values:
+    outs$mark = $of_queries  # the queries have been read by then  $if not apart
+    outs$mark = gl.allocate_shared_memory(Out$mark.dtype, [$groups] + Out$mark.block_type.shape, Out$mark.layout)  $if apart
+$for head:
+    keys$mark = gl.allocate_shared_memory(K$mark.dtype, [STAGES] + K$mark.block_type.shape, K$mark.layout)  $if not ring and not divided
+    keys$mark = gl.allocate_shared_memory(K$mark.dtype, [STAGES, 1, 1, BLOCK_K, $width], K$mark.layout)  $if divided
+$for values:
+    values$mark = gl.allocate_shared_memory(V$mark.dtype, [STAGES] + V$mark.block_type.shape, V$mark.layout)  $if not ring and not divided
+    values$mark = gl.allocate_shared_memory(V$mark.dtype, [STAGES, 1, 1, BLOCK_K, $width], V$mark.layout)  $if divided
 $for barriers:
     $name = gl.allocate_shared_memory(gl.int64, [$count, 1], mbarrier.MBarrierLayout())
 
@@ -57,14 +66,17 @@ $passed
 $part produce
 @gluon.jit
 def produce(
-    Q, K, V, queries, keys, values, q_full, k_full, k_free, v_full, v_free, batch, head, kv_head, start,
+    $copied, q_full, k_full, k_free, v_full, v_free, batch, head, kv_head, start,
     $walk,
+    $paging,  $if paged
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Loads the queries of every warp group, then every tile of keys and of values into the rings, by TMA."""
+    paged = $pages + batch.to(gl.int64) * $pages_step  $if paged
     for half in gl.static_range($groups):
-        mbarrier.expect(q_full.index(half), Q.block_type.nbytes)
-        load_tile(Q, [batch, head, start + half * (BLOCK_Q // $groups), 0], q_full.index(half), queries.index(half))
+        mbarrier.expect(q_full.index(half), $bytes_of_q)
+        $for head:
+            load_tile(Q$mark, [batch, head, start + half * (BLOCK_Q // $groups), $first], q_full.index(half), queries$mark.index(half))
     n = 0  # tiles so far
     for i in range(gl.load(Count + entry)):  $if tabled
         $include tile_range
@@ -73,12 +85,31 @@ def produce(
             slot = n % STAGES
             phase = n // STAGES & 1 ^ 1
             mbarrier.wait(k_free.index(slot), phase)
-            mbarrier.expect(k_full.index(slot), K.block_type.nbytes)
-            load_tile(K, [batch, kv_head, tile * BLOCK_K, 0], k_full.index(slot), keys.index(slot))
+            mbarrier.expect(k_full.index(slot), $bytes_of_k)
+            $for head:
+                load_tile(K$mark, [batch, kv_head, tile * BLOCK_K, $first], k_full.index(slot), keys$mark.index(slot))  $if not paged
+            $if paged:
+                for piece in gl.static_range($page_pieces):
+                    $include piece_of_page
+                    $for head:
+                        load_tile(K$mark, [page, kv_head, token, $first], k_full.index(slot), keys$mark.index(slot)$rows_of_piece)
             mbarrier.wait(v_free.index(slot), phase)
-            mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
-            load_tile(V, [batch, kv_head, tile * BLOCK_K, 0], v_full.index(slot), values.index(slot))
+            mbarrier.expect(v_full.index(slot), $bytes_of_v)
+            $for values:
+                load_tile(V$mark, [batch, kv_head, $place_of_values], v_full.index(slot), values$mark.index(slot))  $if not paged
+            $if paged:
+                for piece in gl.static_range($page_pieces):
+                    $include piece_of_page
+                    $for values:
+                        load_tile(V$mark, [page, kv_head, token, $first], v_full.index(slot), values$mark.index(slot)$rows_of_piece)
             n += 1
+
+$part piece_of_page
+$# The page of some keys of a tile, and their place in it. A page number is the user's: a number outside of the pool is
+$# read as one inside.
+at = tile * BLOCK_K + piece * $tokens
+page = clamp(gl.load(paged + clamp(at // $page, $pages_size) * $pages_stride), pool)
+token = at % $page
 
 $part tile_of_step
 $# The tile of a step: first border tiles, before and behind the full ones, then the full ones.
@@ -98,7 +129,8 @@ tma.store_wait(0)
 
 $part producer
 (produce, (
-    Q, K, V, queries, keys, values, q_full, k_full, k_free, v_full, v_free, batch, head, kv_head, start,
+    $copied, q_full, k_full, k_free, v_full, v_free, batch, head, kv_head, start,
     $walk,
+    $paging,  $if paged
     BLOCK_Q, BLOCK_K, STAGES,
 )),

@@ -17,19 +17,25 @@ s = rows_by_rows(q_ref[0, $part], k_ref[0, 0])$scale  $if down
 s = rows_by_rows(k_ref[0, 0], q_ref[0, $part])$scale  $if not down
 $score
 if partial:  # the mask
+    seen = jnp.ones(s.shape, Float)  $if weighted
     $hide
     $if down:
         if kv_len % BLOCK_K:  # memory behind the last key may hold anything
             inside = lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < kv_len - k_tile * BLOCK_K
-            m = jnp.where(inside, m, -jnp.inf)
+            m = jnp.where(inside, m, -jnp.inf)  $if not weighted
+            seen = jnp.where(inside, seen, 0.0)  $if weighted
     $else:
         if q_len % BLOCK_Q:  # memory behind the last query may hold anything
             inside = lax.broadcasted_iota(Int, (1, BLOCK_Q), 1) < q_len - q_tile * BLOCK_Q
-            m = jnp.where(inside, m, -jnp.inf)
-p = jnp.exp(m - wide(lse[$own], BLOCK_K))  $if down
-p = jnp.exp(m - of_rows_ref[0, 0, 0:1])  $if not down
-if partial:  $if not careful
-    p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN
+            m = jnp.where(inside, m, -jnp.inf)  $if not weighted
+            seen = jnp.where(inside, seen, 0.0)  $if weighted
+$if weighted:
+    p = jnp.where(seen == 0, 0, m) if partial else m  $if dv
+$else:
+    p = jnp.exp(m - wide(lse[$own], BLOCK_K))  $if down
+    p = jnp.exp(m - of_rows_ref[0, 0, 0:1])  $if not down
+    if partial:  $if not careful
+        p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN
 $survivors
 $# p is done with before dp is computed; rows behind the last query may hold NaN, and 0 times NaN is NaN
 $if dv:
@@ -40,11 +46,17 @@ $if dv:
     dv[...] += rows_by_columns(p$kept, douts)
 $if inner:
     dp = rows_by_rows(dout_ref[0, $part], v_ref[0, 0])  $if down
-    dm = p * (dp$kept - wide(delta[$own], BLOCK_K))  $if down
+    dm = p * (dp$kept - wide(delta[$own], BLOCK_K))  $if down and not weighted
+    dm = dp$kept - wide(delta[$own], BLOCK_K)  $if down and weighted
     dp = rows_by_rows(v_ref[0, 0], dout_ref[0, $part])  $if not down
-    dm = p * (dp$kept - of_rows_ref[0, 0, 1:2])  $if not down
-    if partial:  $if not careful
-        dm = jnp.where(p == 0, 0, dm)
+    dm = p * (dp$kept - of_rows_ref[0, 0, 1:2])  $if not down and not weighted
+    dm = dp$kept - of_rows_ref[0, 0, 1:2]  $if not down and weighted
+    $if weighted:
+        if partial:
+            dm = jnp.where(seen == 0, 0, dm)
+    $else:
+        if partial:  $if not careful
+            dm = jnp.where(p == 0, 0, dm)
 
 $part present
 present = $added

@@ -10,6 +10,30 @@ s = lax.dot_general(
     q_ref[0, $part], $keys, (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float
 )
 s = s * SCALE  $if not products
+$if weighted:
+    seen = jnp.ones(s.shape, Float)  # 0 where a pair is hidden
+    $score
+    $counted
+    if partial:  # the mask
+        $seen
+        if kv_len % BLOCK_K:  # memory behind the last key may hold anything
+            behind = kv_len - k_tile * BLOCK_K
+            seen = jnp.where(lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < behind, seen, 0.0)
+            v = jnp.where(lax.broadcasted_iota(Int, (BLOCK_K, 1), 0) < behind, v, jnp.zeros_like(v))
+        p = jnp.where(seen > 0, p, 0.0)
+        $if unwritten:
+            $include values_seen
+    total[$own] += p.sum(axis=1, keepdims=True)
+    count[$own] += seen.sum(axis=1, keepdims=True)  $if counting
+    $drop
+    $weigh
+    acc[$own] += lax.dot_general(
+        p.astype(v.dtype), v, (((1,), (0,)), ((), ())), precision=EXACT, preferred_element_type=Float
+    )
+$else:
+    $include softmax
+
+$part softmax
 $score
 if partial:  # the mask
     $seen
@@ -30,12 +54,38 @@ top[$own] = new
 
 $part unwritten
 s = jnp.where(seen, s, -jnp.inf)
+$include values_seen
+
+$part values_seen
 # Values that no query sees may never have been written: a NaN there must not reach the sums.
 rows = q_tile * BLOCK_Q + lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len
-some = jnp.where(seen & rows, 1.0, 0.0).max(axis=0, keepdims=True)
+some = jnp.where(seen & rows, 1.0, 0.0).max(axis=0, keepdims=True)  $if not weighted
+some = jnp.where(rows, seen, 0.0).max(axis=0, keepdims=True)  $if weighted
 v = jnp.where(turned(some) > 0, v, jnp.zeros_like(v))
 
 $part finish
+$if weighted:
+    $include finish_weighted
+$else:
+    $include finish_softmax
+
+$part finish_weighted
+whole = total[$own][:, :1]
+many = count[$own][:, :1].astype(Int)  $if counting
+top_ref[0, $part] = laid(count[$own])  $if counting
+top_ref[0, $part] = jnp.zeros(top_ref.shape[2:], Float)  $if not counting
+lse_ref[0, $part] = laid(total[$own])
+low_ref[0, $part] = jnp.zeros(low_ref.shape[2:], Float)  $if lse_residual
+numerator = $out
+$if divided:
+    $of_row
+    $divide
+    nothing = divisor == 0  $if not counting
+    nothing = (divisor == 0) | (many == 0)  $if counting
+    numerator = jnp.where(nothing, 0.0, numerator / jnp.where(nothing, 1.0, divisor))
+out_ref[0, $part] = numerator.astype(out_ref.dtype)
+
+$part finish_softmax
 most, whole = top[$own], total[$own]
 top_ref[0, $part] = laid(jnp.where(whole == 0, -jnp.inf, most))
 $if sinks:

@@ -30,10 +30,13 @@ $part cotangent
 $# dm, the cotangent of the modified score. The mask is a predicate on every tile, full ones too.
 $visible
 $score_mod
-p = tl.where(visible, tl.exp2($exponent - lse) * factor, 0.0)
+p = tl.where(visible, tl.exp2($exponent - lse) * factor, 0.0)  $if not weighted
 $dropout
-# Where p is 0, dm is 0, even beside infinity.
-dm = tl.where(p == 0.0, 0.0, p * (dp$kept - delta))
+$if weighted:
+    dm = tl.where(visible, dp$kept + added, 0.0)
+$else:
+    # Where p is 0, dm is 0, even beside infinity.
+    dm = tl.where(p == 0.0, 0.0, p * (dp$kept - delta))
 
 $part seen
 $# Whether the mask shows any of the tile `tile` of row `row`, which begins at `start`.

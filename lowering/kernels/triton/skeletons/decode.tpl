@@ -4,7 +4,9 @@ def attention_decode(
     $tensors
     $if parted:
         Acc,  # float32 [$parts_of_rows, dim]: values of each part by their weights
-        Tops, Totals,  # float32 [$parts_of_rows]: largest scores, and sums of weights
+        Tops, Totals,  # float32 [$parts_of_rows]: largest scores, and sums of weights  $if not weighted
+        Totals,  # float32 [$parts_of_rows]: sums of weights  $if weighted
+        Counts,  # int32 [$parts_of_rows]: visible keys  $if counting
     $else:
         Out,  # [batch, heads, length, dim], any strides
         $include shared.lse_arrays
@@ -97,26 +99,40 @@ def attention_decode(
         $include forward.tile
 
     $if parted:
+        $if again:
+            # The rows once more, written in another way: the compiler would keep the first ones through the loops.
+            packed = tl.arange(BLOCK_Q, 2 * BLOCK_Q) - BLOCK_Q
+            rows, head = packed // $packed_heads, $first_head + packed % $packed_heads
+            present = $present
         queries = tl.minimum(q_len, QUERIES)  $if balanced
         row_at = (program.to(tl.int64) * heads + head) * queries + rows  $if balanced
         row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows  $if not balanced
         $include forward.sums_of_part
     $else:
-        $include shared.lse
-        weight = $rescale / $whole
+        $if weighted:
+            $include shared.divided
+        $else:
+            $include shared.lse
+            weight = $rescale / $whole
         Out += batch.to(tl.int64) * stride_ob
         out_at = head.to(tl.int64) * stride_oh + (start + rows).to(tl.int64) * stride_os
         $for values:
-            out = (acc$mark * weight[:, None]).to(Out.dtype.element_ty)
+            acc$mark = tl.where(empty, 0.0, acc$mark / divisor)  $if divide
+            out = (acc$mark$survived).to(Out.dtype.element_ty)  $if weighted
+            out = (acc$mark * weight[:, None]).to(Out.dtype.element_ty)  $if not weighted
             tl.store(Out + out_at[:, None] + $d[None, :] * stride_od, out$mask)
         row_at = (batch.to(tl.int64) * heads + head) * q_len + start + rows
         $include shared.store_lse
 
 $part combine
 $# The kernel that combines the parts of rows, of attention_decode or of attention_forward.
-@triton.jit(do_not_specialize=[$varying])
+$jit  $if weighted
+@triton.jit(do_not_specialize=[$varying])  $if not weighted
 def attention_combine(
-    Acc, Tops, Totals,  # the parts, of $source
+    Acc, Tops, Totals,  # the parts, of $source  $if not weighted
+    $if weighted:
+        Acc, Totals,  # the parts, of $source
+        Counts,  # their visible keys  $if counting
     $if listed:
         Rows,  # int32 [slices, rows in parts, 3]: a row of tiles, the first place of its sums, and how many parts it has
         SliceOf, At,  # int32 [batch, heads]: the slice, and the first place of a head's sums
@@ -127,6 +143,9 @@ def attention_combine(
     heads, q_len, $number,  $if not balanced
     heads, q_len,  $if balanced
     queries, pack,  # of a tile, and the heads in it  $if balanced
+    $if weighted:
+        $scalars
+        ORIGIN_PER_BATCH: tl.constexpr,  # q_origin is int32 [batch]  $if moved
 ):
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     $if listed:
@@ -142,25 +161,40 @@ def attention_combine(
         first_at = begin * rows + head * tl.minimum(q_len, queries) + row % queries
         rows *= rows_of_tiles  # from a part of a row to its next part
     $d = tl.arange(0, $dim)
-    top = tl.cast(LOWEST, tl.float32)
+    top = tl.cast(LOWEST, tl.float32)  $if not weighted
+    count = tl.cast(0, tl.int32)  $if weighted and counting
     total = tl.cast(0.0, tl.float32)
     acc = tl.zeros([$dim], tl.float32)
 
     for first in range(0, splits, PARTS):
         part = first + tl.arange(0, PARTS)
         at = part * rows + $part_at
-        tops = tl.load(Tops + at, mask=part < splits, other=LOWEST)
+        tops = tl.load(Tops + at, mask=part < splits, other=LOWEST)  $if not weighted
         totals = tl.load(Totals + at, mask=part < splits, other=0.0)
         values = tl.load(Acc + at[:, None] * $v_dim + $d[None, :]$load)
-        peak = tl.maximum(top, tl.max(tops, 0))
-        weight = tl.exp2(tops - peak)
-        rescale = tl.exp2(top - peak)
-        total = total * rescale + tl.sum(weight * totals, 0)
-        acc = acc * rescale + tl.sum(weight[:, None] * values, 0)
-        top = peak
+        $if weighted:
+            count += tl.sum(tl.load(Counts + at, mask=part < splits, other=0), 0)  $if counting
+            total += tl.sum(totals, 0)
+            acc += tl.sum(values, 0)
+        $else:
+            peak = tl.maximum(top, tl.max(tops, 0))
+            weight = tl.exp2(tops - peak)
+            rescale = tl.exp2(top - peak)
+            total = total * rescale + tl.sum(weight * totals, 0)
+            acc = acc * rescale + tl.sum(weight[:, None] * values, 0)
+            top = peak
 
-    $include shared.lse
+    $if weighted:
+        $include shared.values
+        $line_of_b
+        $line_of_h
+        $line_of_q
+        $include shared.divided
+    $else:
+        $include shared.lse
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + row.to(tl.int64) * stride_os
-    out = acc * ($rescale / total)
+    out = acc * ($rescale / total)  $if not weighted
+    out = tl.where(empty, 0.0, acc / divisor)  $if weighted and divide
+    out = acc  $if weighted and not divide
     tl.store(Out + $d * stride_od, out.to(Out.dtype.element_ty)$store)
     $include shared.store_lse

@@ -18,7 +18,7 @@ def $name(
         $include shared.row
     start = row * BLOCK_K
     $include shared.gradient_axes
-    stats_at = rows[:, None] * 4 + tl.arange(0, $numbers_a_load)[None, :]
+    stats_at = rows[:, None] * 4 + tl.arange(0, $numbers_a_load)[None, :]  $if not weighted
 
     $if not described:
         # Offsets are 64 bits where they are scalars, 32 within a tile.
@@ -67,27 +67,33 @@ def $name(
                 dout = DOut.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, $dim_e])  $if described
                 dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)  $if not described
             dp = tl.dot(values, tl.trans(dout)$precision)  $if inner
-            # Several numbers a query in one load: vectors in a product's layout take 16 loads a thread each.
-            $if by_pairs:
-                lse, factor = tl.split(tl.load(Stats + (at_q + at) * 4 + stats_at$stats))
+            $if weighted:
+                added = tl.load(Stats + at_q + at + rows$stats)[None, :]  $if inner
             $else:
-                stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
-                pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
-                lse, delta = tl.split(pairs[0])
-                factor, _ = tl.split(pairs[1])
+                # Several numbers a query in one load: vectors in a product's layout take 16 loads a thread each.
+                $if by_pairs:
+                    lse, factor = tl.split(tl.load(Stats + (at_q + at) * 4 + stats_at$stats))
+                $else:
+                    stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
+                    pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
+                    lse, delta = tl.split(pairs[0])
+                    factor, _ = tl.split(pairs[1])
             $column
             $visible
             $score_mod
-            p = tl.exp2($exponent - lse[None, :]) * factor[None, :]
-            p = tl.where(visible, p, 0.0)  $if border
+            p = tl.exp2($exponent - lse[None, :]) * factor[None, :]  $if not weighted
+            p = tl.where(visible, p, 0.0)  $if border and not weighted
+            p = tl.where(visible, modified, 0.0)  $if border and weighted and dv
+            p = modified  $if not border and weighted and dv
             $dropout
-            dv = tl.dot($survivors.to(dout.dtype), dout, dv$precision)  $if dv
-            $if inner and by_pairs:
+            dv = tl.dot($dv_product)  $if dv
+            $if inner and by_pairs and not weighted:
                 delta, _ = tl.split(tl.load(Stats + (at_q + at) * 4 + 2 + stats_at$stats))
-            $dm = p * (dp$kept - delta[None, :])  $if inner
+            $dm = p * (dp$kept - delta[None, :])  $if inner and not weighted
+            $include shared.of_weights
             $sums
             $derivative
-            dk = tl.dot($ds.to(query.dtype), query, dk$precision)  $if dk
+            dk = tl.dot($dk_product)  $if dk
         $if stores:
 
             $if listed:

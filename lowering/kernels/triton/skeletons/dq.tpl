@@ -1,13 +1,16 @@
 $part delta
 $# What both gradient kernels read of a query. `dlse` names a cotangent of lse.
-@triton.jit(do_not_specialize=["heads", "q_len"])
+@triton.jit(do_not_specialize=["heads", "q_len"])  $if not apart
+@triton.jit(do_not_specialize=["heads", "q_len", "length"])  $if apart
 def attention_delta(
     Out, DOut,  # [batch, heads, q_len, dim], any strides
     Lse, Low$and_dlse,  # float32 [batch, heads, q_len], contiguous
-    Stats,  # float32 [batch, heads, q_len, 4]: lse in log2, a factor, rowsum(dout * out)$less_dlse, nothing
+    Stats,  # float32 [batch, heads, q_len, 4]: lse in log2, a factor, rowsum(dout * out)$less_dlse, nothing  $if not apart
+    Stats,  # float32 [3, batch, heads, length]: lse in log2, a factor, rowsum(dout * out)$less_dlse  $if apart
     stride_ob, stride_oh, stride_os, stride_od,
     stride_gb, stride_gh, stride_gs, stride_gd,
-    heads, q_len,
+    heads, q_len,  $if not apart
+    heads, q_len, length,  $if apart
     BLOCK_Q: tl.constexpr,  # powers of two
 ):
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -32,9 +35,17 @@ def attention_delta(
     near = tl.maximum(lse * LOG2E, LOWEST)  # the forward's product: a maximum is not joined to the sum
     lse = near + low * LOG2E
     factor = tl.exp2(lse - near - low * LOG2E)
-    tl.store(Stats + at * 4, lse, mask=present)
-    tl.store(Stats + at * 4 + 1, factor, mask=present)
-    tl.store(Stats + at * 4 + 2, delta, mask=present)
+    $if apart:
+        # Rows past the queries up to `length` are 0: their weights are, and no NaN is to be multiplied by them.
+        at = (batch * heads + head).to(tl.int64) * length + start + rows
+        plane = (tl.num_programs(2) * heads).to(tl.int64) * length
+        tl.store(Stats + at, lse, mask=start + rows < length)
+        tl.store(Stats + at + plane, factor, mask=start + rows < length)
+        tl.store(Stats + at + 2 * plane, delta, mask=start + rows < length)
+    $else:
+        tl.store(Stats + at * 4, lse, mask=present)
+        tl.store(Stats + at * 4 + 1, factor, mask=present)
+        tl.store(Stats + at * 4 + 2, delta, mask=present)
 
 $part kernel
 $# dq, and sums of captured gradients over keys.
@@ -66,7 +77,7 @@ def attention_dq(
         query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd$own_d)
         dout = tl.load(DOut + rows[:, None] * stride_gs + $e[None, :] * stride_gd$own_e)
     $include shared.stats
-    delta *= factor
+    delta *= factor  $if not weighted
 
     $include shared.scalars
     $own
@@ -89,13 +100,14 @@ def attention_dq(
         $column
         $visible
         $score_mod
-        p = tl.where(visible, tl.exp2($exponent - lse), 0.0)  $if border
-        p = tl.exp2($exponent - lse)  $if not border
+        p = tl.where(visible, tl.exp2($exponent - lse), 0.0)  $if border and not weighted
+        p = tl.exp2($exponent - lse)  $if not border and not weighted
         $dropout
-        $dm = p * (dp$kept * factor - delta)
+        $dm = p * (dp$kept * factor - delta)  $if not weighted
+        $include shared.of_weights
         $sums
         $derivative
-        dq = tl.dot($ds.to(keys.dtype), keys, dq$precision)  $if dq
+        dq = tl.dot($dq_product)  $if dq
 
     $if listed:
         if sums >= 0:

@@ -61,6 +61,15 @@ def one_of(columns, least, many):
     in `up_to`."""
     return ((columns & ~6) - (least - (columns & 6))).to(tl.uint32) < many.to(tl.uint32)
 
+def up_to_apart(columns, most, APART: tl.constexpr):
+    """Whether columns of a tile are at most `most`, as `up_to`, on GPUs where the bits APART of a column tell threads
+    apart."""
+    return (columns & ~APART) <= most - (columns & APART)
+
+def one_of_apart(columns, least, many, APART: tl.constexpr):
+    """Whether columns of a tile are among `many` from `least` on, as `one_of`, on such GPUs."""
+    return ((columns & ~APART) - (least - (columns & APART))).to(tl.uint32) < many.to(tl.uint32)
+
 def among(columns, least, many):
     """Whether columns of a tile are among `many` from `least` on. A row has a word for each 32 columns, made in four
     instructions, and one tests a bit: as assembly, because Triton 3.6 makes more of it."""
@@ -91,6 +100,11 @@ def tanh_approximate(x):
         return tanh(x)  # Triton's interpreter knows no instructions
     else:
         return tl.inline_asm_elementwise("tanh.approx.f32 $$0, $$1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+def in_tf32(x):
+    """The nearest Float of 11 bits, as TF32 and float16 have them: the units of products cut the others off."""
+    near = ((x.to(tl.int32, bitcast=True) + 0x1000) & ~0x1FFF).to(tl.float32, bitcast=True)
+    return tl.where(x == x, near, x)
 
 def seeded(x):
     return mix(tl.add(tl.cast(x, tl.uint32), 0x9E3779B9, sanitize_overflow=False))

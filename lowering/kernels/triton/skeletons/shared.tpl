@@ -17,7 +17,8 @@ import triton.language as tl
 $constants
 
 $part gradient_signature
-Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
+Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta  $if not weighted
+Stats,  # float32 [batch, heads, q_len], contiguous: the cotangent of each row's sum of weights  $if weighted
 $results
 $buffers
 Acc,  # float32 [places, $own_block, $numbers_of_part]: sums of the parts of rows  $if listed
@@ -160,6 +161,26 @@ $if lse_residual:
     low = (top - near + tl.log2(total)) * LN2
     low = tl.where(empty, 0.0, low)  $if guard
 
+$part of_weights
+$# The cotangents of a tile of weights: 0 where a pair is hidden, and not where a weight is.
+$if weighted and inner:
+    $dm = dp$kept + added
+    $dm = tl.where(visible, $dm, 0.0)  $if border
+
+$part divided
+$# Of a weighted row the sum of weights stands in the place of lse, and the number of visible keys in that of the largest
+$# score. A row whose divisor is 0, or that sees no key, is 0.
+lse = total
+largest = tl.zeros_like(total)  $if row_max and not counting
+largest = count.to(tl.float32)  $if row_max and counting
+low = tl.zeros_like(total)  $if lse_residual
+$divide_lines
+$if divide:
+    _, divisor = tl.broadcast(total$of_sums, tl.cast($divide, tl.float32))
+    empty = divisor == 0.0  $if not counting
+    empty = (divisor == 0.0) | (count$of_sums == 0)  $if counting
+    divisor = tl.where(empty, 1.0, divisor)
+
 $part store_lse
 tl.store(Lse + row_at, lse$of_rows)
 tl.store(Top + row_at, largest$of_rows)  $if row_max
@@ -177,12 +198,13 @@ survivor = 1.0 / $survival  $if survival
 
 $part stats
 $# The numbers of attention_delta for a tile of queries; `at_q` counts its first row over all heads.
-lse = tl.load(Stats + (at_q + rows) * 4, mask=present, other=0.0)[:, None]
-factor = tl.load(Stats + (at_q + rows) * 4 + 1, mask=present, other=0.0)[:, None]
-delta = tl.load(Stats + (at_q + rows) * 4 + 2, mask=present, other=0.0)[:, None]
+added = tl.load(Stats + at_q + rows, mask=present, other=0.0)[:, None]  $if weighted
+lse = tl.load(Stats + (at_q + rows) * 4, mask=present, other=0.0)[:, None]  $if not weighted
+factor = tl.load(Stats + (at_q + rows) * 4 + 1, mask=present, other=0.0)[:, None]  $if not weighted
+delta = tl.load(Stats + (at_q + rows) * 4 + 2, mask=present, other=0.0)[:, None]  $if not weighted
 
 $part walk
-$# The tiles of a row, or of a part of one, where `$body` works on one tile. Border tiles of a range come before its full
+$# The tiles of a row, or of a part of one, where `$body` works on one tile. Partial tiles of a range come before its full
 $# ones. `ranges` is the number of ranges in the table; `loaded`: the first of them is known before the loop.
 $include all_tiles
 for i in range($ranges):  $if tabled
@@ -194,7 +216,7 @@ for i in range($ranges):  $if tabled
         # $which
         $if edges and not border:
             $include after_border
-        for $tile in range($range):
+        for $tile in $over($range$hints):
             $tile_of_step
             $body
         $past

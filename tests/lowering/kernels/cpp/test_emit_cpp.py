@@ -154,7 +154,7 @@ def test_intervals_of_keys():
     assert "end = keys;" in ends(k >= q)
     assert "const bool INTERVAL = false;" in ends(causal & documents)
     assert "const bool INTERVAL = false;" in ends(None)
-    scaled = make_plan(ProgramExprs(causal), "x", weight=lookup(K_SCALE, (k,), FLOAT))
+    scaled = make_plan(ProgramExprs(causal), "x", value_scale=lookup(K_SCALE, (k,), FLOAT))
     assert "const bool INTERVAL = false;" in cpp.CppKernel(scaled, TARGET, ARRAYS).storage()
     backward = cpp_backward.BackwardKernel(make_plan(ProgramExprs(window), "x"), TARGET, ARRAYS)
     assert not backward.interval_roots()

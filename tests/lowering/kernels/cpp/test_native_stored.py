@@ -152,7 +152,7 @@ class Problem:
         index = (at[0], at[1], head) if c.turned else (at[0], head, at[1])
         scaled = score * lookup(K_SCALE, index, FLOAT)
         mod = c.mod if not c.scales else scaled if c.mod is None else ir.substitute(c.mod, {ir.SCORE: scaled})
-        weight = lookup(V_SCALE, index, FLOAT) if c.scales else None
+        value_scale = lookup(V_SCALE, index, FLOAT) if c.scales else None
         pages = Pages(PAGES, c.page) if c.page else None
         limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, PAGES), 2.0**14)
         return make_plan(
@@ -160,7 +160,7 @@ class Problem:
             "a mask",
             ProgramFacts(limits=limits),
             keep_mask=survives() if c.rate > 0 else None,
-            weight=weight,
+            value_scale=value_scale,
             pages=pages,
         )
 

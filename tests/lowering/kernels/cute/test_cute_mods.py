@@ -207,7 +207,7 @@ def test_hidden_score_with_infinite_slope_has_no_gradient():
         (make_plan(ProgramExprs(q >= k), unwritten=True), "hidden value, which may be NaN"),
         (make_plan(ProgramExprs(q >= k), pages=Pages("table", 16)), "hidden value|recycled page"),
         (make_plan(ProgramExprs(q * q * q >= k), facts=ProgramFacts(limits={"q": 2.0**20})), "integers of 32 bits"),
-        (make_plan(ProgramExprs(q >= k), weight=lookup("scale", (k,), FLOAT)), "scale no stored"),
+        (make_plan(ProgramExprs(q >= k), value_scale=lookup("scale", (k,), FLOAT)), "scale no stored"),
     ],
 )
 def test_cute_functions_refuse_plans_beyond_one_position(made, words):

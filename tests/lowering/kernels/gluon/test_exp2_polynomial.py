@@ -1,6 +1,7 @@
 """Exponentials of the forward on Blackwell that are a polynomial: coefficients, error, and which tiles take it."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from frisket.dsl import ir
 from frisket.dsl.ir import param
 from frisket.dsl.sugar import function, h, k, q, score, where
 from frisket.dsl.types import FLOAT
+from frisket.lowering.architectures import architecture_of
 from frisket.lowering.kernels.gluon.forward import EXP2, by_polynomial, emit
 from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
@@ -93,6 +95,15 @@ SHARES = [
 @pytest.mark.parametrize(("roots", "share"), SHARES)
 def test_columns_that_are_polynomials(roots, share):
     assert by_polynomial(roots) == share
+
+
+def test_a_unit_of_twice_the_rate_needs_fewer_polynomials():
+    """An exp2 takes MUFU of a B300 as long as its other instructions take issue. A tanh has no other rate there."""
+    twice = architecture_of("sm_103").exp2
+    assert 2 * twice == architecture_of("sm_100").exp2
+    assert [by_polynomial(roots, 0, twice) for roots, _ in SHARES] == [0, 0, 16, 0, 0, 0]
+    text = emit(make_plan(ProgramExprs(causal)), replace(ON, arch="sm_103"), Dims(64, 64, "bfloat16"))
+    assert "exp2_polynomial" not in text
 
 
 # Plans, and the columns of 32 in a border tile and in a full one.

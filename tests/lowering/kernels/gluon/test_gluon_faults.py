@@ -11,10 +11,14 @@ from support.gluon.call import check, install, run
 from support.gluon.machine import DeadlockError, FaultError
 from support.gluon.numbers import Tensor, tensor
 
-from frisket.dsl.sugar import k
+from frisket.dsl.sugar import k, score
 
 CASE = Case(causal & (k % 7 > 0), q_len=200, kv_len=700, sizes=(1, 1, 700, 700), origin=(0, 0, 500, 0), heads=1,
             kv_heads=1, dtype="bfloat16", block=(128, 64))  # fmt: skip
+SIZES = {"q_len": 256, "kv_len": 384, "sizes": (1, 1, 256, 384), "origin": (0, 0, 0, 0)}  # no border tile is first
+RISING = CASE.but(
+    mask=None, score=score + 0.2 * k, block=(256, 128), dim=128, v_dim=128, **SIZES
+)  # whose sums every tile rescales
 WAIT_K = "mbarrier.wait(k_full.index(slot), phase)\n"
 LOADED_K = re.escape("load_tile(K, [batch, kv_head, tile * BLOCK_K, 0], k_full.index(slot), keys.index(slot))\n")
 # what is changed in the text, how often it stands there, by what, and what is said of it
@@ -105,61 +109,133 @@ FAULTS = {
     "no fence": (r"hopper.fence_async_shared\(\)", 1, "pass", "without a fence"),
     "result not awaited": (r"tma.store_wait\(0\)", 1, "pass", "ends while a copy is under way"),
 }
+SECOND_K = re.escape("load_tile(K1, [batch, kv_head, tile * BLOCK_K, 128], k_full.index(slot), keys1.index(slot))\n")
+IN_PARTS = {  # of heads of 192
+    "bytes of the first part alone": (
+        r"mbarrier.expect\(k_full.index\(slot\), K0.block_type.nbytes \+ K1.block_type.nbytes\)",
+        1,
+        "mbarrier.expect(k_full.index(slot), K0.block_type.nbytes)",
+        "bytes arrive where",
+    ),
+    "no copy of the second part": (SECOND_K, 1, "pass\n", "bytes short"),
+    "a copy of the first part alone": (
+        rf"(K0.block_type.nbytes) \+ K1.block_type.nbytes(\)\n(?:.*\n).*){SECOND_K}",
+        1,
+        r"\1\2pass\n",
+        "keys1.*(nobody has written|before it is known)",
+    ),
+    "values of the second part not expected": (
+        r"mbarrier.expect\(v_full.index\(slot\), V0.block_type.nbytes \+ V1.block_type.nbytes\)",
+        1,
+        "mbarrier.expect(v_full.index(slot), V1.block_type.nbytes)",
+        "bytes arrive where",
+    ),
+    "too few products awaited": (
+        r"warpgroup_mma_wait\(2, \[score\]\)",
+        2,
+        "warpgroup_mma_wait(3, [score])",
+        "not been waited for",
+    ),
+    "sums of the second part not awaited": (
+        r"acc0, acc1 = hopper.warpgroup_mma_wait\(0, \[acc0, acc1\]\)",
+        3,
+        "acc0 = hopper.warpgroup_mma_wait(1, [acc0])",
+        "Product|not been waited for",
+    ),
+    "values released too early": (
+        r"( +)(acc0, acc1 = hopper.warpgroup_mma_wait\(0, \[acc0, acc1\]\)\n)"
+        r" +(mbarrier.arrive\(v_free.index\(before\), count=1\)\n)",
+        3,
+        r"\1\3\1\2",
+        "is reading it|before it is known",
+    ),
+    "queries of the second part not expected": (
+        r"mbarrier.expect\(q_full.index\(half\), Q0.block_type.nbytes \+ Q1.block_type.nbytes\)",
+        1,
+        "mbarrier.expect(q_full.index(half), Q0.block_type.nbytes)",
+        "bytes arrive where",
+    ),
+    "no fence": (r"hopper.fence_async_shared\(\)", 1, "pass", "without a fence"),
+}
+KEYS = r"(turn = 2 \* n\n +slot = turn % STAGES\n +)"  # lines before the wait for keys, and for values
+VALUES = r"(turn = 2 \* n - 1.*\n +slot = turn % STAGES\n +)"
+WAIT = r"mbarrier.wait\(full.index\(slot\), turn // STAGES & 1\)"
+WEIGHTS = r"mbarrier.wait\(p_full.index\(half \* 2 \+ piece\), \(n - 1\) & 1\)"
+STORED = r"mbarrier.arrive\(p_full.index\(half \* 2 \+ piece\), count=1\)"
+FREE = r"blackwell.tcgen05_commit\(free.index\(slot\)\)"
 BLACKWELL = {
     "scores not awaited": (r"mbarrier.wait\(s_full.index\(half\), n & 1\)", 2, "pass", "scores.*(nobody|before it is)"),
-    "weights not awaited": (
-        r"mbarrier.wait\(p_full.index\(half\), \(n - 1\) & 1\)",
+    "weights not awaited": (WEIGHTS, 1, "pass", "scores.*(holds float32, read as bfloat16|before it is known)"),
+    "second weights not awaited": (
+        WEIGHTS,
         1,
-        "pass",
-        "holds float32, read as bfloat16|before it is known",
+        "mbarrier.wait(p_full.index(half * 2), (n - 1) & 1)",
+        "scores.*(holds float32, read as bfloat16|before it is known that consume[01] has written)",
     ),
-    "wrong phase of weights": (
-        r"p_full.index\(half\), \(n - 1\) & 1",
+    "first weights not awaited": (
+        WEIGHTS,
         1,
-        "p_full.index(half), n & 1",
-        "before|holds|wait",
+        "mbarrier.wait(p_full.index(half * 2 + piece), (n - 1) & 1) if piece else None",
+        "scores.*(holds float32, read as bfloat16|before it is known that consume[01] has written)",
     ),
+    "second weights where the first are": (
+        r"slice\(piece \* PIECE, PIECE\)(.store\(p)",
+        2,
+        r"slice(0, PIECE)\1",
+        "scores.*(holds float32, read as bfloat16|before it is known)",
+    ),
+    "wrong phase of weights": (r"(half \* 2 \+ piece\), )\(n - 1\) & 1", 1, r"\1n & 1", "before|holds|wait"),
     "sums not awaited": (r"mbarrier.wait\(o_full.index\(half\), 0\)", 1, "pass", "sums.*before it is known"),
-    "keys not awaited": (r"mbarrier.wait\(k_full.index\(slot\), n // STAGES & 1\)", 1, "pass", "keys.*(nobody|before)"),
-    "values not awaited": (
-        r"mbarrier.wait\(v_full.index\(before\), \(n - 1\) // STAGES & 1\)",
-        1,
+    "keys not awaited": (KEYS + WAIT, 1, r"\1pass", "ring.*(nobody|before)"),
+    "values not awaited": (VALUES + WAIT, 1, r"\1pass", "ring.*(nobody|before)"),
+    "values of the slot before": (r"turn = 2 \* n - 1", 1, "turn = 2 * n - 2", "before|wait"),
+    "keys of the slot before": (r"turn = 2 \* n\n", 1, "turn = 2 * n - 1\n", "before|wait|nobody"),
+    "slot not awaited": (
+        r"mbarrier.wait\(free.index\(slot\), n // STAGES & 1 \^ 1\)",
+        2,
         "pass",
-        "values.*(nobody|before)",
+        "copies to it|still to arrive|before it is known|an arrival too many",
+    ),
+    "a slot less in memory": (
+        r"(ring = gl.allocate_shared_memory\(K.dtype, \[STAGES)",
+        1,
+        r"\1 - 1",
+        "has 1 entries, no 1",
+    ),
+    "one slot for keys and values of a tile": (
+        r"(\n +n \+= 1\n +)(slot = n % STAGES\n +)",
+        1,
+        r"\1",
+        "before it is known|copies to it|all partitions wait",
     ),
     "queries not awaited": (r"mbarrier.wait\(q_full.index\(half\), 0\)", 1, "pass", "queries.*(nobody|before)"),
-    "weights that no product waits for": (
-        r"mbarrier.arrive\(p_full.index\(half\), count=1\)",
-        2,
-        "pass",
-        "multiply2 waits for p_full",
-    ),
+    "weights that no product waits for": (STORED, 2, "pass", "multiply2 waits for p_full"),
     "two arrivals where one counts": (
-        r"mbarrier.arrive\(p_full.index\(half\), count=1\)",
+        STORED,
         2,
-        "mbarrier.arrive(p_full.index(half), count=2)",
+        "mbarrier.arrive(p_full.index(half * 2 + piece), count=2)",
         "an arrival too many",
     ),
     "a barrier of two arrivals": (
-        r"mbarrier.init\(p_full.index\(half\), count=1\)",
+        r"mbarrier.init\(p_full.index\(piece\), count=1\)",
         1,
-        "mbarrier.init(p_full.index(half), count=2)",
+        "mbarrier.init(p_full.index(piece), count=2)",
         "multiply2 waits for p_full",
     ),
     "scores without a commit": (r"blackwell.tcgen05_commit\(s_full.index\(half\)\)", 1, "pass", "waits for s_full"),
-    "keys that are never free": (r"blackwell.tcgen05_commit\(k_free.index\(slot\)\)", 1, "pass", "waits for k_free"),
-    "keys that are free after one half": (
-        r"if half == 1:(\n +blackwell.tcgen05_commit\(k_free)",
-        1,
+    "slots that are never free": (FREE, 2, "pass", "waits for free"),
+    "slots that are free after one half": (
+        rf"if half == 1:(\n +{FREE})",
+        2,
         r"if half == 0:\1",
-        "keys.*before it is known",
+        "ring.*before it is known|all partitions wait",
     ),
     "keys that are free before their product": (
-        r"( +)(blackwell.tcgen05_mma\(query, key, score, use_acc=False\)\n)( +if half == 1:\n"
-        r" +blackwell.tcgen05_commit\(k_free.index\(slot\)\)\n)",
+        r"( +)(blackwell.tcgen05_mma\(query, key, scores.index\(half\), use_acc=False\)\n)"
+        rf"( +if half == 1:\n +{FREE}\n)",
         1,
         r"\3\1\2",
-        "keys.*before it is known that multiply2's products has read it",
+        "ring.*before it is known that multiply2's products has read it",
     ),
     "sums before they are zero": (
         r"acc.slice\(part \* 64, 64\).store\(.*\)\n",
@@ -182,6 +258,29 @@ BLACKWELL = {
 }
 
 
+BEFORE = r"o_full.index\(\(n \+ 1\) % 2\), \(n \+ 1\) // 2 & 1 \^ 1"
+ONE_GROUP = {  # heads past 128, whose scores are a tile ahead
+    "sums not awaited": (r"mbarrier.wait\(o_full.index\(2\), 0\)", 1, "pass", "sums"),
+    "rescaled during a product": (
+        rf"mbarrier.wait\({BEFORE}\)(\n +for part in gl.static_range\(4\):\n +some)",
+        2,
+        r"pass\1",
+        "sums.*before it is known",
+    ),
+    "one tile of scores": (r"scores.index\(.*?% 2\)", 6, "scores.index(0)", "scores"),
+    "scores of the tile before": (r"(score = scores.index\()n % 2", 2, r"\1(n + 1) % 2", "scores"),
+    "weights of the other tile": (r"(weights_in\(scores.index\()\(n \+ 1\) % 2", 1, r"\1n % 2", "scores"),
+    "weights of another phase": (r"\(n \+ 1\) // 2 & 1 \^ 1\)(\n +weights)", 1, r"(n + 1) // 2 & 1)\1", "scores|wait"),
+    "one barrier of sums": (r"o_full.index\(\(n \+ 1\) % 2\), .*\)", 2, "o_full.index(0), (n - 1) & 1)", "sums|wait"),
+}
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 4))])
+@pytest.mark.parametrize("name", ONE_GROUP)
+def test_faults_of_one_group_are_seen(monkeypatch, name, seed):
+    check_seen(monkeypatch, RISING.but(block=(128, 64), dim=256, v_dim=256), seed, *ONE_GROUP[name], arch="sm_100")
+
+
 def test_without_a_fault(monkeypatch):
     install(monkeypatch)
     check(CASE, *run(CASE))
@@ -198,7 +297,22 @@ def test_faults_are_seen(monkeypatch, name, seed):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 2))])
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_faults_on_blackwell_are_seen(monkeypatch, name, seed):
-    check_seen(monkeypatch, CASE.but(block=(256, 64), dim=128, v_dim=128), seed, *BLACKWELL[name], arch="sm_100")
+    check_seen(monkeypatch, CASE.but(block=(256, 128), dim=128, v_dim=128), seed, *BLACKWELL[name], arch="sm_100")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_that_are_rescaled_after_their_product_began(monkeypatch, seed):
+    """The first weights are told of before the sums are rescaled: a product may add to them meanwhile."""
+    change = r"(\n +)if piece == 0:(\n +if any_grown:)", 2, r"\1if piece == 1:\2"
+    words = "sums.*before it is known|sums.*has read it"
+    check_seen(monkeypatch, RISING, seed, *change, words, arch="sm_100")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 3))])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_faults_of_heads_in_two_parts_are_seen(monkeypatch, name, seed):
+    check_seen(monkeypatch, CASE.but(dim=192, v_dim=192, q_len=100), seed, *IN_PARTS[name])
 
 
 def check_seen(monkeypatch, case, seed, was, count, now, words, **more):

@@ -19,7 +19,7 @@ from frisket.lowering import dense
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.plan import Bounds, KernelInputs, ProgramFacts, make_plan
 from frisket.lowering.simplify import ProgramExprs
-from frisket.runtime.backends import gluon
+from frisket.runtime.backends import flash, gluon
 from frisket.runtime.backends.gluon import torch as gluon_launch
 
 BLOCKS = {"sm_90": (128, 64), "sm_100": (256, 64)}
@@ -94,13 +94,56 @@ def test_gluon_forward_has_the_rounding_error_of_lse(on):
 
 
 @pytest.mark.parametrize(
-    ("dim", "v_dim", "keys"), [(16, 16, 64), (24, 40, 32), (64, 64, 128), (96, 96, 64), (128, 64, 128), (256, 256, 32)]
-)
+    ("dim", "v_dim", "keys"),
+    [(16, 16, 64), (24, 40, 32), (64, 64, 128), (96, 96, 64), (128, 64, 128), (256, 256, 32), (192, 192, 64),
+     (160, 160, 64), (192, 128, 128), (136, 152, 32), (96, 192, 64), (192, 256, 32)],
+)  # fmt: skip
 def test_gluon_head_dims_of_many_sizes_equal_the_reference(dim, v_dim, keys, on):
     case = Case(causal & (q - k < 150), q_len=200, kv_len=200, heads=1, kv_heads=1, dim=dim, v_dim=v_dim)
-    queries = 256 if on == "sm_100" and dim <= 128 else 128
+    queries = 256 if on == "sm_100" and max(dim, v_dim) <= 128 else 128
     case = half(case, on, dtype="float16", block=(queries, keys))
     check(case, *run(case, arch=on))
+
+
+SIZES = {"192": (192, 192), "160": (160, 160), "192/128": (192, 128)}  # of heads in two parts
+RISING = Case((k < 64) | (k >= 192), score + 0.03 * ir.to_float(k), q_len=140, kv_len=270, heads=1, kv_heads=1)
+IN_PARTS = {  # a case, the size of its heads, whether sinks and dropout, too
+    "gqa": (CASES["gqa"].but(heads=2, kv_heads=1, batch=1, q_len=140, kv_len=140), "192", False),
+    "gqa, everything": (CASES["gqa"].but(heads=2, kv_heads=1, batch=1, q_len=140, kv_len=140), "192/128", True),
+    "documents": (CASES["documents"].but(heads=1, kv_heads=1, q_len=200, kv_len=200), "160", False),
+    "documents, everything": (CASES["documents"].but(heads=1, kv_heads=1, q_len=200, kv_len=200), "192", True),
+    "empty rows, everything": (CASES["empty-rows"].but(heads=1, kv_heads=1, q_len=140), "160", True),
+    "nothing": (CASES["nothing"], "192", False),
+    "soft cap": (CASES["softcap"].but(heads=1, kv_heads=1), "192/128", False),
+    "crop, everything": (CASES["crop"], "192", True),
+    "several runs": (RISING, "192", False),
+    "several runs, values of 128": (RISING, "192/128", False),
+}
+
+
+@pytest.mark.parametrize(
+    "name", default_only(IN_PARTS, "gqa", "documents, everything", "empty rows, everything", "several runs")
+)
+def test_heads_in_two_parts_equal_the_reference(name):
+    case, sizes, everything = IN_PARTS[name]
+    dim, v_dim = SIZES[sizes]
+    case = half(case, "sm_90", dim=dim, v_dim=v_dim)
+    if everything:
+        with_everything(case)
+    else:
+        check(case, *run(case))
+
+
+@pytest.mark.parametrize(("seed", "stages"), [(1, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize("sizes", default_only(SIZES, "192"))
+def test_any_schedule_of_heads_in_two_parts(monkeypatch, sizes, seed, stages):
+    dim, v_dim = SIZES[sizes]
+    case = half(LONG, "sm_90", dim=dim, v_dim=v_dim, heads=1, kv_heads=1, kv_len=400, q_len=100, origin=(0, 0, 300, 0))
+    install(monkeypatch, seed=seed)
+    found = run(case, stages=stages)
+    check(case, *found)
+    install(monkeypatch)
+    assert all((a == b).all() for a, b in zip(found[:2], run(case)[:2], strict=True))  # bit for bit
 
 
 @pytest.mark.parametrize("layout", default_only(["bhsd", "bshd", "sbhd", "bhds"], "sbhd", "bhds"))
@@ -146,11 +189,36 @@ LONG = Case(causal & (k % 7 > 0), q_len=200, kv_len=700, sizes=(1, 2, 700, 700),
 ])  # fmt: skip
 def test_any_schedule_and_number_of_stages(monkeypatch, seed, stages, on):
     case = half(LONG, on)
+    stages += on == "sm_100"  # whose ring has tiles of keys and of values
     install(monkeypatch, seed=seed)
     found = run(case, stages=stages, arch=on)
     check(case, *found)
     install(monkeypatch)
     assert all((a == b).all() for a, b in zip(found[:2], run(case, arch=on)[:2], strict=True))  # bit for bit
+
+
+ORDERS = {  # with sums that are rescaled, with and without border tiles first
+    "causal": Case(causal, None, origin=(0, 0, 200, 0)),
+    "rising": Case(None, score + 0.2 * k, origin=(0, 0, 200, 0)),
+    "two runs": Case((k < 64) | (k >= 192), score + 0.1 * k),
+    "nothing": Case(k > q + 10**6, None),
+}
+
+
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "block"), [(128, 128, (256, 128)), (256, 256, (128, 64)), (200, 72, (128, 32))]
+)
+@pytest.mark.parametrize(
+    ("seed", "stages"), [(0, 2), *(pytest.param(n, s, marks=pytest.mark.exhaustive) for n in (1, 2) for s in (3, 5))]
+)
+@pytest.mark.parametrize("name", default_only(ORDERS, "rising", "nothing"))
+def test_products_of_blackwell_in_any_schedule(monkeypatch, name, seed, stages, dim, v_dim, block):
+    """Weights in two pieces at head size 128; past it the next scores are computed during a softmax, into the other
+    tile of scores."""
+    install(monkeypatch, seed=seed)
+    sizes = {"q_len": 140, "kv_len": 384, "heads": 1, "kv_heads": 1, "sizes": (1, 1, 384, 384)}
+    case = half(ORDERS[name], "sm_100", **sizes, dim=dim, v_dim=v_dim, block=block)
+    check(case, *run(case, stages=stages, arch="sm_100"))
 
 
 def test_names_of_triton_3_6(monkeypatch, on):
@@ -208,11 +276,22 @@ def test_scales_that_turn_the_order_of_scores(scale, on):
     assert np.abs(out.double().numpy() - want).max() < cases.allowed(case)
 
 
-@pytest.mark.parametrize(("capability", "runs"), [((9, 0), True), ((10, 0), True), ((8, 0), False), ((12, 0), False)])
+@pytest.mark.parametrize(
+    ("capability", "runs"), [((9, 0), True), ((10, 0), True), ((10, 3), True), ((8, 0), False), ((11, 0), False)]
+)
 def test_gpus_that_run_the_kernels(monkeypatch, capability, runs):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     said = (
-        "written for Hopper and Blackwell, compute capabilities 9.0 and 10.0; this GPU has {}.{}: take backend='triton'"
+        "written for Hopper and Blackwell, compute capabilities 9.0, 10.0 and 10.3; this GPU has {}.{}: "
+        "take backend='triton'"
     )
     assert gluon.reason() == ("" if runs else said.format(*capability))
+
+
+def test_engines_run_where_they_were_checked(monkeypatch):
+    """A B300 has kernels of ours, and FlashAttention 4 was not compiled for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
+    said = "checked on compute capabilities 9.0 and 10.0; this GPU has 10.3: take backend='triton'"
+    assert flash.reason() == said

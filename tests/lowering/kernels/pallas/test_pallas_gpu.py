@@ -444,7 +444,7 @@ def test_pallas_gpu_kernel_refuses_unsupported_calls():
     )
     for what, plan in (
         ("pages of them", make_plan(ProgramExprs(causal), pages=Pages("pages", 64))),
-        ("scales of values", make_plan(ProgramExprs(causal), weight=lookup("v_scale", (k,), FLOAT))),
+        ("scales of values", make_plan(ProgramExprs(causal), value_scale=lookup("v_scale", (k,), FLOAT))),
         ("some that may never have been written", make_plan(ProgramExprs(causal), unwritten=True)),
     ):
         assert what in runtime.refuses(plan, cases.geometry(CASES["causal"]), "bfloat16", {})

@@ -368,8 +368,8 @@ def test_a_table_too_large_to_try():
     with pytest.raises(LoweringError) as caught:
         run(case)
     assert str(caught.value) == (
-        "`sees` is indexed by q and k together and a TPU kernel would have to try 1056 entries, at most 1024; "
-        'index it by q, by k or by q - k alone, shrink it, or use backend="xla"'
+        "`sees` is indexed by q and k together and a TPU kernel would have to try 1056 entries, at most 1024. "
+        'Index it by q, by k or by q - k alone, shrink it, or use backend="xla"'
     )
     made = cases.plan(case)
     assert runtime.refuses(made, cases.geometry(case), "float32", {"t0": (400,), "t1": (33, 32)}) == str(caught.value)

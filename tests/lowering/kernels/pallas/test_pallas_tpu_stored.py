@@ -90,7 +90,7 @@ def test_pallas_tpu_refuses_storage_that_a_tpu_lacks():
     assert runtime.refuses(pages[16], g, "bfloat16", few) == ""
     assert runtime.refuses(pages[144], g, "bfloat16", few) == (
         "a TPU kernel takes 128 keys or a multiple at a time, in at most 8 pages, and none of them is whole pages of "
-        '144 tokens; use a page of 16, 32, 64, or a multiple of 128, or backend="xla"'
+        '144 tokens. Use a page of 16, 32, 64, or a multiple of 128, or backend="xla"'
     )
     assert runtime.refuses(pages[16], g, "float16", few) == (
         "TPUs have no float16, and a pool of pages would be converted whole at every call; "

@@ -1,9 +1,7 @@
-"""The table of spills on docs/pallas.md is that of the compiled kernels in benchmarks/results/compiled."""
+"""The table of spills in benchmarks/notes/pallas.md is that of the compiled kernels in benchmarks/results/compiled."""
 
 import re
 from pathlib import Path
-
-from support.pages import DOCS
 
 RESULTS = Path(__file__).resolve().parents[4] / "benchmarks" / "results" / "compiled"
 LINE = re.compile(r"(?P<name>\S.*?) +(?P<dim>\d+) (?:bfloat16|float16) .*, (?P<bytes>\d+) spilled,")
@@ -21,7 +19,7 @@ def spills(dim, wanted):
 
 
 def test_spills_on_the_pallas_page_are_the_compiled_ones():
-    page = (DOCS / "pallas.md").read_text(encoding="utf-8")
+    page = (RESULTS.parents[1] / "notes" / "pallas.md").read_text(encoding="utf-8")
     plain = [spills(dim, PLAIN.__contains__) for dim in (64, 128, 192, 256)]
     values = [spills(dim, lambda name: ":" not in name and name not in PLAIN) for dim in (64, 128, 192, 256)]
     dq = [spills(dim, lambda name: ": dq" in name) for dim in (64, 128, 256)]

@@ -24,7 +24,7 @@ from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.kernels.triton.captured import emit_all
 from frisket.lowering.kernels.triton.forward import OptionalArrays, emit, emit_decode
-from frisket.lowering.kernels.triton.module import Dims, arguments
+from frisket.lowering.kernels.triton.module import Dims, arguments, widths
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.plan import Bounds, Geometry, Pages, ProgramFacts, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
@@ -138,7 +138,7 @@ def stored(page):
     return make_plan(
         ProgramExprs((k <= q + ir.lookup("start", (b,))) & (k < ir.lookup("end", (b,))), score * scale("k_scale")),
         "stored",
-        weight=scale("v_scale"),
+        value_scale=scale("v_scale"),
         pages=Pages("pages", page),
     )
 
@@ -170,6 +170,17 @@ def test_triton_tile_of_packed_heads_reads_shared_values_once():
     assert "h_first = h_origin + kv_head * GROUP" in shared
     assert "h = (h_origin + head)[:, None]" not in shared
     assert "h_first" not in own
+
+
+@pytest.mark.parametrize(("head_dim", "v_dim"), [(48, 80), (64, 192), (80, 64), (80, 96), (576, 512), (64, 64)])
+@pytest.mark.parametrize("of", [emit, emit_decode])
+def test_parts_of_values_are_all_added(head_dim, v_dim, of):
+    text = of(make_plan(ProgramExprs(causal)), TARGET, Dims(head_dim, v_dim, "float16"))
+    marks = ["0", "1"] if len(widths(v_dim)) > 1 else [""]
+    for part in marks:
+        # once for partial tiles and once for full ones
+        product = rf"acc{part} = tl\.dot\(p\.to\(values{part}\.dtype\), values{part}, acc{part} "
+        assert len(re.findall(product, text)) == 2
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -449,6 +460,42 @@ def test_words_hold_the_bits_of_intervals():
     columns = np.arange(128)[None, :]
     least, many = (x.ravel()[:, None] for x in np.meshgrid(np.arange(-140, 140, 3), [0, 1, 2, 31, 32, 33, 95, 300]))
     assert (known["among"](columns, least, many) == ((columns >= least) & (columns < least + many))).all()
+
+
+def test_masks_of_amd_tell_their_own_bits_apart():
+    made = make_plan(
+        ProgramExprs(window), "causal & window(w)", ProgramFacts(limits={"q": 2**20, "k": 2**20, "w": 2**20})
+    )
+    dims = Dims(64, 64, "bfloat16")
+    call = Geometry(1, 8, 8, 512, 512, 64, 64, 1.0)
+    bits = {}
+    for arch in ("gfx942", "gfx1100", "gfx1201"):
+        text = emit_all(made, tiles.default_target(call, "bfloat16", arch=arch), dims)
+        assert "~6" not in text
+        assert "asm" not in text
+        bits[arch] = set(re.findall(r"one_of_apart\(.*, (\d+)\)", text))
+    assert bits["gfx942"] <= {"4", "12"}
+    assert (bits["gfx1100"], bits["gfx1201"]) == ({"1"}, {"8"})
+    assert "_apart" not in emit_all(made, TARGET, dims)
+    assert [Target("triton", 64, 64, arch="gfx942", mfma=n).thread_bits for n in (0, 16)] == [4, 12]
+
+
+@pytest.mark.parametrize("bits", [1, 4, 6, 8, 12])
+def test_columns_told_apart_are_the_same_columns(bits):
+    tl = SimpleNamespace(constexpr=int, uint32=np.uint32)
+    columns = np.arange(64)[None, :]
+    for name, given, wanted in (
+        ("up_to_apart", [np.arange(-9, 70)[:, None]], lambda most: columns <= most),
+        (
+            "one_of_apart",
+            [np.arange(-70, 70)[:, None], 20],
+            lambda least, n: (columns >= least) & (columns < least + n),
+        ),
+    ):
+        source = expr_triton.PRELUDE[name].replace("@triton.jit", "").replace(".to(tl.uint32)", ".astype('uint32')")
+        known = {"tl": tl}
+        exec(source.replace("many.astype('uint32')", "many"), known)
+        assert (known[name](columns, *given, bits) == wanted(*given)).all()
 
 
 def test_words_are_for_the_forward_of_gpus_that_make_them():

@@ -29,6 +29,11 @@ def test_interpreted_few_queries():
 
 
 @pytest.mark.exhaustive
+def test_interpreted_latent_attention_is_right():
+    run(CHILDREN / "latent_interpreted.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.exhaustive
 def test_interpreted_stored_keys_and_values():
     run(CHILDREN / "stored_interpreted.py", TRITON_INTERPRET="1")
 
@@ -41,6 +46,11 @@ def test_interpreted_bytes_of_few_queries():
 @pytest.mark.exhaustive
 def test_interpreted_score_mods():
     run(CHILDREN / "scores_interpreted.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.exhaustive
+def test_interpreted_weights_equal_the_reference():
+    run(CHILDREN / "weights_interpreted.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.exhaustive

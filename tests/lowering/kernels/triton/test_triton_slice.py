@@ -21,6 +21,10 @@ INTERPRETED = {
         "keys_and_values_of_8_bits[bfloat16-70-float8_e5m2]",
         "decode_parts_follow_the_length_of_sequences[40-ends0]",
     ),
+    "lowering/kernels/triton/children/latent_interpreted.py": (
+        "latent_of_ragged_sequences[80-64-dtype1]",
+        "latent_in_parts_by_length[16-3]",
+    ),
     "lowering/kernels/triton/children/stored_interpreted.py": (
         "triton_decode_parts_read_stored_keys_and_values[no end]",
         "triton_forward_reads_stored_keys_and_values[as they are]",
@@ -38,6 +42,11 @@ INTERPRETED = {
         "triton_score_mods_equal_the_reference[a number alone-float16]",
         "error_of_the_instruction[float16]",
         "tables_by_distance[mask-float32]",
+    ),
+    "lowering/kernels/triton/children/weights_interpreted.py": (
+        "triton_weights_in_half_precision[by column-bfloat16]",
+        "triton_weights_of_few_queries[by head and query-3]",
+        "products_in_16_bits_are_proved_to_fit",
     ),
     "runtime/backends/children/triton_jax_interpreted.py": (
         "jax_triton_cases_equal_the_reference[documents-by-batch]",

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from lowering.kernels.triton.spills import listed
+from lowering.kernels.triton.spills import CAUSAL, TABULATED, listed
 from readme import blocks
 from support.triton.process import run
 
@@ -21,12 +21,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "compiled"
 
 def test_triton_figures_have_each_kernel_and_architecture():
     lines = (RESULTS / "triton-3.9.txt").read_text().splitlines()
-    architectures, dims = ("sm_80", "sm_90", "sm_100", "gfx942"), ("64", "128", "256")
+    architectures, dims = TABULATED, ("64", "128", "256")
     masks, kernels = ("causal", "window", "documents", "softcap"), ("forward", "delta", "dq", "dkv", "decode")
     lines_of = [*product(masks, kernels), ("stored", "forward"), ("stored", "decode")]
     wanted = [(a, "D", d, *line) for a, d, line in product(architectures, dims, lines_of)]
     for mask in masks:  # where dk and dv have a kernel each
         wanted.insert(wanted.index(("sm_90", "D", "256", mask, "dkv")) + 1, ("sm_90", "D", "256", mask, "dv"))
+    wanted += [(a, "D", d, "causal", kernel) for a, d, kernel in product(CAUSAL, dims, kernels)]
     assert [tuple(line.split()[:5]) for line in lines] == wanted
 
 
@@ -38,7 +39,7 @@ def test_default_triton_tiles_spill_as_the_page_lists(version):
         seen.add(arch)
         if spilled := int(re.search(r"(\d+) spilled", line)[1]):
             found[version, arch, int(dim), mask, kernel] = spilled
-    assert seen == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    assert seen == {*TABULATED, *CAUSAL}
     assert found == {x: n for x, n in listed().items() if x[0] == version and x[3] != "captured"}
 
 
@@ -63,8 +64,23 @@ def test_cases_of_other_gpus_are_a_pairwise_cover():
 
 
 @pytest.mark.exhaustive
+def test_kernels_of_amd_compile_as_they_are_launched():
+    run(CHILDREN / "amd_compiled.py")
+
+
+@pytest.mark.exhaustive
 def test_selected_triton_tiles_compile_to_their_figures():
     run(CHILDREN / "tiles_compiled.py")
+
+
+@pytest.mark.exhaustive
+def test_selected_tiles_of_other_gpus_compile_to_their_figures():
+    run(CHILDREN / "architectures_compiled.py")
+
+
+@pytest.mark.slow
+def test_remaining_tiles_of_other_gpus_compile_to_their_figures():
+    run(CHILDREN / "architectures_compiled.py", only="test_remaining", PYTEST_ADDOPTS="-m slow")
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ from runtime.backends.children import triton_driver
 from runtime.backends.children.triton_driver import SHARED, STREAM, Map, compiled, launched
 
 import frisket as fk
+from frisket.caches.torch import PagedKVCache
 from frisket.dsl.errors import BackendError
 from frisket.runtime.backends import triton as triton_backend
 from frisket.runtime.backends.base import RECORDS, register
+from frisket.runtime.backends.gluon import torch as gluon_torch
 from frisket.runtime.backends.gluon.torch import addressable
 
 triton_driver.install()
@@ -102,6 +104,27 @@ def test_blocks_of_other_head_dims(dim, v_dim, boxes):
     assert [x.block[-2] for x in one.maps] == [64, one.maps[1].block[-2], one.maps[1].block[-2], 64]
 
 
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "boxes", "of"),
+    [
+        (192, 192, [64] * 8, "qqkkvvoo"),
+        (160, 160, [64, 32] * 4, "qqkkvvoo"),
+        (192, 128, [64] * 6, "qqkkvo"),
+        (96, 192, [64] * 6, "qkvvoo"),
+    ],
+)
+def test_parts_of_a_head_have_descriptors_of_the_same_array(dim, v_dim, boxes, of):
+    q, k, v = (x.detach() for x in arrays(d=dim, v_dim=v_dim))
+    for _ in range(2):
+        (one,) = launches(causal, q, k, v)
+        assert [x.block[-1] for x in one.maps] == boxes
+        places = dict(zip("qkv", (q, k, v), strict=True))
+        for name, made in zip(of, one.maps, strict=True):
+            assert made.shape == (*(q if name == "o" else places[name]).shape[:3], dim if name in "qk" else v_dim)
+            assert name == "o" or (made.place, made.strides) == (places[name].data_ptr(), places[name].stride())
+        assert len({x.place for name, x in zip(of, one.maps, strict=True) if name == "o"}) == 1
+
+
 def test_numbers_follow_the_descriptors():
     """Each descriptor is a map, its shape and its strides; the other arguments stand behind them in their order."""
     q, k, v = (x.detach() for x in arrays())
@@ -168,12 +191,68 @@ def test_gluon_launch_of_one_query_and_one_key():
     assert [x.shape for x in one.maps] == [(1, 1, 1, 64)] * 4
 
 
-def test_gradients_are_those_of_triton():
-    q, k, v = arrays()
-    made = launches(lambda: fk.compile("causal", backend="gluon")(q, k, v).sum().backward())
-    assert [x.kernel for x in made] == ["attention_forward", "attention_delta", "attention_dq", "attention_dkv"]
-    assert [len(x.maps) for x in made] == [4, 0, 0, 0]
-    assert q.grad is not None
+TRITONS = [f"attention_{n}" for n in ("delta", "dq", "dkv", "dv")]
+FUSED = ["attention_delta", "attention_backward", "attention_convert"]
+
+
+def gradients(mask, given=(), seed=None, **options):
+    """The launches of a forward and its backward."""
+    att, more = fk.compile(mask, **options), {} if seed is None else {"seed": seed}
+    return launches(lambda: att(*(given or arrays()), **more).sum().backward())
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_gradients_are_those_of_the_fused_kernel(deterministic, d):
+    """Of the first call, which Triton's launcher binds, and of the second, whose arguments are laid out."""
+    given = q, k, v = arrays(d=d)
+    att = fk.compile("causal", backend="gluon", deterministic=deterministic)
+    first, again = (launches(lambda: att(*given).sum().backward()) for _ in range(2))
+    assert [x.kernel for x in first] == [x.kernel for x in again] == ["attention_forward", *FUSED]
+    queries = 64 if d == 128 else 128
+    for _, _, one, _ in (first, again):
+        assert (one.warps, one.grid) == (12, (2, 4, 2))
+        q_map, k_map, v_map, dout_map, stats, acc = one.maps
+        assert [x.place for x in (q_map, k_map, v_map)] == [x.data_ptr() for x in (q, k, v)]
+        assert [x.block for x in (q_map, k_map, dout_map)] == [(1, 1, n, 64) for n in (queries, 64, queries)]
+        assert (stats.shape, stats.block, stats.bytes, stats.swizzle) == ((3, 2, 4, 512), (1, 1, 1, queries), 4, 0)
+        assert (acc.shape, acc.block, acc.bytes, acc.swizzle) == ((2, 4, 512, d), (1, 1, 64, 32), 4, 3)
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in given)
+
+
+def test_fused_gradients_of_documents_take_turns_of_their_call():
+    """Tables of another call have other documents, and another order of programs."""
+    att, seen = fk.compile("causal & same(doc)", backend="gluon"), []
+    compute = gluon_torch.turns
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gluon_torch, "turns", lambda *a: seen.append(compute(*a)) or seen[-1])
+        for length in (100, 200):
+            made = launches(lambda n=length: att(*arrays(), doc=torch.arange(512) // n).sum().backward())
+            assert [x.kernel for x in made][-3:] == FUSED
+    assert [x.shape for x in seen] == [(1, 4, 4)] * 2
+    assert (np.asarray(seen[0]) != np.asarray(seen[1])).any()
+
+
+def first_alone():
+    return [x.detach().requires_grad_(i == 0) for i, x in enumerate(arrays())]
+
+
+CALLS_OF_TRITON = {
+    "another backend": lambda: gradients("causal", backend="triton"),
+    "dropout": lambda: gradients("causal", backend="gluon", dropout=0.1, seed=3),
+    "unequal sizes": lambda: gradients("causal", backend="gluon", given=arrays(d=64, v_dim=128)),
+    "wide heads": lambda: gradients("causal", backend="gluon", given=arrays(d=256)),
+    "some gradients": lambda: gradients("causal", backend="gluon", given=first_alone()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_OF_TRITON)
+def test_triton_computes_the_gradients_that_gluon_lacks(name):
+    kernels = [x.kernel for x in CALLS_OF_TRITON[name]()]
+    assert kernels[0] == "attention_forward"
+    assert not set(FUSED[1:]).intersection(kernels)
+    assert set(kernels[1:]) <= set(TRITONS)
+    assert len(kernels) >= 3
 
 
 def test_gluon_tiles_beyond_shared_memory_are_refused(monkeypatch):
@@ -189,3 +268,38 @@ def test_gluon_tiles_beyond_shared_memory_are_refused(monkeypatch):
             att(*given)
     monkeypatch.setattr(triton.compiler.compiler, "max_shared_mem", lambda device: SHARED // 2)
     assert [x.kernel for x in launches(lambda: att(*given))] == ["attention_forward"]  # 64 keys, 2 stages
+
+
+@pytest.mark.parametrize(("page", "tokens"), [(16, 16), (64, 64), (256, 128)])
+def test_prefill_of_a_paged_cache_has_descriptors_of_the_pool(page, tokens):
+    """A part of a prompt behind an earlier one: tiles of 128 keys are loaded in pieces of one page."""
+    pool = fk.caches.PagePool(pages=4096 // page, page=page)
+    cache = PagedKVCache.create(
+        pages=4096 // page, page=page, batch=2, width=2048 // page, kv_heads=2, head_dim=128, dtype=torch.bfloat16
+    )
+    att = fk.compile("causal", backend="gluon")
+    q, k, v = (torch.zeros(2, heads, 300, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    with torch.no_grad():
+        for tokens_so_far in (300, 600, 900):
+            grown = dict.fromkeys("ab", 300) if tokens_so_far > 300 else {}
+            copies = pool.append(grown) if grown else [*pool.allocate("a", 300), *pool.allocate("b", 300)]
+            cache.seat(pool, ["a", "b"], 300, copies)
+            (one,) = [x for x in launches(cache.attention, att, q, k, v) if x.kernel == "attention_forward"]
+            assert (one.grid, one.warps) == ((3, 4, 2), 12)
+            of_q, of_k, of_v, _ = one.maps
+            assert of_q.block == (1, 1, 64, 64)
+            for array, made in ((cache.k, of_k), (cache.v, of_v)):
+                assert (made.place, made.shape, made.strides) == (array.data_ptr(), tuple(array.shape), array.stride())
+                assert made.block == (1, 1, tokens, 64)
+            assert 4096 // page in [x for x in one.arguments[36:] if type(x) is int]  # the pages of the pool
+
+
+def test_pools_of_another_size_are_another_launch():
+    att = fk.compile("causal", backend="gluon")
+    q = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16)
+    pages = torch.arange(8, dtype=torch.int32)[None]
+    for count in (8, 12, 8):
+        pool = torch.zeros(count, 2, 32, 64, dtype=torch.bfloat16)
+        with torch.no_grad():
+            (one,) = launches(att, q, pool, pool, pages=pages)
+        assert [x.shape[0] for x in one.maps] == [1, count, count, 1]

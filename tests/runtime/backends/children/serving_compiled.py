@@ -12,13 +12,14 @@ import pytest
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.architectures import GPUS
 from frisket.lowering.dtypes import Operand
 from frisket.lowering.kernels.triton import forward
 from frisket.lowering.kernels.triton.module import Dims
 from frisket.lowering.plan import Geometry, Pages, make_plan
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.backends.triton.grids import shares
-from frisket.runtime.backends.triton.kernels import compiled_for
+from frisket.runtime.backends.triton.kernels import compiled_for, resources
 from frisket.runtime.backends.triton.tiles import MEDIUM, ProgramTraits, default_target
 from frisket.runtime.machine.modules import load_from_file
 
@@ -35,7 +36,7 @@ def plan_of(kv, page):
     key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
     pages = Pages("pages", page) if page else None
     return make_plan(
-        ProgramExprs(mask, score * key if kv else None), weight=value if kv else None, pages=pages, unwritten=True
+        ProgramExprs(mask, score * key if kv else None), value_scale=value if kv else None, pages=pages, unwritten=True
     )
 
 
@@ -75,3 +76,23 @@ def test_a_tile_loads_its_keys_and_values_once(queries, kv, page):
     need = own.block_k * 2 * (DIM * (1 if kv else 2) + 4 * bool(kv))
     assert len(found) == 2  # border tiles and full ones
     assert all(need <= x <= ALLOWED * need for x in found), (found, need)
+
+
+@pytest.mark.parametrize(("heads", "queries", "length", "rows"), [
+    (16, 1, 8192, 16), (128, 1, 8192, 64), (16, 4, 131_072, 64), (128, 4, 131_072, 64),
+])  # fmt: skip
+@pytest.mark.parametrize("page", [0, 64])
+def test_a_tile_loads_a_latent_once(heads, queries, length, rows, page):
+    """Values of multi-head latent attention come with the keys: no spill, and 64 rows take warp groups."""
+    dims = Dims(576, 512, "bfloat16", heads, shared_values=True)
+    plan, traits = plan_of("", page), ProgramTraits(keys=MEDIUM, stored=page > 0, paged=page > 0, unwritten=True)
+    g = Geometry(8, heads, 1, queries, length, 576, 512, 576**-0.5)
+    few = shares(plan, None, g, default_target(g, "bfloat16", traits, arch="sm_90"), dims, PROCESSORS)
+    assert (few.target.block_q, few.balanced) == (rows, rows == 16 or length > 8192)
+    own = replace(few.target, splits=0)
+    text = forward.emit_decode(plan, own, dims, packs=few.pack > 1, balanced=few.balanced)
+    compiled = compiled_for("sm_90", vars(load_from_file(text))["attention_decode"], plan, own, dims)
+    assert loops(compiled.asm["ttir"]) == [own.block_k * 576 * 2] * 2
+    assert resources(compiled, GPUS["sm_90"].mma)[1] == 0
+    assert ("wgmma" in compiled.asm["ptx"]) == (rows == 64)
+    assert compiled.metadata.shared <= GPUS["sm_90"].shared

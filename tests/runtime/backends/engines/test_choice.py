@@ -16,7 +16,7 @@ import frisket as fk
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, names, offered, register
-from frisket.runtime.backends.engines import proof
+from frisket.runtime.backends.engines import LACKS, proof
 from frisket.runtime.backends.engines.proof import EngineCall, choose_engine
 from frisket.runtime.backends.flash import call as flash_call
 from frisket.runtime.backends.flash import torch as flash_torch
@@ -29,7 +29,7 @@ from frisket.runtime.torch.ready import PreparedCall
 ROOT = Path(__file__).resolve().parents[4]
 DOC = np.repeat([0, 1, 2], [10, 25, 15])
 PAGED = Stored(False, False, 16, "bhsd", 1, (0, 0, 0))
-NEW = "not all of it was compared with float64 on cuda: engines="
+NEW = "experimental, as no device has run it under frisket: engines="
 
 
 @pytest.fixture
@@ -42,6 +42,7 @@ def gpu(monkeypatch):
 
     of(9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(proof, "torch_version", lambda: (2, 11))
     undo, was = stand_in.install(monkeypatch), RECORDS["cudnn"]
     register(replace(was, reason=lambda framework=None: ""))
     yield of
@@ -49,21 +50,103 @@ def gpu(monkeypatch):
     undo()
 
 
-def asked(mask, length=4096, engines=True, score=None, **more):
-    program = program_of(fk.mask(mask, **more), None if score is None else fk.score(score), {})
-    g = Geometry(1, 2, 2, length, length, 64, 64, 0.125)
+def asked(mask, length=4096, engines=True, dim=64, kv_heads=2, deterministic=True, weight=None, divide=None):
+    program = program_of(fk.mask(mask), None, {}, weight=weight, divide=divide)
+    g = Geometry(1, 2, kv_heads, length, length, dim, dim, 0.125)
     plan = Plan(program, g.problem, False, ask_engines=str)
-    return EngineCall(program, g, "bfloat16", "torch", "cuda", generated="triton", engines=engines, plan=plan)
+    facts = {"generated": "triton", "engines": engines, "plan": plan, "deterministic": deterministic}
+    return EngineCall(program, g, "bfloat16", "torch", "cuda", **facts)
+
+
+@pytest.mark.parametrize(
+    ("weight", "divide"),
+    [("sigmoid(score)", None), ("exp(score)", "total + 1"), ("exp(score)", None), ("score", "count")],
+)
+def test_engines_refuse_weights(gpu, weight, divide):
+    """Each of them takes the softmax of the same mask, before and after."""
+    softmax, weighted = asked("causal"), asked("causal", weight=weight, divide=divide)
+    for engine in [replace(b, reason=lambda framework=None: "") for b in RECORDS.values() if b.is_engine]:
+        for platform in engine.platforms:
+            where = {"platform": platform, "framework": engine.frameworks[0]}
+            for call in (softmax, weighted, softmax):
+                said = proof.prove(engine, replace(call, **where))
+                assert (said == LACKS["weights"]) == (call is weighted), engine.name
+    named = choose_engine(replace(weighted, engines=("cudnn",)))
+    assert (named.proof, named.why["cudnn"]) == (None, LACKS["weights"])
+    assert choose_engine(replace(softmax, engines=("cudnn",))).proof is not None
+
+
+def test_weights_of_the_softmax_are_an_engines(gpu):
+    named = choose_engine(asked("causal", engines=("cudnn",), weight="exp(score)", divide="total"))
+    assert str(named.proof) == "cudnn: causal; proved"
 
 
 def test_unmeasured_engine_runs_only_where_it_is_named(gpu):
-    found = choose_engine(asked("causal"))
+    found = choose_engine(asked("causal & window(9)"))
     assert found.proof is None
-    assert found.why["cudnn"] == f"causal; proved, and {NEW}'cudnn' takes it"
     assert found.why["flash"] == f"{NEW}'flash' takes it"
     named = choose_engine(asked("causal", engines=("cudnn",)))
     assert str(named.proof) == "cudnn: causal; proved"
     assert choose_engine(asked("causal", engines=("flash",))).why["cudnn"].endswith("engines='flash' leaves it out")
+
+
+HOW = "cudnn: causal; proved\n    generated kernels run arrays that are not contiguous, [batch, heads, length, dim]"
+BACKWARD = (
+    "\n    deterministic=False takes its backward too, in {} of the time of generated kernels; its sums have no order"
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({}, HOW + BACKWARD.format("0.80 to 0.99")),
+        ({"dim": 128}, HOW + BACKWARD.format("0.85 to 0.92")),
+        ({"dim": 128, "deterministic": False}, HOW),
+        ({"dim": 128, "deterministic": False, "length": 32768}, HOW),
+        ({"dim": 128, "length": 32768}, "generated kernels are faster here: with fewer than 2,048 queries on Hopper"),
+        ({"length": 1024}, "generated kernels are faster here: with fewer than 2,048 queries on Hopper"),
+        (
+            {"dim": 192},
+            "head dim 192 was not compared with float64 on cuda: engines='cudnn' takes it, in 0.83 to 0.85 of the time",
+        ),
+        ({"dim": 256}, "head dim 256 was not compared with float64 on cuda: engines='cudnn' takes it\n"),
+        ({"kv_heads": 1}, "query heads that share key heads was not compared with float64 on cuda"),
+    ],
+)
+def test_cudnn_runs_the_calls_that_an_h100_has_compared(gpu, how, said):
+    text = str(choose_engine(asked("causal", **how))) + "\n"
+    assert (text if "proved\n" in said else text.partition("cudnn: causal; proved, and ")[2]).startswith(said)
+
+
+def test_cudnn_is_not_chosen_on_other_gpus_and_older_versions(gpu, monkeypatch):
+    gpu(10)
+    why = "causal; proved, and compute capability 10.0 was not compared with float64 on cuda: engines='cudnn' takes it"
+    assert choose_engine(asked("causal")).why["cudnn"] == why
+    gpu(9)
+    monkeypatch.setattr(proof, "torch_version", lambda: (2, 10))
+    assert "torch before 2.11 was not compared" in choose_engine(asked("causal")).why["cudnn"]
+
+
+def test_doctor_says_what_engines_would_give_on_this_gpu(gpu, monkeypatch):
+    own = (
+        "by itself on CUDA (compute capability 9.0, float16 and bfloat16, head dims 64 and 128, key heads that no "
+        "query heads share, contiguous arrays, torch 2.11 or later)"
+    )
+    share = "of the time of generated kernels"
+    assert proof.offer_of("cudnn").split("; this GPU, ") == [
+        own,
+        f"head dim 64, 2,048 queries or more: forward in 0.89 to 0.98 {share}; deterministic=False: its backward in "
+        f"0.80 to 0.99 {share}",
+        f"head dim 128, 2,048 to 16,384 queries: forward in 0.92 to 0.99 {share}; deterministic=False: its backward in "
+        f"0.85 to 0.92 {share}",
+        f"head dim 128, 16,385 queries or more: forward in 0.97 to 1.04 {share}; deterministic=False: its backward in "
+        f"0.80 to 0.84 {share}",
+        f"head dim 192, 2,048 queries or more: forward in 0.83 to 0.85 {share}; engines='cudnn'",
+    ]
+    gpu(8)
+    assert proof.offer_of("cudnn") == own
+    assert proof.offer_of("flash") == proof.offer_of("splash") == NEW.partition(":")[0]
+    assert proof.offer_of("sdpa") == "by itself on CPU"
 
 
 @pytest.mark.parametrize(
@@ -98,15 +181,38 @@ def test_unknown_version_of_flash_attn_is_not_chosen(gpu, monkeypatch):
 
 
 def test_checked_engines_have_right_rows_in_the_results():
-    """`CHECKED` names other platforms than the CPU where benchmarks/results has right rows of the engine."""
+    """Of every dtype and head size that `CHECKED` names on other platforms than the CPU, benchmarks/results has right
+    rows, without and with a causal mask."""
     path = ROOT / "benchmarks" / "results" / "gpu.json"
     rows = json.loads(path.read_text())["parts"]["right"]["rows"] if path.exists() else {}
-    for name, platforms in proof.CHECKED.items():
-        mine = [row for key, row in rows.items() if key.startswith(f"{name}, ")]
-        for platform in platforms:
-            assert platform == "cpu" or (
-                mine and not any(r["rows"]["count"]["figures"]["cases"]["failed"] for r in mine)
-            )
+    for x in (x for x in proof.CHECKED if x.platform != "cpu"):
+        assert x.capability == (9, 0)  # of the H100 that the results name
+        assert (x.shared_heads, x.contiguous) == (False, True)  # until a row with `shared heads` is in the results
+        assert x.dtypes
+        assert x.head_dims
+        for dtype in x.dtypes:
+            for mask in ("full", "causal", "prefix(p)"):
+                mine = rows[f"{x.engine}, {mask}, {dtype}"]["rows"]
+                assert {str(dim) for dim in x.head_dims} <= mine.keys()
+                assert not mine["count"]["figures"]["cases"]["failed"]
+
+
+def test_costs_of_cudnn_are_those_of_the_results():
+    """Every bound that a cost row of Hopper states is the smallest or largest measured ratio, rounded."""
+    speed = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["parts"]["speed"]["rows"]
+    rows = [x for x in proof.COSTS if x.engine == "cudnn" and x.before == (10, 0)]
+    assert len(rows) == 4
+    for row in rows:
+        (dim,), (low, high) = row.head_dims, row.queries
+        for what, said in (("forward", row.gain), ("backward", row.backward)):
+            found = []
+            for mask in ("causal", "full"):
+                measured = speed.get(f"{what}: {mask}, D {dim}", {"rows": {}})["rows"]
+                ratios = {int(n): x["ratios"]["frisket, cudnn / frisket"][0] for n, x in measured.items()}
+                found += [x for n, x in ratios.items() if low <= n <= high]
+            assert bool(found) == bool(said)
+            if said:
+                assert said.startswith(f"{min(found):.2f} to {max(found):.2f} of")
 
 
 def test_plans_say_which_engine_runs(gpu, monkeypatch):

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import frisket as fk
+from frisket.lowering.dtypes import Operand
 from frisket.lowering.plan import Geometry
 from frisket.runtime.backends.base import RECORDS, register
 from frisket.runtime.backends.gluon.torch import pays
 from frisket.runtime.backends.registry import quickest
-from frisket.runtime.calls.arrays import TokenPermutation
+from frisket.runtime.calls.arrays import Stored, TokenPermutation
 from frisket.runtime.calls.options import LaunchOptions, Options, Tuning
 
 LENGTH = 16_384
@@ -32,6 +33,32 @@ def asked(mask, score=None, length=LENGTH, dim=128, v_dim=None, dtype="bfloat16"
     return pays(plan, Geometry(1, 4, 4, length, length, dim, v_dim or dim, 0.1), dtype)
 
 
+def paged(page=16, dim=128, v_dim=None, queries=2048, scales="", dtype="bfloat16", more=""):
+    """Whether a part of a prompt over keys in pages takes it, or over an int8 cache with `scales`."""
+    stored = Stored("k" in scales, "v" in scales, page, "bhsd", 8, (0, 0, 0))
+    start = np.array([14_000], np.int32)
+    text = f"param start: int[B]\nparam end: int[B]\nmask = k <= q + start[b] & k < end[b]{more}"
+    made = fk.compile(text, start=start, end=start + queries).plan(queries, LENGTH, 1, 64)
+    g = Geometry(1, 64, 8, queries, LENGTH, dim, v_dim or dim, 0.1)
+    g = replace(g, k=Operand("int8"), v=Operand("int8")) if scales else g
+    return pays(made.stored_as(stored), g, dtype)
+
+
+@pytest.mark.parametrize("given", [{}, {"page": 128}, {"dim": 96}, {"dtype": "float16"}])
+def test_calls_over_pages_that_take_it(given):
+    assert paged(**given)
+
+
+HEADS = [{"dim": 64}, {"dim": 256}, {"dim": 192}, {"dim": 192, "v_dim": 128}]
+
+
+@pytest.mark.parametrize(
+    "given", [*HEADS, {"queries": 512}, {"scales": "kv"}, {"scales": "k"}, {"more": " & k % 2 == 0"}]
+)
+def test_calls_over_pages_that_do_not(given):
+    assert not paged(**given)
+
+
 def documents(length, of):
     return (np.arange(length) // of).astype(np.int32)
 
@@ -42,7 +69,9 @@ def documents(length, of):
     {"mask": "causal & same(doc)"}, {"mask": "causal", "dim": 96}, {"mask": "causal", "dtype": "float16"},
     {"mask": "causal | k < 256", "length": 2048}, {"mask": None, "dim": 256}, {"mask": "causal", "dim": 256},
     {"mask": "causal", "dim": 192}, {"mask": "causal & window(1024)", "dim": 256},
-    {"mask": "causal", "score": "softcap(50)", "dim": 256},
+    {"mask": "causal", "score": "softcap(50)", "dim": 256}, {"mask": "causal", "dim": 160},
+    {"mask": "causal", "dim": 192, "v_dim": 128}, {"mask": "causal", "score": "score - (q - k)", "dim": 192},
+    {"mask": "causal", "score": "score - (q - k)", "dim": 192, "v_dim": 128},
 ])  # fmt: skip
 def test_calls_that_take_it(given):
     more = {"slope": np.ones(4, np.float32)} if "slope" in (given.get("score") or "") else {}
@@ -52,6 +81,10 @@ def test_calls_that_take_it(given):
 
 @pytest.mark.parametrize("given", [
     {"mask": "causal", "dim": 64}, {"mask": "causal", "v_dim": 64}, {"mask": "causal", "dim": 256, "v_dim": 128},
+    {"mask": "causal & same(doc)", "dim": 192, "doc": documents(LENGTH, 2048)},
+    {"mask": "causal & (q - k) % 3 == 0", "dim": 192}, {"mask": "causal", "dim": 192, "v_dim": 64},
+    {"mask": "causal", "dim": 128, "v_dim": 192},
+    {"mask": "causal", "dim": 192, "score": "score + bias[q - k]", "bias": np.ones(LENGTH, np.float32)},
     {"mask": "causal & same(doc)", "dim": 256, "doc": documents(LENGTH, 2048)}, {"mask": "window(256)", "dim": 256},
     {"mask": "causal", "score": "score - (q - k)", "dim": 256}, {"mask": "causal & (q - k) % 3 == 0", "dim": 256},
     {"mask": "causal", "dim": 100}, {"mask": "causal", "dtype": "float32"}, {"mask": "causal", "length": 1000},
@@ -65,7 +98,7 @@ def test_calls_that_do_not(given):
     assert not asked(**given)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (10, 3), (12, 0)])
 def test_gluon_is_chosen_on_hopper_alone(monkeypatch, capability):
     import torch
 

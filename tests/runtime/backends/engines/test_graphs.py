@@ -87,6 +87,39 @@ def test_sdpa_in_a_graph(lse, dynamic, called):
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("graph", [False, True])
+def test_arrays_of_other_strides_than_were_compared(graph, deterministic, called, monkeypatch):
+    """An engine that was compared on contiguous arrays takes these by itself, and any strides where it is named."""
+    compared = proof.Comparison(engine="cudnn", platform="cpu", contiguous=True)
+    monkeypatch.setattr(proof, "CHECKED", (compared,))
+    contiguous = [torch.randn(1, h, 40, 16).half().requires_grad_() for h in (4, 2, 2)]
+    own = [x.detach().double().requires_grad_() for x in contiguous]
+    out = fk.compile("causal", backend="aten")(*own)
+    want = out, *torch.autograd.grad(out, own, torch.ones_like(out))
+    axes = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in contiguous]
+    strided = [x.detach().transpose(1, 2).requires_grad_() for x in axes]
+    assert not any(x.is_contiguous() for x in strided)
+    att = fk.compile("causal", deterministic=deterministic)
+    named = fk.compile("causal", deterministic=deterministic, engines="cudnn")
+    for run, arrays, how, taken in (
+        (att, contiguous, {}, ["cudnn"]),
+        (att, strided, {}, []),
+        (att, axes, {"layout": "bshd"}, []),
+        (named, strided, {}, ["cudnn"]),
+    ):
+        called.clear()
+        call = partial(run, **how)
+        call = torch.compile(call, fullgraph=True, backend="aot_eager") if graph else call
+        out = call(*arrays)
+        found = out, *torch.autograd.grad(out, arrays, torch.ones_like(out))
+        assert called == taken
+        for got, wanted in zip(found, want, strict=True):
+            got = got.transpose(1, 2) if how else got
+            torch.testing.assert_close(got.double(), wanted, atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(

@@ -58,12 +58,13 @@ def attend(module, new, past):
 
 def serve(layer, batch, pool):
     """A step of vLLM of two layers."""
-    q = torch.zeros(batch[-1], HEADS, DIM, dtype=pool.dtype)
-    k = torch.zeros(batch[-1], KEY_HEADS, DIM, dtype=pool.dtype)
+    q = torch.zeros(batch[5], HEADS, DIM, dtype=pool.dtype)
+    k = torch.zeros(batch[5], KEY_HEADS, DIM, dtype=pool.dtype)
     with torch.no_grad(), NoLook(), NoWait():
         found = vllm_pages.PagedBatch.of(*batch)
         for _ in range(2):
             vllm_pages.write(pool, k, k, found.slots)
+            layer.add_bounds(pool, k, found.slots)
             assert layer.attend(q, pool, found).shape == q.shape
 
 
@@ -89,6 +90,31 @@ def test_steps_of_vllm():
     assert triton_null.compiled == []
     planned = [kernel.name for kernel, *_ in triton_null.launched if kernel.name == "plan_spans"]
     assert 3 * STEPS <= len(planned) < 6 * STEPS  # once for both layers
+
+
+def test_steps_of_vllm_that_choose_blocks():
+    """The choice is made on the device, of any length, and blocks that other tokens begin compile nothing."""
+    layer = vllm_pages.ServedLayer(window=512, select={"keep": 8, "always": "sinks(4) | window(64)"})
+    pool = torch.zeros(260, KEY_HEADS, 16, 2 * DIM, dtype=torch.bfloat16)
+    blocks = torch.arange(4 * 64, dtype=torch.int32).view(4, 64)
+
+    def step(n, new):
+        lengths = torch.tensor([100 + n, 37 + n, 700 + n, 64 + n + new[3]], dtype=torch.int32)
+        longest = -(-(700 + n) // 16)  # as the builder cuts the table
+        tables = blocks[:, :longest].contiguous(), torch.arange(sum(new))
+        return vllm_pages.steps_in_front(ends(new)), ends(new), lengths, *tables, sum(new)
+
+    kinds = [lambda n: [1, 1, 1, 1], lambda n: [1, 1, 1, 48 + n]]
+    for n in range(20):
+        for kind in kinds:
+            serve(layer, step(n, kind(n)), pool)
+    triton_null.compiled.clear()
+    triton_null.launched.clear()
+    for n in range(20, 20 + STEPS):
+        for kind in kinds:
+            serve(layer, step(n, kind(n)), pool)
+    assert triton_null.compiled == []
+    assert any("decode" in kernel.name for kernel, *_ in triton_null.launched)
 
 
 def test_continuous_batching_steps_do_not_recompile():

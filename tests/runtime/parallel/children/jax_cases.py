@@ -51,12 +51,15 @@ class Case:
     dtype: str = "float32"
     backend: str | None = None
     by_mesh: bool = False
+    weight: str | None = None
+    divide: str | None = None
 
 
 def table(*shape):
     return rng.standard_normal(shape).astype(np.float32)
 
 
+GAMMA = (1 - 2.0 ** (-2.0 - np.arange(4))).astype(np.float32)
 BY_BATCH = np.stack([DOC, np.sort(rng.integers(0, 4, LENGTH)).astype(np.int32)])
 CASES = {
     "causal": Case("causal", heads=4, kv_heads=2),
@@ -97,6 +100,16 @@ CASES = {
     "native with a score mod": Case("causal", "score * 1.5", heads=4, kv_heads=2, backend="cpp"),
     "native gathered": Case("causal & window(40)", variant="all-gather", kv_heads=2, backend="cpp"),
     "bfloat16": Case("causal & window(60)", dtype="bfloat16"),
+    "weighted": Case("causal", weight="score * gamma[h] ** (q - k)", divide="max(abs(total), c + row[q])",
+                     params={"gamma": GAMMA[:2], "row": np.abs(table(LENGTH)), "c": np.float32(0.3)}),
+    "weighted documents": Case("causal & same(doc)", weight="sigmoid(score + column[h, k])", divide="total",
+                               params={"doc": DOC, "column": table(2, LENGTH)}, split={"doc": 0, "column": 1}),
+    "weighted mesh": Case("causal & q - k < 20 * (h + 1) + 7 * b", weight="relu(score + slope[h]) ** 2",
+                          divide="count + float(b) + float(q * h) / float(Q_LEN)", params={"slope": table(4)}, batch=2,
+                          heads=4, kv_heads=2, mesh=(2, 2, 2), dropout=0.2),
+    "weighted gathered": Case("causal & window(20) & (q // 25) % 2 == 0", variant="all-gather", kv_heads=2,
+                              weight="score", dtype="float16", divide="total - 3"),
+    "weighted float16": Case("causal & window(60)", weight="exp(score + 11)", divide="total", dtype="float16"),
 }  # fmt: skip
 SEEDED = 1234
 
@@ -132,7 +145,9 @@ def attention(case):
         dealt, case.length, case.mesh[1], tile=TILE, batch=case.batch, heads=case.heads,
         **{n: x for n, x in params.items() if n in fk.mask(dealt).unbound},
     )  # fmt: skip
-    att = fk.compile(case.mask, case.score, dropout=case.dropout, backend=case.backend, **case.known)
+    weights = {"weight": case.weight, "divide": case.divide}
+    att = fk.compile(case.mask, case.score, dropout=case.dropout, backend=case.backend, **weights, **case.known)
+    asks = case.weight is None  # for lse
     mesh = jax.make_mesh(case.mesh, ("dp", "sp", "tp"), axis_types=(AxisType.Auto,) * 3)
     wide = max(case.mesh[0], case.mesh[2]) > 1
     more = {"batch_axis": "dp", "head_axis": "tp"} if wide else {}
@@ -143,7 +158,7 @@ def attention(case):
         dealt = {n: split_axes(case, deal, n, x)[0] for n, x in tables.items()}
         out, lse = fk.parallel.attend(
             att, *(deal.permute(x, 1) for x in (q, k, v)), deal=deal, variant=case.variant, split=case.split,
-            return_lse=True, sinks=sinks, seed=SEEDED if case.dropout else None, mesh=mesh, **more, **dealt,
+            return_lse=asks, sinks=sinks, seed=SEEDED if case.dropout else None, mesh=mesh, **more, **dealt,
         )  # fmt: skip
         return deal.unpermute(out, 1), deal.unpermute(lse, 2)
 
@@ -154,12 +169,16 @@ def attention(case):
         dealt = {n: split_axes(case, deal, n, x) for n, x in tables.items()}
 
         def local(q, k, v, tables, sinks):
-            how = dict(deal=deal, variant=case.variant, split=case.split, return_lse=True, sinks=sinks, **more)
+            how = dict(deal=deal, variant=case.variant, split=case.split, return_lse=asks, sinks=sinks, **more)
             return fk.parallel.attend(att, q, k, v, seed=SEEDED if case.dropout else None, **how, **tables)
 
         specs = {n: s for n, (_, s) in dealt.items()}
-        call = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3 + (specs, P()), out_specs=(spec, rows))
-        out, lse = call(*(deal.permute(x, 1) for x in (q, k, v)), {n: x for n, (x, _) in dealt.items()}, sinks)
+        results = (spec, rows) if asks else spec
+        call = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3 + (specs, P()), out_specs=results)
+        found = call(*(deal.permute(x, 1) for x in (q, k, v)), {n: x for n, (x, _) in dealt.items()}, sinks)
+        if not asks:
+            return deal.unpermute(found, 1), jnp.zeros(())
+        out, lse = found
         return deal.unpermute(out, 1), deal.unpermute(lse, 2)
 
     return run, deal, att
@@ -169,18 +188,18 @@ def wanted(case, att, qkv, dout, dlse, sinks):
     """[out, lse, dq, dk, dv, dsinks, then those of tables by name], of the reference."""
     turned = [np.asarray(x, np.float64).swapaxes(1, 2) for x in (*qkv, dout)]
     program = att.program.bind(case.params)
-    seen, score = (None if p is None else dense_form(p, program) for p in (program.mask, program.score))
+    exprs = ProgramExprs(*(None if p is None else dense_form(p, program) for p in program.every_part))
     options = {
         "scale": 16**-0.5, "tables": program.tables, "params": {**program.scalars, SEED: SEEDED, RATE: case.dropout},
         "sinks": None if sinks is None else np.asarray(sinks, np.float64),
     }  # fmt: skip
     options |= {"keep_mask": survives(), "rate": case.dropout} if case.dropout else {}
-    out, lse = dense.attention(*turned[:3], dense.DenseCall(ProgramExprs(seen, score), **options))
+    out, lse = dense.attention(*turned[:3], dense.DenseCall(exprs, **options))
     found = dense.gradients(
         *turned[:3],
-        dense.DenseCall(ProgramExprs(seen, score), **options),
+        dense.DenseCall(exprs, **options),
         turned[3],
-        np.where(np.isneginf(lse), 0, dlse),
+        np.where(np.isneginf(lse), 0, dlse) if case.weight is None else np.zeros_like(lse),
     )
     backs = [found[n].swapaxes(1, 2) for n in ("dq", "dk", "dv")]
     made = {"out": out.swapaxes(1, 2), "lse": lse, **dict(zip(("dq", "dk", "dv"), backs))}
@@ -218,10 +237,12 @@ def check(name, case):
     grads, (out, lse) = jax.jit(jax.grad(whole, (0, 1, 2, 3, 4), has_aux=True))(*qkv, learned, sinks)
     found = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads[:3])), **grads[3]}
     found |= {} if sinks is None else {"sinks": grads[4]}
+    found |= {} if case.weight is None else {"lse": None}
     want = wanted(case, att, qkv, dout, dlse, sinks)
     assert found.keys() == want.keys(), (found.keys(), want.keys())
     for part, x in found.items():
-        close(f"{name}: {part}", x, want[part], 1e-5 if case.dtype == "float32" else 2e-2)
+        if x is not None:  # weighted rows have no lse
+            close(f"{name}: {part}", x, want[part], {"float32": 1e-5, "float16": 2e-3}.get(case.dtype, 2e-2))
 
 
 def bytes_sent(name, case):

@@ -45,6 +45,19 @@ CASES = {
 }
 
 
+GAMMA = (1 - 2.0 ** (-2.0 - np.arange(HEADS))).astype(np.float32)
+# mask, weight, divisor, tables of the mask, learned tables, dropout
+WEIGHTED = {
+    "squared-relu": ("causal & window(60)", "relu(score) ** 2", "count + float(q) / float(Q_LEN)", {}, {}, 0),
+    "retention": (
+        "causal", "score * gamma[h] ** (q - k)", "max(abs(total), c[h] + decay[q])", {},
+        {"gamma": GAMMA, "c": SLOPE, "decay": np.abs(DECAY)}, 0,
+    ),
+    "documents": ("causal & same(doc)", "sigmoid(score)", "total", {"doc": DOC}, {}, 0),
+    "empty-rows": ("q >= k & q % 7 > 2 & k > 50", "score", None, {}, {}, 0.3),
+}  # fmt: skip
+
+
 def arrays(length=LENGTH, dtype=torch.float32):
     """q, k, v, cotangents of out and lse, sinks."""
     g = torch.Generator().manual_seed(11)
@@ -108,6 +121,37 @@ def differences(name, rank):
         off[variant] = [torch.where(seen == -torch.inf, 0.0, seen - exact_lse).abs().max().item()]
         for a, b in zip([out.detach(), *found], right, strict=True):
             off[variant].append((a - b).abs().max().item() / max(1, b.abs().max().item()))
+    return off
+
+
+def weighted(name, rank):
+    """By variant and dtype, the largest errors of this rank's rows and gradients from one process in float64, and
+    those of one process in the same dtype."""
+    mask, weight, divide, tables, learned, rate = WEIGHTED[name]
+    att = fk.compile(mask, weight=weight, divide=divide, dropout=rate)
+    tables = {n: torch.as_tensor(x) for n, x in tables.items()}
+    deal = fk.parallel.deal(mask, LENGTH, RANKS, tile=TILE, batch=BATCH, heads=HEADS, **tables)
+    seed, off = {"seed": 77} if rate else {}, {}
+
+    def run(dtype, attend, part):
+        q, k, v, dout, *_ = (x.to(dtype) for x in arrays(dtype=torch.float16))
+        leaves = [part(x).requires_grad_() for x in (q, k, v)]
+        mine = {n: torch.as_tensor(x).to(dtype).requires_grad_() for n, x in learned.items()}
+        out = attend(*leaves, **tables, **mine, **seed)
+        return [out.detach(), *torch.autograd.grad(out, [*leaves, *mine.values()], part(dout))]
+
+    def here(x):
+        return shard(deal, x, 2, rank)
+
+    exact = run(torch.float64, att, lambda x: x.clone())
+    for variant, dtype in (("ring", torch.float32), ("ring", torch.float16), ("all-gather", torch.bfloat16)):
+        plain = run(dtype, att, lambda x: x.clone())
+        got = run(dtype, partial(fk.parallel.attend, att, deal=deal, variant=variant), here)
+        assert got[0].dtype == dtype
+        off[variant, dtype] = []
+        for i, (a, b, c) in enumerate(zip(got, plain, exact, strict=True)):
+            b, c = (here(x) if i < 4 else x for x in (b, c))
+            off[variant, dtype].append([(x.double() - c).abs().max().item() for x in (a, b)] + [c.abs().max().item()])
     return off
 
 
@@ -267,6 +311,24 @@ def all_checks(rank, report, names):
         except Exception:
             report("failed", traceback.format_exc())
             raise
+
+
+def weighted_checks(rank, report, names):
+    for name in names:
+        report(("weighted", name), weighted(name, rank))
+    att = fk.compile("causal", weight="sigmoid(score)", divide="total")
+    deal = fk.parallel.deal("causal", LENGTH, RANKS, tile=TILE)
+    q, k, v, *_ = arrays()
+    out, lse = att(q, k, v, return_lse=True)
+    mine = [shard(deal, x, 2, rank) for x in (q, k, v)]
+    found = fk.parallel.attend(att, *mine, deal=deal, return_lse=True)
+    report(
+        "lse",
+        [
+            (x - shard(deal, y, 2, rank))[:, :, : deal.held[rank]].abs().max().item()
+            for x, y in zip(found, (out, lse), strict=True)
+        ],
+    )
 
 
 def lost(rank, report, how):

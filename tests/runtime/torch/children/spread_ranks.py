@@ -78,6 +78,12 @@ def dtensors(report, mesh):
             report(name, worst(found, results(attention, given)))
         except fk.ShapeError as error:
             report(name, str(error))
+    sharded = torch.nn.ParameterList([given[3].detach().clone()])
+    fully_shard(sharded, mesh=mesh)  # outside of its module's forward a parameter is a DTensor
+    try:
+        fk.attention(*given[:3], "causal", "score + slope[h] * (q - k)", slope=sharded[0])
+    except fk.ParameterError as error:
+        report("table alone", str(error))
     try:
         ATT(*spread(given, mesh, 0, False)[:3], doc=DOC, slope=given[3])
     except fk.ParameterError as error:

@@ -36,7 +36,17 @@ def take(x, i):
 
 def below(x, values):
     """How many entries of each sorted row of x are below each of `values`."""
-    return (x[..., None, :] < values[..., :, None]).sum(-1, dtype=Int)
+    if x.shape[-1] <= 64:
+        return (x[..., None, :] < values[..., :, None]).sum(-1, dtype=Int)
+    half = 1 << (x.shape[-1].bit_length() - 1)
+
+    def step(i, found):
+        reach = found + (half >> i)
+        further = (reach <= x.shape[-1]) & (take(x, minimum(reach, x.shape[-1]) - 1) < values)
+        return where(further, reach, found)
+
+    found = jnp.zeros((*x.shape[:-1], values.shape[-1]), Int)
+    return lax.fori_loop(0, half.bit_length(), step, found)
 
 
 def top(x):

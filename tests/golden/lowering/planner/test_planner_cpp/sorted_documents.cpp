@@ -3,7 +3,7 @@
 //     q >= k & doc[q] == doc[k]
 extern "C" int64_t frisket_plan(const int64_t *word) {
     const Int slices = word[0], q_len = word[1], kv_len = word[2];  // lengths in tokens
-    const Int bq = word[3], bk = word[4], room = word[5], most = word[6];  // pieces and records of a row
+    const Int bq = word[3], bk = word[4], room = word[5], most = word[6];  // pieces and tile ranges in a row
     const Int *from_b = (const Int *)word[7], *from_h = (const Int *)word[8], *from_q = (const Int *)word[9], *from_k = (const Int *)word[10];
     int32_t *bounds = (int32_t *)word[11], *count = (int32_t *)word[12];
     const Table<Int> doc(word + 17, 1);

@@ -7,6 +7,7 @@ from lowering.kernels.triton.children import operators as triton_operators
 from support import attention_cases as cases
 from support.attention_cases import CASES, DOCUMENTS, Case, causal
 from support.triton.call import check, run, with_everything
+from triton.runtime.interpreter import InterpretedFunction
 
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError, ParameterError
@@ -51,6 +52,28 @@ def test_triton_document_masks_equal_the_reference(name):
 def test_triton_cases_in_half_precision(name, dtype):
     case = CASES[name].but(dtype=dtype)
     check(case, *run(case))
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "gfx1201"])
+@pytest.mark.parametrize("name", ["window", "causal", "gqa", "empty-rows", "crop", "documents-by-batch"])
+def test_triton_cases_with_the_text_of_amd(name, arch):
+    """Masks tell other bits of a column apart."""
+    check(CASES[name], *run(CASES[name], arch=arch))
+
+
+def test_options_of_amd_reach_a_launch(monkeypatch):
+    launched, names = [], ("num_warps", "waves_per_eu", "matrix_instr_nonkdim")
+
+    def recorded(self, *args, **options):
+        launched.append([options.pop(n, None) for n in names])
+        return run_as_before(self, *args, **options)
+
+    run_as_before = InterpretedFunction.run
+    monkeypatch.setattr(InterpretedFunction, "run", recorded)
+    case = CASES["window"]
+    check(case, *run(case, arch="gfx942", mfma=16, waves=2))
+    check(case, *run(case))
+    assert launched == [[4, 2, 16], [4, None, None]]
 
 
 REMAINDERS = {

@@ -219,6 +219,21 @@ def test_triton_operators_compile_in_32_and_64_bits(int64):
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
+def test_an_assembler_that_is_too_old_is_named(monkeypatch):
+    """Triton 3.6 raised 3,000 lines of PTX for sm_110."""
+    made, target, dims = cases.plan(CASES["causal"]), Target("triton", 64, 64), Dims(64, 64, "float16")
+
+    def refused(*_, **__):
+        raise triton.TritonError("ptxas-blackwell fatal : Value 'sm_110a' is not defined for option 'gpu-name'")
+
+    monkeypatch.setattr(triton, "compile", refused)
+    with pytest.raises(BackendError) as caught:
+        next(compile_reports(emit(made, target, dims), made, target, dims, "sm_110"))
+    assert str(caught.value) == (
+        f"the assembler of Triton {triton.__version__} does not know sm_110; install a newer Triton"
+    )
+
+
 def test_triton_compilation_refuses_unknown_machines():
     made = cases.plan(CASES["causal"])
     target = Target("triton", 64, 64)
@@ -227,7 +242,7 @@ def test_triton_compilation_refuses_unknown_machines():
         next(compile_reports(source, made, target, Dims(64, 64, "float16"), "sm_70"))
     assert str(caught.value) == (
         "no figures for 'sm_70'; ahead-of-time reports know sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, "
-        "sm_110, sm_120, sm_121, gfx90a, gfx942, gfx950, gfx1100, gfx1201"
+        "sm_110, sm_120, sm_121, gfx90a, gfx942, gfx950, gfx1100, gfx1201\n  `frisket doctor` says which GPUs these are"
     )
     x = torch.zeros(1, 2, 150, 32)
     with pytest.raises(BackendError) as caught:

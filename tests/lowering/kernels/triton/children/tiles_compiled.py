@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import triton
-from lowering.kernels.triton.spills import TABULATED, listed
+from lowering.kernels.triton.spills import CAUSAL, TABULATED, listed
 
 import frisket as fk
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.architectures import GPUS
 from frisket.lowering.dtypes import Operand
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.forward import emit_decode
@@ -36,7 +37,8 @@ MASKS = {  # the three classes of windows, spans from a table, and a score mod
     "softcap": ("causal", "softcap(50)"),
 }
 SPILLED = listed()
-ALL = list(product(TABULATED, (64, 128, 256), (*MASKS, "stored"), KINDS))
+DIMS = (64, 128, 256)
+ALL = [*product(TABULATED, DIMS, (*MASKS, "stored"), KINDS), *product(CAUSAL, DIMS, ("causal",), KINDS)]
 FEW = [
     ("sm_90", 64, "documents", "whole"), ("sm_90", 128, "softcap", "whole"), ("sm_90", 128, "window", "whole"),
     ("sm_90", 128, "causal", "decode"), ("sm_80", 64, "causal", "whole"), ("sm_100", 64, "causal", "whole"),
@@ -47,7 +49,8 @@ FEW = [
 def lines(arch, dim, name, kind):
     """(what begins its line, the line of the table, the report) of every kernel."""
     q_len, kv_heads = KINDS[kind]
-    dims = Dims(dim, dim, "bfloat16", HEADS // kv_heads, "int8" if name == "stored" else "")
+    dtype = "bfloat16" if GPUS[arch].bfloat16 else "float16"
+    dims = Dims(dim, dim, dtype, HEADS // kv_heads, "int8" if name == "stored" else "")
     if name == "stored":
         made = stored(arch, dims, q_len, kv_heads)
     else:
@@ -55,17 +58,17 @@ def lines(arch, dim, name, kind):
         doc = {"doc": np.arange(LENGTH) // 700} if name == "documents" else {}
         stages = fk.compile(mask, mod, **doc).stages(
             backend="triton", arch=arch, q_len=q_len, kv_len=LENGTH, heads=HEADS, kv_heads=kv_heads, head_dim=dim,
-            dtype="bfloat16",
+            dtype=dtype,
         )  # fmt: skip
         made = stages.source, stages.plan, stages.target
     for r in compile_reports(*made, dims, arch):
         kernel = r.kernel.removeprefix("attention_")
         if kernel == "combine" or kernel.endswith("_sums"):  # no products, and the same for all masks
             continue
-        place = f"{arch:<6} D {dim:<3} {name:<9} {kernel:<7}"
+        place = arch, "D", str(dim), name, kernel
         tile = f"{r.block_q:>3} x {r.block_k:<3} {r.warps} warps {r.stages} stages"
         used = f"{r.registers:>3} registers {r.spills:>4} spilled {r.shared:>6} shared {r.mma:>3} mma"
-        yield place, f"{place} {tile} {used}", r
+        yield place, f"{arch:<6} D {dim:<3} {name:<9} {kernel:<7} {tile} {used}", r
 
 
 def stored(arch, dims, q_len, kv_heads):
@@ -73,7 +76,7 @@ def stored(arch, dims, q_len, kv_heads):
     places = lookup("pages", (b, k // 16)), h // dims.group, k % 16
     key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
     mask = (k <= q + lookup("start", (b,))) & (k < lookup("end", (b,)))
-    plan = make_plan(ProgramExprs(mask, score * key), weight=value, pages=Pages("pages", 16))
+    plan = make_plan(ProgramExprs(mask, score * key), value_scale=value, pages=Pages("pages", 16))
     kv = Operand(dims.kv_dtype)
     g = Geometry(1, HEADS, kv_heads, q_len, LENGTH, dims.head_dim, dims.v_dim, 0.1, k=kv, v=kv)
     target = default_target(g, dims.dtype, ProgramTraits(MEDIUM, stored=True, paged=True), arch=arch)
@@ -85,7 +88,7 @@ def stored(arch, dims, q_len, kv_heads):
 
 def known():
     text = TABLE.read_text() if TABLE.exists() else ""
-    return {line[:30]: line for line in text.splitlines()}
+    return {tuple(line.split()[:5]): line for line in text.splitlines()}
 
 
 def check(arch, dim, name, kind, update):
@@ -103,9 +106,7 @@ def check(arch, dim, name, kind, update):
         order = {place: i for i, place in enumerate(ALL)}
         ranked = sorted(
             (known() | made).items(),
-            key=lambda x: order[
-                x[0][:6].strip(), int(x[0][9:12]), x[0][13:22].strip(), "decode" if "decode" in x[0] else "whole"
-            ],
+            key=lambda x: order[x[0][0], int(x[0][2]), x[0][3], "decode" if "decode" in x[0] else "whole"],
         )
         TABLE.write_text("\n".join(line for _, line in ranked) + "\n")
 

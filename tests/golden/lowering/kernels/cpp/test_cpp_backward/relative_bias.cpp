@@ -35,11 +35,13 @@ struct Column {  // known once per vector of keys
     Bits inside;  // before the end of the keys
 };
 
-INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
+// Of LANES keys from `first` on, those before `left` and from `begin` on are there.
+INLINE Column column_of(const Fixed &fixed, Int first, int64_t left, int64_t begin = 0) {
     Column column;
     column.first = first;
     column.k = first + counting();
     column.inside = cast<Bits>(counting()) < (Lane)(left < LANES ? left : LANES);
+    if (INVARIANT && begin > 0) column.inside &= cast<Bits>(counting()) >= (Lane)(begin < LANES ? begin : LANES);
     return column;
 }
 
@@ -47,6 +49,8 @@ INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
 const int DISTANCES = 0, SPAN = BLOCK_Q + BLOCK_K + 32;
 INLINE void tabulate(const Fixed &fixed, const Row &row, const Column &column, Real *to) {
 }
+const bool SLOPED = true;  // the kernel needs the slope of the score mod, which is not 1
+const bool GUARDED = true;  // a weight of 0 may meet infinity there
 // q >= k
 INLINE Bits visible(const Fixed &fixed, const Row &row, const Column &column) {
     return row.q >= column.k;
@@ -67,11 +71,6 @@ INLINE Vec scale_of_value(const Fixed &fixed, const Row &row, const Column &colu
     return reals(1);
 }
 
-// What survives dropout weighs more.
-INLINE Real survivors(const Fixed &fixed) { return 1; }
-
-// -- derivatives of the score mod --------------------------------------------------------------------------------
-
 // c * (1.0 - tanh(score / c) * tanh(score / c)) / c
 INLINE Vec slope(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
     const Vec x0 = score / fixed.c;
@@ -79,6 +78,11 @@ INLINE Vec slope(const Fixed &fixed, const Row &row, const Column &column, Vec s
     const Vec x2 = fixed.c * (1.0f - x1 * x1);
     return x2 / fixed.c;
 }
+
+// What survives dropout weighs more.
+INLINE Real survivors(const Fixed &fixed) { return 1; }
+
+// -- derivatives of the score mod --------------------------------------------------------------------------------
 
 // 1.0
 INLINE Vec weight0(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
@@ -96,8 +100,6 @@ INLINE Vec weight1(const Fixed &fixed, const Row &row, const Column &column, Vec
 enum Over { HEADS, ROWS_OF_QUERIES, COLUMNS, DIAGONALS, ENTRIES };
 const int CAPTURED = 2;
 const Over OVER[CAPTURED + 1] = {DIAGONALS, HEADS};  // on what the index of a captured value depends
-const bool SLOPED = true;
-const bool GUARDED = true;  // a weight of 0 may meet infinity
 
 // dm times the weight of each captured value, added to its gradient; p is the weight of the softmax.
 template <bool CHECKED, class C>

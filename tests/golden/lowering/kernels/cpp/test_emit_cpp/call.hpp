@@ -32,7 +32,7 @@ struct Call {
     int64_t block_q;         // queries of a tile, at most BLOCK_Q
     const int32_t *q_rows;   // of MOVED kernels: the row of q and the results that has each query
     const int32_t *k_rows;   // and that of k and v for each key, the last one again behind the last
-    const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
+    const Real *sinks;       // [heads], a logit in every row that has no key and no value; or null
     Real *lse;               // [batch, heads, q_len], natural log; written forward, where not null, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
     Real *norm;              // [batch, heads, q_len, norm_width]: shift of scores, factor, for a backward; or null
@@ -43,11 +43,11 @@ struct Call {
     Array k;                 // [batch, kv_heads, kv_len, HEAD_DIM], in a pool [pages, kv_heads, PAGE, HEAD_DIM]
     Array v;                 // [batch, kv_heads, kv_len, V_DIM], likewise
     Array out;               // [batch, heads, q_len, V_DIM]; written forward, read backward
-    Array dout;              // the cotangent of out
-    Array dq;
+    Array dout;              // the cotangent of out; of a TANGENT kernel its tangent
+    Array dq;                // gradients; of a TANGENT kernel tangents of q, k and v, null where there is none
     Array dk;
     Array dv;
-    const Real *dlse;        // the cotangent of lse, contiguous, or null
+    Real *dlse;              // the cotangent of lse, contiguous, or null; of a TANGENT kernel its tangent
     Real *const *gradients;  // a zeroed buffer for each of the plan's captured gradients, or null
 };
 const double SHORT = 4194304;

@@ -10,6 +10,7 @@
 #define REAL_BYTES 8
 #define INT_BYTES 4
 #define HALF 0  // 0: entries are Real, 1: bfloat16, 2: float16
+#define INVARIANT 0  // a row's sums have one order, whatever the call is
 typedef double Real;  // scores, weights, sums
 typedef int32_t Int;
 #define EIGHT 0  // entries of k and v are 0: as those of q, 1: int8, 2: float8_e4m3fn, 3: float8_e5m2
@@ -21,13 +22,14 @@ const int BLOCK_K = 64;
 const int HEAD_DIM = 64;
 const int V_DIM = 64;
 const int PAGE = 0;
-const bool SCORED = false;
+const bool SCORED = false || INVARIANT;  // a score mod may be simplified away in some calls
 const bool DROPPED = false;
 const bool SCALED = false;
 const bool BY_HEAD = false;  // heads differ
 const bool MOVED = false;  // rows are in the order of tables
+const bool TANGENT = false;  // the forward computes tangents too
 // Tiles without a predicate look at positions too.
-const bool POSITIONS = SCORED || DROPPED || SCALED;
+const bool POSITIONS = false || DROPPED || SCALED;
 #include "call.hpp"
 
 namespace {
@@ -61,11 +63,13 @@ struct Column {  // known once per vector of keys
     Bits inside;  // before the end of the keys
 };
 
-INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
+// Of LANES keys from `first` on, those before `left` and from `begin` on are there.
+INLINE Column column_of(const Fixed &fixed, Int first, int64_t left, int64_t begin = 0) {
     Column column;
     column.first = first;
     column.k = first + counting();
     column.inside = cast<Bits>(counting()) < (Lane)(left < LANES ? left : LANES);
+    if (INVARIANT && begin > 0) column.inside &= cast<Bits>(counting()) >= (Lane)(begin < LANES ? begin : LANES);
     return column;
 }
 
@@ -73,6 +77,8 @@ INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
 const int DISTANCES = 0, SPAN = BLOCK_Q + BLOCK_K + 32;
 INLINE void tabulate(const Fixed &fixed, const Row &row, const Column &column, Real *to) {
 }
+const bool SLOPED = false;  // the kernel needs the slope of the score mod, which is not 1
+const bool GUARDED = false;  // a weight of 0 may meet infinity there
 INLINE Bits visible(const Fixed &fixed, const Row &row, const Column &column) {
     return bits(true);
 }
@@ -86,6 +92,10 @@ INLINE Bits kept(const Fixed &fixed, const Row &row, const Column &column) {
 }
 
 INLINE Vec scale_of_value(const Fixed &fixed, const Row &row, const Column &column) {
+    return reals(1);
+}
+
+INLINE Vec slope(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
     return reals(1);
 }
 

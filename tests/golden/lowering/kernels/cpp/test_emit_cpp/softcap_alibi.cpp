@@ -15,6 +15,7 @@
 #define REAL_BYTES 4
 #define INT_BYTES 4
 #define HALF 0  // 0: entries are Real, 1: bfloat16, 2: float16
+#define INVARIANT 0  // a row's sums have one order, whatever the call is
 typedef float Real;  // scores, weights, sums
 typedef int32_t Int;
 #define EIGHT 0  // entries of k and v are 0: as those of q, 1: int8, 2: float8_e4m3fn, 3: float8_e5m2
@@ -26,13 +27,14 @@ const int BLOCK_K = 64;
 const int HEAD_DIM = 128;
 const int V_DIM = 128;
 const int PAGE = 0;
-const bool SCORED = true;
+const bool SCORED = true || INVARIANT;  // a score mod may be simplified away in some calls
 const bool DROPPED = true;
 const bool SCALED = false;
 const bool BY_HEAD = true;  // heads differ
 const bool MOVED = false;  // rows are in the order of tables
+const bool TANGENT = false;  // the forward computes tangents too
 // Tiles without a predicate look at positions too.
-const bool POSITIONS = SCORED || DROPPED || SCALED;
+const bool POSITIONS = true || DROPPED || SCALED;
 #include "call.hpp"
 
 namespace {
@@ -87,11 +89,13 @@ struct Column {  // known once per vector of keys
     Bits inside;  // before the end of the keys
 };
 
-INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
+// Of LANES keys from `first` on, those before `left` and from `begin` on are there.
+INLINE Column column_of(const Fixed &fixed, Int first, int64_t left, int64_t begin = 0) {
     Column column;
     column.first = first;
     column.k = first + counting();
     column.inside = cast<Bits>(counting()) < (Lane)(left < LANES ? left : LANES);
+    if (INVARIANT && begin > 0) column.inside &= cast<Bits>(counting()) >= (Lane)(begin < LANES ? begin : LANES);
     return column;
 }
 
@@ -99,6 +103,8 @@ INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
 const int DISTANCES = 0, SPAN = BLOCK_Q + BLOCK_K + 32;
 INLINE void tabulate(const Fixed &fixed, const Row &row, const Column &column, Real *to) {
 }
+const bool SLOPED = false;  // the kernel needs the slope of the score mod, which is not 1
+const bool GUARDED = false;  // a weight of 0 may meet infinity there
 // q >= k
 INLINE Bits visible(const Fixed &fixed, const Row &row, const Column &column) {
     return row.q >= column.k;
@@ -115,6 +121,10 @@ INLINE Bits kept(const Fixed &fixed, const Row &row, const Column &column) {
 }
 
 INLINE Vec scale_of_value(const Fixed &fixed, const Row &row, const Column &column) {
+    return reals(1);
+}
+
+INLINE Vec slope(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
     return reals(1);
 }
 

@@ -6,7 +6,7 @@
     rate = rate of dropout
 
 Head size 80 (values 64), float16.
-attention_forward: grid (q tiles, heads, batch), tiles of 256 queries by 128 keys in 2 stages, num_warps=4 beside 6 of its own.
+attention_forward: grid (q tiles, heads, batch), tiles of 256 queries by 128 keys in 2 stages, num_warps=4 and 6 warps more.
 """
 
 from triton.experimental import gluon
@@ -20,6 +20,8 @@ load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 columns_of = blackwell.tensor_memory_descriptor
 seen_as = columns_of.reinterpret if hasattr(columns_of, "reinterpret") else columns_of._reinterpret
+tiles_of = gl.shared_memory_descriptor
+tiles_as = tiles_of.reinterpret if hasattr(tiles_of, "reinterpret") else tiles_of._reinterpret
 
 GROUP = gl.constexpr(1)
 DIM = gl.constexpr(128)
@@ -85,11 +87,11 @@ def uniform(x):
 
 @gluon.jit
 def produce(
-    Q, K, V, queries, keys, values, q_full, k_full, k_free, v_full, v_free, batch, head, kv_head, start,
+    Q, K, V, queries, keys, values, q_full, full, free, batch, head, kv_head, start,
     Spans, Count, entry, records,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Loads the queries of every warp group, then every tile of keys and of values into the rings, by TMA."""
+    """Loads the queries of every warp group, then tiles of keys and of values in turn into one ring, by TMA."""
     for half in gl.static_range(2):
         mbarrier.expect(q_full.index(half), Q.block_type.nbytes)
         load_tile(Q, [batch, head, start + half * (BLOCK_Q // 2), 0], q_full.index(half), queries.index(half))
@@ -104,13 +106,14 @@ def produce(
             tile = gl.where(j < left, lo + j, j - left + full_hi)
             tile = gl.where(j < borders, tile, j - borders + full_lo)
             slot = n % STAGES
-            phase = n // STAGES & 1 ^ 1
-            mbarrier.wait(k_free.index(slot), phase)
-            mbarrier.expect(k_full.index(slot), K.block_type.nbytes)
-            load_tile(K, [batch, kv_head, tile * BLOCK_K, 0], k_full.index(slot), keys.index(slot))
-            mbarrier.wait(v_free.index(slot), phase)
-            mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
-            load_tile(V, [batch, kv_head, tile * BLOCK_K, 0], v_full.index(slot), values.index(slot))
+            mbarrier.wait(free.index(slot), n // STAGES & 1 ^ 1)
+            mbarrier.expect(full.index(slot), K.block_type.nbytes)
+            load_tile(K, [batch, kv_head, tile * BLOCK_K, 0], full.index(slot), keys.index(slot))
+            n += 1
+            slot = n % STAGES
+            mbarrier.wait(free.index(slot), n // STAGES & 1 ^ 1)
+            mbarrier.expect(full.index(slot), V.block_type.nbytes)
+            load_tile(V, [batch, kv_head, tile * BLOCK_K, 0], full.index(slot), values.index(2 * slot))
             n += 1
 
 
@@ -123,12 +126,13 @@ def weights_in(score, dtype: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    queries, keys, values, scores, sums, q_full, k_full, k_free, v_full, v_free, s_full, p_full, o_full,
+    queries, keys, values, scores, sums, q_full, full, free, s_full, p_full, o_full,
     Spans, Count, entry, records,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Issues every product. They run in this order, so those of one warp group beside the softmax of the other; and a
-    commit tells of all products before it."""
+    """Issues every product. They run in this order, during a softmax that does not wait for them; and a commit tells of
+    all products before it."""
+    PIECE: gl.constexpr = BLOCK_K // 1
     tiles = 0
     for i in range(gl.load(Count + entry)):
         record = Spans + (entry.to(gl.int64) * records + i) * 4
@@ -139,22 +143,26 @@ def multiply(
         mbarrier.wait(q_full.index(half), 0)
     for i in range((tiles + 1) * 2):
         n, half = i // 2, i % 2
-        slot, before = n % STAGES, (n - 1) % STAGES
-        score = scores.index(half)
         if n > 0:
-            mbarrier.wait(v_full.index(before), (n - 1) // STAGES & 1)
-            mbarrier.wait(p_full.index(half), (n - 1) & 1)
-            value = values.index(before).reshape([BLOCK_K, DIM_V])
-            blackwell.tcgen05_mma(weights_in(score, values.dtype), value, sums.index(half))
+            turn = 2 * n - 1  # of the values of the tile before
+            slot = turn % STAGES
+            mbarrier.wait(full.index(slot), turn // STAGES & 1)
+            value = values.index(2 * slot).reshape([BLOCK_K, DIM_V])
+            for piece in gl.static_range(1):
+                mbarrier.wait(p_full.index(half * 1 + piece), (n - 1) & 1)
+                weights = weights_in(scores.index(half), values.dtype).slice(piece * PIECE, PIECE)
+                blackwell.tcgen05_mma(weights, value.slice(piece * PIECE, PIECE), sums.index(half))
             if half == 1:
-                blackwell.tcgen05_commit(v_free.index(before))
+                blackwell.tcgen05_commit(free.index(slot))
         if n < tiles:
-            mbarrier.wait(k_full.index(slot), n // STAGES & 1)
+            turn = 2 * n
+            slot = turn % STAGES
+            mbarrier.wait(full.index(slot), turn // STAGES & 1)
             query = queries.index(half).reshape([128, DIM])
             key = keys.index(slot).reshape([BLOCK_K, DIM]).permute((1, 0))
-            blackwell.tcgen05_mma(query, key, score, use_acc=False)
+            blackwell.tcgen05_mma(query, key, scores.index(half), use_acc=False)
             if half == 1:
-                blackwell.tcgen05_commit(k_free.index(slot))
+                blackwell.tcgen05_commit(free.index(slot))
             blackwell.tcgen05_commit(s_full.index(half))
         else:
             blackwell.tcgen05_commit(o_full.index(half))
@@ -171,12 +179,13 @@ def consume(
 ):
     """Attention of a warp group's queries, of which every thread has one: softmax between products of `multiply`."""
     SCORES: gl.constexpr = gl.BlockedLayout([1, BLOCK_K], [32, 1], [4, 1], [0, 1])
+    PIECE: gl.constexpr = BLOCK_K // 1
+    PIECES: gl.constexpr = gl.BlockedLayout([1, PIECE], [32, 1], [4, 1], [0, 1])
     SUMS: gl.constexpr = gl.BlockedLayout([1, 64], [32, 1], [4, 1], [0, 1])
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all rows in every warp
     rows = half * 128 + gl.arange(0, 128, ROWS)
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, SCORES))
-    present = start + rows < q_len
     q = (q_origin + start + rows)[:, None]
     fixed0 = scale * 0.02
     slope_h = gl.load(slope + clamp(h, slope_size) * slope_stride).to(gl.float32)
@@ -196,7 +205,7 @@ def consume(
         full_hi, hi = gl.load(record + 2), gl.load(record + 3)
         left = full_lo - lo
         borders = left + hi - full_hi
-        # Border tiles, before and behind the full ones: the mask is a predicate.
+        # Partial tiles, before and behind the full ones: the mask is a predicate.
         for j in range(borders):
             tile = gl.where(j < left, lo + j, j - left + full_hi)
             mbarrier.wait(s_full.index(half), n & 1)
@@ -212,20 +221,26 @@ def consume(
             score = gl.where(visible, score, -INFINITY)
             peak = gl.maximum(top, gl.max(score, 1) * LOG2E)
             grown = peak > top
-            # Of the group's rows, known by the end of the exponentials. Where no weight came before, the sums are 0.
+            # Of the group's rows, known by the end of the first exponentials. Where no weight came before, the sums are 0.
             any_grown = gl.max(gl.convert_layout((grown & (total > 0.0)).to(gl.int32), EACH), 0) > 0
-            p = gl.exp2(score * LOG2E - peak[:, None])
+            exponent = score * LOG2E - peak[:, None]
             rescale = gl.exp2(top - peak)
-            total = total * rescale + gl.sum(p, 1)
-            # random(seed, b, h, q, k) >= rate
-            p = gl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
-            weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
-            if any_grown:
-                # `s_full` means that the products before these scores are done too: nothing adds to the sums now.
-                for part in gl.static_range(1):
-                    some = acc.slice(part * 64, 64)
-                    some.store(some.load(SUMS) * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None])
-            mbarrier.arrive(p_full.index(half), count=1)
+            total *= rescale
+            exponents = (exponent,)
+            for piece in gl.static_range(1):
+                exponent = gl.convert_layout(exponents[piece], PIECES)
+                p = gl.exp2(exponent)
+                total += gl.convert_layout(gl.sum(p, 1), ROWS)
+                # random(seed, b, h, q, k) >= rate
+                p = gl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
+                weights_in(scores.index(half), Out.dtype).slice(piece * PIECE, PIECE).store(p.to(Out.dtype))
+                if piece == 0:
+                    if any_grown:
+                        # `s_full` means that the products before these scores are done too: nothing adds to the sums now.
+                        for part in gl.static_range(1):
+                            some = acc.slice(part * 64, 64)
+                            some.store(some.load(SUMS) * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None])
+                mbarrier.arrive(p_full.index(half * 1 + piece), count=1)
             top = peak
             n += 1
         # Full tiles: every position is visible.
@@ -239,20 +254,26 @@ def consume(
             score = tanh(score * fixed0) * 50.0 + (column0 - row0) * slope_h
             peak = gl.maximum(top, gl.max(score, 1) * LOG2E)
             grown = peak > top
-            # Of the group's rows, known by the end of the exponentials. Where no weight came before, the sums are 0.
+            # Of the group's rows, known by the end of the first exponentials. Where no weight came before, the sums are 0.
             any_grown = gl.max(gl.convert_layout((grown & (total > 0.0)).to(gl.int32), EACH), 0) > 0
-            p = gl.exp2(score * LOG2E - peak[:, None])
+            exponent = score * LOG2E - peak[:, None]
             rescale = gl.exp2(top - peak)
-            total = total * rescale + gl.sum(p, 1)
-            # random(seed, b, h, q, k) >= rate
-            p = gl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
-            weights_in(scores.index(half), Out.dtype).store(p.to(Out.dtype))
-            if any_grown:
-                # `s_full` means that the products before these scores are done too: nothing adds to the sums now.
-                for part in gl.static_range(1):
-                    some = acc.slice(part * 64, 64)
-                    some.store(some.load(SUMS) * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None])
-            mbarrier.arrive(p_full.index(half), count=1)
+            total *= rescale
+            exponents = (exponent,)
+            for piece in gl.static_range(1):
+                exponent = gl.convert_layout(exponents[piece], PIECES)
+                p = gl.exp2(exponent)
+                total += gl.convert_layout(gl.sum(p, 1), ROWS)
+                # random(seed, b, h, q, k) >= rate
+                p = gl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
+                weights_in(scores.index(half), Out.dtype).slice(piece * PIECE, PIECE).store(p.to(Out.dtype))
+                if piece == 0:
+                    if any_grown:
+                        # `s_full` means that the products before these scores are done too: nothing adds to the sums now.
+                        for part in gl.static_range(1):
+                            some = acc.slice(part * 64, 64)
+                            some.store(some.load(SUMS) * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None])
+                mbarrier.arrive(p_full.index(half * 1 + piece), count=1)
             top = peak
             n += 1
 
@@ -279,6 +300,8 @@ def consume(
         out.slice(part * 64, 64, 1).store(found.to(Out.dtype))
     hopper.fence_async_shared()
     store_tile(Out, [batch, head, start + half * 128, 0], outs.index(half))
+    rows = half * 128 + gl.arange(0, 128, ROWS)  # again, so that no register keeps them over the loops
+    present = start + rows < q_len
     row_at = place.to(gl.int64) * q_len + start + rows
     gl.store(Lse + row_at, lse, mask=present)
     gl.store(Top + row_at, largest, mask=present)
@@ -309,7 +332,7 @@ def attention_forward(
     slope, slope_size, slope_stride,
     ORIGIN_PER_BATCH: gl.constexpr,  # q_origin and k_origin are int32 [batch]
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,  # powers of two
-    STAGES: gl.constexpr,  # tiles of keys, and of values, that are in shared memory at once
+    STAGES: gl.constexpr,  # tiles of keys and of values that are in shared memory at once
 ):
     head, batch = gl.program_id(1), gl.program_id(2)
     place = batch * heads + head
@@ -326,30 +349,30 @@ def attention_forward(
     h = h_origin + head
     queries = gl.allocate_shared_memory(Q.dtype, [2] + Q.block_type.shape, Q.layout)
     outs = gl.allocate_shared_memory(Out.dtype, [2] + Out.block_type.shape, Out.layout)
-    keys = gl.allocate_shared_memory(K.dtype, [STAGES] + K.block_type.shape, K.layout)
-    values = gl.allocate_shared_memory(V.dtype, [STAGES] + V.block_type.shape, V.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     s_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     o_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     SCORES: gl.constexpr = blackwell.TensorMemoryLayout([128, BLOCK_K], col_stride=1)
     SUMS: gl.constexpr = blackwell.TensorMemoryLayout([128, DIM_V], col_stride=1)
     scores = blackwell.allocate_tensor_memory(gl.float32, [2, 128, BLOCK_K], SCORES)
     sums = blackwell.allocate_tensor_memory(gl.float32, [2, 128, DIM_V], SUMS)
+    # A ring of tiles: a slot has one of keys, then one of values.
+    ring = gl.allocate_shared_memory(K.dtype, [STAGES] + K.block_type.shape, K.layout)
+    keys = ring
+    values = tiles_as(ring, V.dtype, [2 * STAGES] + V.block_type.shape, V.layout)
     for half in gl.static_range(2):
         mbarrier.init(q_full.index(half), count=1)
-        mbarrier.init(s_full.index(half), count=1)
-        mbarrier.init(p_full.index(half), count=1)
-        mbarrier.init(o_full.index(half), count=1)
+    for buffer in gl.static_range(2):
+        mbarrier.init(s_full.index(buffer), count=1)
+        mbarrier.init(o_full.index(buffer), count=1)
+    for piece in gl.static_range(2 * 1):
+        mbarrier.init(p_full.index(piece), count=1)
     for slot in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(v_full.index(slot), count=1)
-        mbarrier.init(k_free.index(slot), count=1)
-        mbarrier.init(v_free.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
     gl.warp_specialize(
         [
             (consume, (
@@ -369,16 +392,16 @@ def attention_forward(
                 BLOCK_K,
             )),
             (multiply, (
-                queries, keys, values, scores, sums, q_full, k_full, k_free, v_full, v_free, s_full, p_full, o_full,
+                queries, keys, values, scores, sums, q_full, full, free, s_full, p_full, o_full,
                 Spans, Count, entry, records,
                 BLOCK_K, STAGES,
             )),
             (produce, (
-                Q, K, V, queries, keys, values, q_full, k_full, k_free, v_full, v_free, batch, head, kv_head, start,
+                Q, K, V, queries, keys, values, q_full, full, free, batch, head, kv_head, start,
                 Spans, Count, entry, records,
                 BLOCK_Q, BLOCK_K, STAGES,
             )),
         ],
         [4, 1, 1],
-        [240, 24, 24],
+        [232, 32, 32],
     )

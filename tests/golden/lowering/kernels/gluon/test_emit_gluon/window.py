@@ -4,7 +4,7 @@
     s0 = w
 
 Head size 128, bfloat16, 8 query heads to a key head.
-attention_forward: grid (q tiles, heads, batch), tiles of 128 queries by 128 keys in 3 stages, num_warps=4 beside 5 of its own.
+attention_forward: grid (q tiles, heads, batch), tiles of 128 queries by 128 keys in 3 stages, num_warps=4 and 5 warps more.
 """
 
 from triton.experimental import gluon
@@ -120,7 +120,7 @@ def consume(
         top = peak
         before, before_phase = slot, phase
         n += 1
-        # Border tiles, before and behind the full ones: the mask is a predicate.
+        # Partial tiles, before and behind the full ones: the mask is a predicate.
         for j in range(1, borders):
             tile = gl.where(j < left, lo + j, j - left + full_hi)
             slot, phase = n % STAGES, n // STAGES & 1

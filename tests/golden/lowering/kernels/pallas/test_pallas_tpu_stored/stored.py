@@ -167,7 +167,7 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
     of_key1 = SCALE * look(t3, look(t2, b, k >> 4), k & 15, of_key1_0)
     of_key2_0 = h >> 1
     of_key2 = look(t4, look(t2, b, k >> 4), k & 15, of_key2_0)
-    pages = jnp.clip(t2, 0, key.shape[0] - 1)  # entries that nobody reads may be anything
+    pages = jnp.clip(t2, 0, key.shape[0] - 1)  # entries that are not read may be anything
     scalars = (slice_of, words.reshape(-1), ints, q_origin, k_origin, pages.reshape(-1))
     at = functools.partial(locate, programs=heads, room=words.shape[1], tile_bits=(k_tiles - 1).bit_length())
 

@@ -167,7 +167,7 @@ def attention_decode(
         lo, full_lo = tl.load(record), tl.load(record + 1)
         full_hi, hi = tl.load(record + 2), tl.load(record + 3)
         border, full = full_lo - lo + hi - full_hi, full_hi - full_lo
-        # Border tiles, before and behind the full ones: the mask is a predicate.
+        # Partial tiles, before and behind the full ones: the mask is a predicate.
         for j in range(lo + bounded(begin, border), lo + bounded(end, border)):
             tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
             inside = tile * BLOCK_K + columns < kv_len

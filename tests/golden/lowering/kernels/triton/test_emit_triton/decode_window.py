@@ -93,7 +93,7 @@ def attention_decode(
     # This part's share of the tiles that the row sees.
     begin, end = part * tiles // splits, (part + 1) * tiles // splits
     border, full = full_lo - lo + hi - full_hi, full_hi - full_lo
-    # Border tiles, before and behind the full ones: the mask is a predicate.
+    # Partial tiles, before and behind the full ones: the mask is a predicate.
     for j in range(lo + bounded(begin, border), lo + bounded(end, border)):
         tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
         inside = tile * BLOCK_K + columns < kv_len

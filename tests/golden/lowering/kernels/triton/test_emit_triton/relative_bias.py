@@ -124,7 +124,7 @@ def attention_forward(
             record = Spans + (entry.to(tl.int64) * records + i) * 4
             lo, full_lo = tl.load(record), tl.load(record + 1)
             full_hi, hi = tl.load(record + 2), tl.load(record + 3)
-        # Border tiles, before and behind the full ones: the mask is a predicate.
+        # Partial tiles, before and behind the full ones: the mask is a predicate.
         for j in range(lo, hi - full_hi + full_lo):
             tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
             inside = columns < kv_len - tile * BLOCK_K
@@ -132,7 +132,7 @@ def attention_forward(
             keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :], other=0.0)
             score = tl.dot(query, keys, input_precision="ieee") * scale
             k = (k_origin + tile * BLOCK_K + columns)[None, :].to(tl.int64)
-            # One vector of the tile's distances, of which every position takes its own.
+            # One vector of the tile's distances, of which every position takes one.
             q_line = span(q_origin + start - (BLOCK_K - 1), BLOCK_Q, BLOCK_K).to(tl.int64)
             k_line = (k_origin + tile * BLOCK_K).to(tl.int64)
             away = rows[:, None] - columns[None, :] + (BLOCK_K - 1)
@@ -159,7 +159,7 @@ def attention_forward(
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys = tl.load(K + at * stride_ks + key_at)
             score = tl.dot(query, keys, input_precision="ieee") * scale
-            # One vector of the tile's distances, of which every position takes its own.
+            # One vector of the tile's distances, of which every position takes one.
             q_line = span(q_origin + start - (BLOCK_K - 1), BLOCK_Q, BLOCK_K).to(tl.int64)
             k_line = (k_origin + tile * BLOCK_K).to(tl.int64)
             away = rows[:, None] - columns[None, :] + (BLOCK_K - 1)

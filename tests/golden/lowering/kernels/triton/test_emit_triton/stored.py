@@ -117,7 +117,7 @@ def attention_forward(
             record = Spans + (entry.to(tl.int64) * records + i) * 4
             lo, full_lo = tl.load(record), tl.load(record + 1)
             full_hi, hi = tl.load(record + 2), tl.load(record + 3)
-        # Border tiles, before and behind the full ones: the mask is a predicate.
+        # Partial tiles, before and behind the full ones: the mask is a predicate.
         for j in range(lo, hi - full_hi + full_lo):
             tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
             inside = columns < kv_len - tile * BLOCK_K

@@ -94,7 +94,7 @@ def attention_forward(
     acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
     query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask=present[:, None], other=0.0)
 
-    # Border tiles, before and behind the full ones: the mask is a predicate.
+    # Partial tiles, before and behind the full ones: the mask is a predicate.
     for j in range(lo, hi - full_hi + full_lo):
         tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
         inside = columns < kv_len - tile * BLOCK_K

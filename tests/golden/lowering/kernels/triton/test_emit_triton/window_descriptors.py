@@ -86,7 +86,7 @@ def attention_forward(
     acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
     query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths
 
-    # Border tiles, before and behind the full ones: the mask is a predicate.
+    # Partial tiles, before and behind the full ones: the mask is a predicate.
     for j in range(lo, hi - full_hi + full_lo):
         tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
         inside = columns < kv_len - tile * BLOCK_K

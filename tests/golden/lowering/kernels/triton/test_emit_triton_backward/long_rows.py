@@ -166,7 +166,7 @@ def attention_dq(
         full_hi, hi = tl.load(record + 2), tl.load(record + 3)
         edge = lo
         border, full = full_lo - lo + hi - full_hi, full_hi - full_lo
-        # Border tiles, before and behind the full ones: the mask is a predicate.
+        # Partial tiles, before and behind the full ones: the mask is a predicate.
         for j in range(lo + bounded(begin, border), lo + bounded(end, border)):
             tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
             edge = tile
@@ -356,7 +356,7 @@ def attention_dkv(
             full_hi, hi = tl.load(record + 2), tl.load(record + 3)
             edge = lo
             border, full = full_lo - lo + hi - full_hi, full_hi - full_lo
-            # Border tiles, before and behind the full ones: the mask is a predicate.
+            # Partial tiles, before and behind the full ones: the mask is a predicate.
             for j in range(lo + bounded(begin, border), lo + bounded(end, border)):
                 tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
                 edge = tile

@@ -142,7 +142,7 @@ def attention_dq(
     dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
 
     edge = lo
-    # Border tiles, before and behind the full ones: the mask is a predicate.
+    # Partial tiles, before and behind the full ones: the mask is a predicate.
     for j in range(lo, hi - full_hi + full_lo):
         tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
         edge = tile
@@ -239,7 +239,7 @@ def attention_dkv(
             lo, full_lo = tl.load(record), tl.load(record + 1)
             full_hi, hi = tl.load(record + 2), tl.load(record + 3)
             edge = lo
-            # Border tiles, before and behind the full ones: the mask is a predicate.
+            # Partial tiles, before and behind the full ones: the mask is a predicate.
             for j in range(lo, hi - full_hi + full_lo):
                 tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
                 edge = tile

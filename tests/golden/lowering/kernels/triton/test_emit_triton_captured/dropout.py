@@ -163,7 +163,7 @@ def attention_diagonal(
             dp = tl.dot(dout, tl.trans(values))
             q = (q_origin + start + rows)[:, None]
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
-            # One vector of the tile's distances, of which every position takes its own.
+            # One vector of the tile's distances, of which every position takes one.
             q_line = span(q_origin + start - (BLOCK_K - 1), BLOCK_Q, BLOCK_K)
             k_line = k_origin + tile * BLOCK_K
             away = rows[:, None] - columns[None, :] + (BLOCK_K - 1)

@@ -1,0 +1,98 @@
+"""The native kernel of column sums, compared with dense weights in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.native.compiler import needs_compiler
+from support.tiers import default_only
+
+import frisket as fk
+from frisket.lowering.kernels.cpp.backward import KERNELS
+from frisket.lowering.kernels.cpp.forward import CppArrays
+from frisket.lowering.plan import Target, make_plan
+from frisket.lowering.simplify import ProgramExprs
+
+torch = pytest.importorskip("torch")
+dense = pytest.importorskip("support.torch.dense").dense
+native = pytest.importorskip("frisket.runtime.backends.cpp.torch")
+statistics = pytest.importorskip("frisket.runtime.torch.statistics")
+
+BATCH, HEADS, KV_HEADS, DIM, LENGTH = 2, 4, 2, 24, 150
+CASES = {
+    "everything": (None, None, {}),
+    "causal": ("causal", None, {}),
+    "window": ("causal & window(9)", "alibi", {}),
+    "documents": ("causal & same(doc)", "softcap(2)", {"doc": torch.arange(LENGTH) // 40}),
+    "empty rows": ("k > q + 3", None, {}),
+    "heads": ("causal & (h % 2 == b)", None, {}),
+}
+DTYPES = {"float32": 2e-6, "bfloat16": 2e-6, "float16": 2e-6, "float64": 1e-13}
+
+
+@pytest.fixture(autouse=True)
+def no_forward(monkeypatch):
+    """With an lse the forward is not run, and a call compiles it ahead."""
+    monkeypatch.setattr("frisket.runtime.backends.cpp.torch.build", lambda *_: None)
+
+
+def check(name, dtype, scale=1.0, kv_len=LENGTH):
+    mask, score, params = CASES[name]
+    draw, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
+    shapes = (HEADS, LENGTH), (KV_HEADS, kv_len), (KV_HEADS, kv_len)
+    q, k, v = (torch.randn(BATCH, *x, DIM, generator=draw, dtype=torch.float64) for x in shapes)
+    q, k, v = (x.to(kind) for x in (q * scale, k / scale, v))
+    sinks = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
+    seen = fk.mask("true" if mask is None else mask, **params).dense(LENGTH, kv_len, batch=BATCH, heads=HEADS)
+    at = (torch.arange(LENGTH)[:, None] - torch.arange(kv_len)).double()
+    slopes = 2.0 ** (-8.0 * torch.arange(1, HEADS + 1).double() / HEADS)[:, None, None]
+    mods = {None: None, "alibi": lambda s: s - slopes * at.abs(), "softcap(2)": lambda s: 2 * torch.tanh(s / 2)}
+    eye = torch.eye(kv_len, dtype=torch.float64).expand(BATCH, KV_HEADS, -1, -1)
+    seen = torch.from_numpy(np.broadcast_to(seen, (BATCH, HEADS, LENGTH, kv_len)).copy())
+    weights, lse, _ = dense(q.double(), k.double(), eye, seen, mods[score], sinks.double())
+    asked = {"columns": True, "per": "query", "sinks": sinks, "lse": lse}
+    found, want = fk.compile(mask, score, backend="cpp").statistics(q, k, v, **asked, **params), weights.sum(2)
+    np.testing.assert_allclose(found.columns, want, atol=DTYPES[dtype] * max(1, want.max().item()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", default_only(CASES, "documents"))
+def test_columns_of_the_kernel_equal_dense_sums(name):
+    check(name, "float32")
+
+
+@needs_compiler
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_len", [1, 31, 200])
+def test_columns_of_each_dtype_and_length_equal_dense_sums(dtype, kv_len):
+    check("heads", dtype, kv_len=kv_len)
+
+
+@needs_compiler
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scale", [1e-20, 1e12])
+def test_columns_of_numbers_of_any_size_equal_dense_sums(scale):
+    """Products of terms lack numbers that are not tame, which vectors multiply."""
+    check("causal", "float32", scale)
+
+
+def test_text_of_the_columns_kernel_has_no_values():
+    plan = make_plan(ProgramExprs(fk.mask("causal").expr))
+    text = KERNELS["columns"](plan, Target("cpp", 64, 64), CppArrays(64, 64, "float32")).source()
+    assert 'extern "C" int64_t frisket_columns(const Call *call)' in text
+    assert "accumulate<" not in text
+
+
+@needs_compiler
+def test_columns_take_the_kernel_without_gradients_alone(monkeypatch):
+    calls = []
+    sums = torch.zeros(1, 2, 9)
+    monkeypatch.setattr(statistics, "_columns_of_kernel", lambda kernel, ready, q, *more: calls.append(q) or sums)
+    q, k, v = torch.ones(3, 1, 2, 9, 8)
+    att = fk.compile("causal", backend="cpp")
+    lse = torch.zeros(1, 2, 9)
+    att.statistics(q, k, v, columns=True, lse=lse)
+    att.statistics(q, k, v, entropy=True)
+    att.statistics(q.requires_grad_(), k, v, columns=True, lse=lse)
+    assert len(calls) == 1

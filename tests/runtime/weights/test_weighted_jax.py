@@ -1,0 +1,88 @@
+"""Weights in place of the softmax in JAX: against dense attention written out in torch's own operators."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.test_util import check_grads
+from support.tiers import default_only
+from support.torch.weighted import CASES, arrays
+
+import frisket as fk
+
+EVERY = default_only(CASES, "off by one", "retention")
+
+
+def of_jax(x):
+    return jnp.asarray(x.detach().numpy(), jnp.float32)
+
+
+def call_of(name, **options):
+    case = CASES[name]
+    return case, case.attention(backend="xla", **options), {n: of_jax(x) for n, x in case.params.items()}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_jax_weighted_rows_and_gradients_are_dense_ones(name):
+    case, att, params = call_of(name)
+    qkv, leaves = arrays(), {n: x.clone().requires_grad_() for n, x in case.params.items()}
+    want, _ = case.dense(*(x.requires_grad_() for x in qkv), **leaves)
+    dout = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = torch.autograd.grad(want, [*qkv, *leaves.values()], dout)
+
+    @jax.jit
+    def both(qkv, params, dout):
+        out, pull = jax.vjp(lambda qkv, params: att(*qkv, layout="bhsd", **params), qkv, params)
+        return out, pull(dout)
+
+    out, (of_arrays, of_params) = both([of_jax(x) for x in qkv], params, of_jax(dout))
+    for x, y in zip([out, *of_arrays, *of_params.values()], [want, *grads], strict=True):
+        np.testing.assert_allclose(x, y.detach().numpy(), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", default_only(CASES, "off by one"))
+def test_jax_weighted_rows_pass_check_grads(name):
+    with jax.enable_x64(True):
+        case = CASES[name]
+        params = {n: jnp.asarray((x[:7] if n == "t" else x).numpy()) for n, x in case.params.items()}
+        qkv = [jnp.asarray(x.numpy()) for x in arrays(7, 7)]
+        att = case.attention(backend="xla")
+        check_grads(lambda *qkv: att(*qkv, layout="bhsd", **params), qkv, order=2, rtol=1e-4, atol=1e-4)
+
+
+def test_instances_of_vmap_have_their_own_weights():
+    _, att, _ = call_of("sigmoid")
+    q, k, v = (of_jax(x) for x in arrays())
+
+    def one(bias):
+        return att(q, k, v, layout="bhsd", bias=bias)
+
+    biases = jnp.asarray([-1.0, 0.5])
+    got = jax.vmap(jax.grad(lambda b: one(b).sum()))(biases)
+    np.testing.assert_allclose(got, [jax.grad(lambda b: one(b).sum())(b) for b in biases], rtol=1e-5)
+
+
+def test_weighted_rows_are_wrapped_by_scan_and_remat():
+    _, att, params = call_of("retention")
+    q, k, v = (of_jax(x) for x in arrays())
+    k, v = (jnp.repeat(x, 2, 1) for x in (k, jnp.concatenate([v, v], -1)))
+
+    def layers(q):
+        step = jax.checkpoint(lambda x, _: (att(x, k, v, layout="bhsd", **params), None))
+        return jax.lax.scan(step, q, None, length=3)[0].sum()
+
+    def unrolled(x):
+        for _ in range(3):
+            x = att(x, k, v, layout="bhsd", **params)
+        return x.sum()
+
+    np.testing.assert_allclose(jax.grad(layers)(q), jax.grad(unrolled)(q), rtol=1e-4, atol=1e-5)
+
+
+def test_lse_of_positive_weights_is_the_same_in_both_frameworks():
+    q, k, v = arrays(dtype=torch.float32)
+    att = fk.compile("causal", weight="sigmoid(score)", divide="total")
+    ours = att(*map(of_jax, (q, k, v)), layout="bhsd", return_lse=True)
+    for x, y in zip(ours, att(q, k, v, return_lse=True), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
