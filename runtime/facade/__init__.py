@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from frisket.runtime.plans.device import FlatPlan as FlatPlan
     from frisket.runtime.plans.host import Plan as Plan
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Names are fetched when first used: `import frisket` costs what it uses.
 _HOMES = {

@@ -115,6 +115,8 @@ def test_versions_in_the_changelog_begin_with_wrong_results():
     _, *versions, first = re.split(r"^## \[", text, flags=re.M)
     for version in versions:
         headings = re.findall(r"^### (.*)$", version, re.M)
+        if version.startswith("Unreleased") and not headings:  # nothing has changed since the release
+            continue
         assert headings[: headings.index("Added")] in (["Wrong results", "Memory safety"], [])
         assert "Wrong results" in headings or "### Fixed" not in version
     assert first.startswith("0.1.0]")
