@@ -572,6 +572,8 @@ class Attention:
         Raises `ParameterError` in graphs of torch (torch.compile, torch.func), and where a softmax is missing.
         """
         layout = call_arrays.axis_order(layout, axes)
+        # before "no statistic is asked for": a misspelled keyword is the reason
+        check_used(params, self.program.names, ("columns", "entropy", "argmax", "top", "per", "lse"))
         chosen = Wanted.of(columns, entropy, argmax, top, per)
         if self.program.weight is not None and (entropy or top or lse is not None or sinks is not None):
             text = "entropy, top, lse and sinks belong to a softmax, and this program has a weight\n"
