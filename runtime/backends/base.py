@@ -301,7 +301,7 @@ def no_driver(framework: str) -> bool:
 
 def nvidia() -> bool:
     """Whether torch sees a GPU of NVIDIA."""
-    if no_driver("torch"):
+    if absent("torch", "torch") or no_driver("torch"):
         return False
     import torch
 
@@ -309,12 +309,12 @@ def nvidia() -> bool:
 
 
 def capability_of(platform: str) -> tuple[int, int]:
-    """The compute capability of this machine's GPU; (0, 0) without one."""
-    if platform != "cuda":
+    """The compute capability of this machine's GPU of NVIDIA; (0, 0) without one, or without torch."""
+    if platform != "cuda" or not nvidia():
         return 0, 0
     import torch
 
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    return torch.cuda.get_device_capability()
 
 
 def neither_hopper_nor_blackwell(printed: str, claim: str, names: Sequence[str]) -> str:

@@ -448,7 +448,7 @@ def engines() -> dict[str, str]:
     """Calls that take each kernel of a vendor by themselves, and the option that names it."""
     names = [b.name for b in RECORDS.values() if b.is_engine]
     others = {n: f"where it is named: engines={n!r}" if n in offered() else f"backend={n!r} alone" for n in names}
-    return {n: " and ".join(filter(None, (offer_of(n), others[n]))) for n in names}
+    return {n: "; ".join(filter(None, (offer_of(n), others[n]))) for n in names}
 
 
 def usual() -> dict[str, str]:

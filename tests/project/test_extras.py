@@ -1,5 +1,6 @@
 """What needs a package that is not installed says which extra brings it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -58,6 +59,31 @@ def test_doors_and_methods_name_the_extra():
     for line, (statement, extra) in zip(lines, ASKED.items(), strict=True):
         assert line.startswith("MissingPackageError "), (statement, line)
         assert line.endswith(f"is not installed: {pip_install(extra)}"), (statement, line)
+
+
+def test_engines_of_a_plan_are_listed_without_torch():
+    """As in `frisket emit --report` where the extra triton alone is installed."""
+    program = """
+import sys
+from importlib.machinery import PathFinder
+
+class Others(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in ("torch", "jax") else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Others
+import frisket as fk
+plan = fk.compile("causal").plan(1024, 1024, 1, 4)
+for device in ("cpu", "cuda"):
+    print(plan.engines(64, 4, "float32", device=device))
+"""
+    env = {n: x for n, x in os.environ.items() if n != "FRISKET_BACKEND"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert not done.returncode, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["sdpa", "flash", "cudnn", "sdpa"]
+    assert all(line.endswith(f": torch is not installed: {pip_install('torch')}") for line in lines)
 
 
 @pytest.mark.exhaustive

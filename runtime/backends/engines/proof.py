@@ -23,7 +23,7 @@ from frisket.lowering.engines.forms import NoForm, form_of
 from frisket.lowering.kernels.features import STORED, missing
 from frisket.lowering.pipeline import simplified_program
 from frisket.lowering.plan import Geometry
-from frisket.runtime.backends.base import RECORDS, Backend, capability_of, nvidia, ranked
+from frisket.runtime.backends.base import RECORDS, Backend, absent, capability_of, ranked
 from frisket.runtime.backends.engines import LACKS
 from frisket.runtime.backends.registry import automatic
 from frisket.runtime.calls.options import AS_CHOSEN, Options
@@ -216,6 +216,9 @@ class Comparison:
 
 
 def torch_version() -> tuple[int, int]:
+    """The version of torch, (0, 0) where it is not installed."""
+    if absent("torch", "torch"):
+        return 0, 0
     import torch
 
     major, minor, *_ = torch.__version__.split(".")
@@ -411,7 +414,7 @@ def offer_of(engine: str) -> str:
             texts.append(f"by itself on {x.platform.upper()}" + (f" ({x})" if str(x) else ""))
     if not texts:
         texts.append(experimental(engine))
-    capability = capability_of("cuda") if nvidia() else (0, 0)
+    capability = capability_of("cuda")
     for row in COSTS:
         if row.engine == engine and row.platform == "cuda" and row.capability <= capability < row.before and row.gain:
             first, last = row.queries
