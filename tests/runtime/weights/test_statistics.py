@@ -200,6 +200,18 @@ def test_ties_go_to_the_first_key_and_missing_keys_are_minus_one():
     assert found.top[0, 0].tolist() == [[-1, -1, -1], [1, -1, -1], [1, 2, -1], [1, 2, 3], [1, 2, 3]]
 
 
+@pytest.mark.parametrize("backend", ["aten", "xla"])
+def test_a_sink_far_above_all_scores_takes_all_weight(backend):
+    """Its exponential above the largest score is no number of float32."""
+    draw = [x[:, :, :5] for x in arrays()]
+    q, k, v = draw if backend == "aten" else turned(*draw)
+    att = fk.compile("causal", backend=backend)
+    found = att.statistics(q, k, v, columns=True, entropy=True, argmax=True, sinks=np.full(HEADS, 200, np.float32))
+    for x in (found.columns, found.entropy, found.argmax_weight):
+        assert not np.asarray(x).any()
+    np.testing.assert_array_equal(found.argmax, att.statistics(q, k, v, argmax=True).argmax)
+
+
 def test_statistics_that_are_not_asked_for_are_none():
     q, k, v = arrays()
     found = fk.compile("causal", backend="aten").statistics(q, k, v, argmax=True)
@@ -366,6 +378,7 @@ def test_ring_without_room_refuses_statistics():
         ({"columns": 1}, "columns is 1; it is True or False"),
         ({"top": -1}, "top is -1; it is how many keys to name for each query, 0 or more"),
         ({"top": True}, "top is True; it is how many keys"),
+        ({"top": 2.5}, "top is 2.5; it is how many keys"),
         ({"columns": True, "per": "head"}, 'per is \'head\'; write "key" or "query"'),
         ({"columns": True, "seed": 1}, "`seed`"),
     ],
@@ -380,6 +393,8 @@ def test_lse_of_another_shape_is_refused():
     q, k, v = arrays()
     with pytest.raises(fk.ShapeError, match=r"lse has the shape \(2, 45, 4\); it is \[batch, heads, q_len\]"):
         fk.compile("causal", backend="aten").statistics(q, k, v, columns=True, lse=torch.zeros(2, 45, 4))
+    with pytest.raises(fk.ShapeError, match=r"q \(45, 8\)"):  # an lse of no shape would fit it
+        fk.compile("causal", backend="aten").statistics(q[0, 0], k, v, columns=True, lse=torch.zeros(45))
 
 
 @pytest.mark.parametrize("per", ["key", "query"])
