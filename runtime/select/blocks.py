@@ -345,7 +345,7 @@ def _pooled(x: Any, block: int, how: Any) -> Any:
             text = f"the pool gives {list(one.shape)} for {list(tokens.shape)}; from [batch, heads, blocks, tokens, "
             raise ShapeError(f"{text}head_dim] it gives [batch, heads, blocks, dim]")
         vectors.append(one)
-    return vectors[0] if len(vectors) == 1 else functions_of("x", x).concatenate(vectors, 2)
+    return functions_of("x", x).concatenate(vectors, 2)
 
 
 def _reduced(x: Any, how: str) -> Any:

@@ -275,6 +275,8 @@ BAD = {
     "no keys": (lambda: select.blocks(Q, Q[:, :, :0], keep=2), r"k is \[1, 4, 0, 8\]"),
     "integers": (lambda: select.blocks(Q.int(), Q, keep=2), "q is an array of int32; give one of float16"),
     "heads": (lambda: select.blocks(Q, Q[:, :3], keep=2), "the heads of q are a multiple of those of k"),
+    "batch": (lambda: select.blocks(Q, torch.ones(2, 4, 32, 8), keep=2), "with one batch and head_dim"),
+    "head_dim": (lambda: select.blocks(Q, torch.ones(1, 4, 32, 4), keep=2), "with one batch and head_dim"),
     "frameworks": (lambda: select.blocks(Q, jnp.ones((1, 4, 32, 8)), keep=2), "q and k are arrays of different"),
     "numpy": (lambda: select.blocks(Q.numpy(), Q, keep=2), "q is a ndarray; give arrays of torch or JAX"),
     "layout": (lambda: select.blocks(Q, Q, keep=2, axes="bsd"), "the axis order is 'bsd'"),
@@ -282,6 +284,7 @@ BAD = {
     "no value": (lambda: select.blocks(Q, Q, keep=2, mask="window(w)"), "`w` has no value"),
     "lengths": (lambda: select.choose(Q, 8, keep=2, q_len=300), "scores has 32 x 8 blocks; 300 queries and 64"),
     "kv_heads": (lambda: select.choose(Q, 8, keep=2, kv_heads=3), "kv_heads is 3; scores has 4 heads"),
+    "negative kv_heads": (lambda: select.choose(Q, 8, keep=2, kv_heads=-2), "kv_heads is -2; scores has 4 heads"),
     "scores": (lambda: select.choose(Q[0], 8, keep=2), r"scores is \[4, 32, 8\]; it is \[batch, heads, query blocks"),
 }  # fmt: skip
 
