@@ -380,7 +380,7 @@ BAD = {
     "pages": (lambda q: select.quest(q, q, q[:, :, :4], keep=2), "they describe the same pages"),
     "weights": (lambda q: select.lightning(q, q[:, :1], q[0]), r"weights is \[2, 32, 8\]; it is \[batch, heads, q"),
     "length": (lambda q: select.antidiagonal(q, q, 24, 5, mass=0.9), "stride is 5; it divides block, 24"),
-    "tokens": (lambda q: select.antidiagonal(q, q, 24, 12, mass=0.9), "stride is 12; it divides block, 24, and the len"),
+    "tokens": (lambda q: select.antidiagonal(q, q, 24, 12, mass=0.9), "stride is 12; it divides block, 24, and"),
     "lengths": (lambda q: select.vertical_slash(q, q[:, :, :8]), "q has 32 tokens and k 8; they have the same length"),
     "keys": (lambda q: select.antidiagonal(q, q[:, :, :16], 8, 4, mass=0.9), "the length of q and k, 32 and 16, which"),
     "vertical": (lambda q: select.vertical_slash(q, q, vertical=0), "vertical is 0; it is a number of tokens"),

@@ -121,6 +121,16 @@ def test_rows_that_see_nothing_take_any_cotangent():
         assert all(g.isfinite().all() for g in torch.autograd.grad(out, (q, k, v), dout))
 
 
+def test_rows_of_tiles_without_keys_are_zero_and_learn_nothing():
+    q, k, v = (x.requires_grad_() for x in arrays())
+    att = fk.compile("k + 20 < q", weight="sigmoid(score)", divide="total", backend="aten", tile=(16, 16))
+    for case in (att, fk.compile(att.mask, weight="sigmoid(score)", backend="aten", tile=(16, 16))):
+        out = case(q, k, v)
+        of_q, of_k, _ = torch.autograd.grad((out**2).sum(), (q, k, v))
+        assert not any(x[:, :, :21].any() for x in (out, of_q))
+        assert all(x.any() for x in (out[:, :, 21:], of_q[:, :, 21:], of_k[:, :, :16]))
+
+
 @pytest.mark.parametrize("backend", ["aten", "xla"])
 def test_nan_cotangents_of_visible_rows_reach_their_keys(backend):
     """A row of opposite weights has a total of 0 and an entry of 0, as a row has that sees no key."""
