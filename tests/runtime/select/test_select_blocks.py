@@ -263,6 +263,7 @@ BAD = {
     "two": (lambda: select.blocks(Q, Q, keep=2, mass=0.5), "this call has keep and mass"),
     "keep": (lambda: select.blocks(Q, Q, keep=0), "keep is 0; it is a number of blocks, 1 or more"),
     "keep is True": (lambda: select.blocks(Q, Q, keep=True), "keep is True; it is a number of blocks"),
+    "share of nothing": (lambda: select.blocks(Q, Q, keep=0.0), "keep is 0.0; it is a number of blocks"),
     "share too large": (lambda: select.blocks(Q, Q, keep=1.5), "keep is 1.5; it is a number of blocks"),
     "mass": (lambda: select.blocks(Q, Q, mass=95), "mass is 95; it is above 0 and at most 1"),
     "threshold": (lambda: select.blocks(Q, Q, threshold=0.0), "threshold is 0.0; it is above 0"),
