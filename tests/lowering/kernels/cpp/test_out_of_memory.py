@@ -156,7 +156,7 @@ def test_native_kernel_reports_each_failed_allocation(scarce, monkeypatch, lengt
 def test_column_sums_report_each_failed_allocation(scarce, monkeypatch):
     monkeypatch.setattr(native_torch, "library", native_build.library)
     q, k, v = (torch.randn(1, 2, 200, 24) for _ in range(3))
-    att, found, held = fk.compile("causal", backend="cpp"), [], scarce.held()
+    att, found, held = fk.compile(ENDS, n=200, backend="cpp"), [], scarce.held()
 
     def run():
         found.append(att.statistics(q, k, v, columns=True, lse=torch.zeros(1, 2, 200)).columns)
