@@ -39,7 +39,7 @@ def row_cotangents(
     dtotal = jnp.where(unseen, jnp.nan_to_num(dtotal, nan=0, posinf=0, neginf=0), dtotal)
     if plan.divide is None:
         return Cotangents(g.astype(dout.dtype), dtotal), {}
-    count = jnp.ones_like(total) if results.lse_residual is None else results.lse_residual
+    count = results.lse_residual
     env = {**_positions(inputs), "total": total, "count": count.astype(jnp.int32)}
 
     def value(e: Expr) -> Array:
@@ -50,7 +50,7 @@ def row_cotangents(
     backward, divisor = backward_of_divide(plan), value(unroll(plan.divide))
     empty = (divisor == 0) | ((count == 0) if plan.counts else False)
     g = jnp.where(empty.swapaxes(1, 2)[..., None], 0, g / jnp.where(empty, 1, divisor).swapaxes(1, 2)[..., None])
-    s = jnp.where(empty, 0, (g * out).sum(-1).swapaxes(1, 2))
+    s = (g * out).sum(-1).swapaxes(1, 2)
     dtotal = dtotal - jnp.where(empty, 0, s if backward.slope is None else s * value(backward.slope))
     grads: dict[str, Array] = {}
     for gradient in backward.gradients:

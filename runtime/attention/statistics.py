@@ -62,11 +62,11 @@ class Wanted(NamedTuple):
 
     def check_lse(self, lse: Any, q: Any, layout: str | None) -> None:
         """Raise unless `lse` has an entry for each head and query of q."""
-        natural = NATURAL.get(framework_of(q) or "", "bshd")
-        shape: tuple[int, ...] = getattr(q, "shape", ())
-        *batch, x, y, _ = shape if len(shape) > 2 else (0, 0, 0, 0)
-        rows = (*batch, x, y) if (layout or natural) == "bhsd" else (*batch, y, x)
-        if tuple(getattr(lse, "shape", ())) != rows:
+        shape = tuple(getattr(q, "shape", ()))
+        heads_first = (layout or NATURAL.get(framework_of(q) or "", "bshd")) == "bhsd"
+        rows = shape[:3] if heads_first else (*shape[:1], *shape[2:0:-1])
+        # the call says what is wrong with another q
+        if len(shape) == 4 and tuple(getattr(lse, "shape", ())) != rows:
             have = f"has the shape {tuple(lse.shape)}" if hasattr(lse, "shape") else f"is a {type(lse).__name__}"
             raise ShapeError(f"lse {have}; it is [batch, heads, q_len] = {list(rows)}, what return_lse=True gives")
 

@@ -17,10 +17,10 @@ from frisket.grammar.memo import memo
 from frisket.lowering.dense import coordinates
 from frisket.lowering.plan import KV_INPUTS, NOWHERE, PAGES, Geometry, KernelInputs, LoopPlan, Problem, make_plan
 from frisket.lowering.simplify import ProgramExprs, simplify
-from frisket.runtime.calls.arrays import NATURAL, framework_of, symbolic
+from frisket.runtime.calls.arrays import NATURAL, framework_of, origin_of, symbolic
 from frisket.runtime.calls.options import CallArgs, flag
 from frisket.runtime.calls.program import check_used
-from frisket.runtime.machine.parameters import stand_in
+from frisket.runtime.machine.parameters import stand_in, traced
 from frisket.runtime.masks.mask import Divide
 from frisket.runtime.plans.device import results
 from frisket.runtime.plans.run import kernel_tables
@@ -174,7 +174,9 @@ def keywords_of_part(att: Any, params: Mapping[str, Any]) -> dict[str, Any]:
 def problem_of(total: Any, origin: Any, sizes: Any, kv_len: int = 0) -> Problem:
     """The problem of rows with these totals, which may have no axis of the batch."""
     batch, heads, q_len = (1,) * (3 - total.ndim) + tuple(total.shape)
-    return Problem(q_len, kv_len, batch, heads, NOWHERE if origin is None else origin, sizes)
+    # JAX's divisors read a traced origin as it is
+    start = NOWHERE if origin is None else origin if any(map(traced, origin)) else origin_of(origin)
+    return Problem(q_len, kv_len, batch, heads, start, sizes)
 
 
 def divided(
@@ -202,6 +204,9 @@ def _plan_of(divide: Expr) -> LoopPlan:
 
 def _divisor(divide: Divide, values: Mapping[str, Any], total: Any, count: Any, problem: Problem) -> Any:
     """The divisors of rows, in the shape of their `total`."""
+    if problem.sizes is None and any(map(traced, problem.origin)):
+        text = "origin is traced by jax.jit or another transform, and sums of rows do not tell the whole problem\n"
+        raise ParameterError(f"{text}  give its lengths: sizes=(B, H, Q_LEN, KV_LEN)")
     divide.bind(**{n: stand_in(values[n]) for n in divide.unbound if n in values}).require_bound()
     shape, shape_of_total = (problem.batch, problem.heads, problem.q_len), total.shape
     total, count = (x.reshape(shape) for x in (total, count))

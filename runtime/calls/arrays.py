@@ -213,12 +213,7 @@ class Arrays:
         ):
             if wrong:
                 raise ShapeError(what + shapes)
-        start: Origin = (0, 0, 0, 0)
-        if origin is not None:
-            where = tuple(origin) if hasattr(origin, "__len__") else ()
-            if len(where) != 4:
-                raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
-            start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
+        start: Origin = (0, 0, 0, 0) if origin is None else origin_of(origin)
         whole: Any = None if sizes is None else tuple(map(as_int, sizes))
         factor = d**-0.5 if scale is None else scale_of(scale, known=True)  # never d = 0, which was refused
         q, k = OPERANDS[self.dtype], OPERANDS[self.kv_dtype or self.dtype]
@@ -469,6 +464,14 @@ def _ordered(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
     """(batch, heads, length, dim) of a shape."""
     a, b, c, d = (n if type(n) is int or named(n) else int(n) for n in shape)  # a SymInt or a number of numpy as an int
     return (a, b, c, d) if layout == "bhsd" else (a, c, b, d)
+
+
+def origin_of(origin: Any) -> Origin:
+    """The (b, h, q, k) of a call in ints, q and k also in int64 vectors with one entry per batch."""
+    where = tuple(origin) if hasattr(origin, "__len__") else ()
+    if len(where) != 4:
+        raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
+    return int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3])
 
 
 def _start(x: Any) -> Any:

@@ -67,8 +67,7 @@ def _columns(call: JaxCall, arrays: Arrays, lse: Any) -> Any:
         return results.reshape(g.batch, g.kv_heads, -1, results.shape[-1])
 
     def form(arrays: Arrays, lse: Any) -> Any:
-        keywords: dict[str, Any] = {"columns": True, "entropy": False, "argmax": False, "top": 0}
-        return of_form(_form(call, arrays), lse, **keywords)["columns"]
+        return of_form(_form(call, arrays), lse, columns=True, entropy=False, argmax=False, top=0)["columns"]
 
     value.defjvp(lambda primals, tangents: (value(*primals), jax.jvp(form, primals, tangents)[1]))
     return value(arrays, lse)

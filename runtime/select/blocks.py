@@ -180,8 +180,8 @@ def choose(
         raise ParameterError(f"share is {share!r}; it is 'group' or 'head'")
     rule = _rule(keep, mass, threshold)
     place = q_len, kv_len, batch, heads, origin, sizes, (bq, bk)
-    visible = _tiles(xp, scores, mask, None, place, groups, params)
-    forced = None if always is None else _tiles(xp, scores, mask, always, place, groups, params)
+    visible = _tiles(xp, scores, (mask, always), False, place, groups, params)
+    forced = None if always is None else _tiles(xp, scores, (mask, always), True, place, groups, params)
     # [batch, key heads, query heads of each, query blocks, key blocks]
     logs = detached(scores).reshape(batch, groups, heads // groups, rows, columns)
     # a NaN would win or lose a top-k by chance; as -inf it is never chosen
@@ -345,7 +345,7 @@ def _pooled(x: Any, block: int, how: Any) -> Any:
             text = f"the pool gives {list(one.shape)} for {list(tokens.shape)}; from [batch, heads, blocks, tokens, "
             raise ShapeError(f"{text}head_dim] it gives [batch, heads, blocks, dim]")
         vectors.append(one)
-    return vectors[0] if len(vectors) == 1 else functions_of("x", x).concatenate(vectors, 2)
+    return functions_of("x", x).concatenate(vectors, 2)
 
 
 def _reduced(x: Any, how: str) -> Any:
@@ -389,16 +389,15 @@ def chosen_of(xp: Any, logs: Any, visible: Any, forced: Any, rule: tuple[str, An
         return chosen if forced is None else chosen | forced
     # forced blocks come first, so they count among those to keep
     ranked = logs if forced is None else xp.where(forced, math.inf, logs)
-    columns = logs.shape[-1]
     # a number that depends on the row has no static shape: all are sorted, and the first few taken
-    n = min(number, columns) if name == "keep" and type(number) is int else columns
+    n = min(number, logs.shape[-1]) if name == "keep" and type(number) is int else logs.shape[-1]
     torch = framework_of(logs) == "torch"
     top, index = xp.topk(ranked, n, -1) if torch else sys.modules["jax"].lax.top_k(ranked, n)
     # hidden blocks fill up a row that sees fewer than n
     take = top > -math.inf
     if n != number:
         take = take & (arange(xp, n, logs) < _count(xp, top, logs, visible, forced, rule))
-    nothing = xp.zeros_like(ranked, dtype=xp.bool if torch else bool)
+    nothing = xp.zeros_like(ranked, dtype=bool)
     chosen = nothing.scatter(-1, index, take) if torch else xp.put_along_axis(nothing, index, take, -1, inplace=False)
     return chosen if forced is None else chosen | forced
 
@@ -424,20 +423,21 @@ def _count(xp: Any, order: Any, logs: Any, visible: Any, forced: Any, rule: tupl
 
 
 def _tiles(
-    xp: Any, like: Any, mask: Any, always: Any, place: tuple[Any, ...], groups: int, params: dict[str, Any]
+    xp: Any, like: Any, masks: tuple[Any, ...], both: bool, place: tuple[Any, ...], groups: int, params: dict[str, Any]
 ) -> Any:
-    """Whether blocks have a visible pair: Bool [batch, key heads, query heads of each, query blocks, key blocks].
+    """Whether blocks have a pair that the first of `masks` shows, or that both show: Bool [batch, key heads, query
+    heads of each, query blocks, key blocks].
 
     The first three axes are 1 where all entries along them are alike. `place` are the lengths, batch, heads, origin,
     sizes and block of the call."""
     # JAX's values may be traced, and nothing of a trace is remembered
     if framework_of(like) != "torch":
-        bounds = xp.asarray(_bounds(mask, always, place, params))
+        bounds = xp.asarray(_bounds(masks, both, place, params))
         return _within(bounds, xp.arange(-(-place[1] // place[-1][1])), groups)
     # bounds without values of a call are the same at every step
     if not params:
-        return _constant_tiles(mask, always, place, groups, str(like.device))
-    bounds = _bounds(mask, always, place, params)
+        return _constant_tiles(masks, both, place, groups, str(like.device))
+    bounds = _bounds(masks, both, place, params)
     if framework_of(bounds) == "numpy":
         bounds = uploaded(bounds, like.device)
     return _within(bounds, arange(xp, -(-place[1] // place[-1][1]), like), groups)
@@ -453,30 +453,30 @@ def _within(bounds: Any, at: Any, groups: int) -> Any:
     return reduce(or_, parts)
 
 
-def _constant_tiles(mask: Any, always: Any, place: tuple[Any, ...], groups: int, device: str) -> Any:
+def _constant_tiles(masks: tuple[Any, ...], both: bool, place: tuple[Any, ...], groups: int, device: str) -> Any:
     """Tiles that no array of the call decides. torch.compile calls this once, and keeps them in its graph."""
-    return _remembered_tiles(mask, always, place, groups, device)
+    return _remembered_tiles(masks, both, place, groups, device)
 
 
 _constant_tiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @memo(32)
-def _remembered_tiles(mask: Any, always: Any, place: tuple[Any, ...], groups: int, device: str) -> Any:
+def _remembered_tiles(masks: tuple[Any, ...], both: bool, place: tuple[Any, ...], groups: int, device: str) -> Any:
     """Tiles on a device are remembered, because a CUDA graph can capture no copy from the host."""
     torch = sys.modules["torch"]
-    bounds = uploaded(_bounds(mask, always, place, {}), torch.device(device))
+    bounds = uploaded(_bounds(masks, both, place, {}), torch.device(device))
     return _within(bounds, torch.arange(-(-place[1] // place[-1][1]), device=device), groups)
 
 
 @outside
-def _bounds(mask: Any, always: Any, place: tuple[Any, ...], params: dict[str, Any]) -> Any:
+def _bounds(masks: tuple[Any, ...], both: bool, place: tuple[Any, ...], params: dict[str, Any]) -> Any:
     """[batch or 1, heads or 1, query blocks, R, 2]: at most R ranges of key blocks with a visible pair, half-open."""
     q_len, kv_len, batch, heads, origin, sizes, block = place
-    masks = [mask_of(x) for x in (mask, always) if x is not None]
-    if unknown := params.keys() - {n for m in masks for n in m.unbound}:
-        raise ParameterError(f"`{min(unknown)}` is no parameter of {' or '.join(repr(str(m)) for m in masks)}")
-    whole = masks[0] if len(masks) == 1 else masks[0] & masks[1]
+    parts = [mask_of(x) for x in masks if x is not None]
+    if unknown := params.keys() - {n for m in parts for n in m.unbound}:
+        raise ParameterError(f"`{min(unknown)}` is no parameter of {' or '.join(repr(str(m)) for m in parts)}")
+    whole = parts[0] & parts[1] if both else parts[0]
     params = {n: x for n, x in params.items() if n in whole.unbound}
     spans = compiled(whole).plan(q_len, kv_len, batch, heads, origin=origin, sizes=sizes, **params).rows(block)
     bounds, slices = spans.bounds[..., ::3], spans.slice_of

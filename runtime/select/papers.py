@@ -251,8 +251,8 @@ def antidiagonal(
     weights = xp.exp(log_weights(xp, xp.where((at[:, None] >= at[None])[None, None], products, -math.inf)))
     missing = rows * pieces - squares  # of the last block
     if missing:
-        weights = xp.concatenate([weights, xp.zeros_like(weights[..., :1, :])[:, :, [0] * missing]], 2)
-        weights = xp.concatenate([weights, xp.zeros_like(weights[..., :1])[..., [0] * missing]], 3)
+        weights = xp.concatenate([weights, xp.zeros_like(weights[..., [0] * missing, :])], 2)
+        weights = xp.concatenate([weights, xp.zeros_like(weights[..., [0] * missing])], 3)
     weights = weights.reshape(*weights.shape[:2], rows, pieces, rows, pieces).sum(5).sum(3)
     logs = xp.where(weights > 0, xp.log(xp.where(weights > 0, weights, 1.0)), -1e30)
     return choose(logs, block, kv_heads=k.shape[1], q_len=tokens, kv_len=tokens, **choice)
@@ -304,7 +304,7 @@ def vertical_slash(
     at, rows = arange(xp, tokens, q)[None], arange(xp, last, q)[:, None] + (tokens - last)
     weights = xp.exp(log_weights(xp, xp.where((rows >= at)[None, None], products, -math.inf)))
     # by distance: in rows that are one entry shorter, each row begins one place further on than the row above
-    zeros = xp.zeros_like(weights[..., :1])[..., [0] * last]
+    zeros = xp.zeros_like(weights[..., [0] * last])
     backwards = xp.concatenate([xp.flip(weights, (3,)), zeros], -1).reshape(*weights.shape[:2], -1)
     width = tokens + last - 1
     diagonals = backwards[..., : last * width].reshape(*weights.shape[:2], last, width).sum(2)[..., last - 1 :]

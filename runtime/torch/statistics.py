@@ -69,7 +69,7 @@ def _of_call(att: Any, request: CallArgs, lse: Tensor | None, chosen: Wanted) ->
         of_row = None if sinks is None else call.sinks(row, sinks), None if lse is None else call.queries(row, lse)
         _put(call, row, results, run(row, call.queries(row, q), _keys(call, row, k, values), *of_row, *values))
     for x in results.values():
-        if recorded and x.is_floating_point() and not x.requires_grad:
+        if recorded and x.is_floating_point():
             x.requires_grad_()  # no score reads what learns: gradients are 0
     if columns is not None:
         results["columns"] = columns.unflatten(1, (g.kv_heads, -1))
@@ -83,8 +83,7 @@ def _columns_of_kernel(
     if lse is None:
         lse = ready.run(0, False, q, k, v, sinks, *values)[1]
     try:
-        columns: Tensor = kernel(ready.inputs_of(q.device, 0, sinks, values), q, k, lse)
-        return columns
+        return kernel(ready.inputs_of(q.device, 0, sinks, values), q, k, lse)  # type: ignore[no-any-return]
     except BuildError as error:
         fall_back(error)
         return None

@@ -119,7 +119,7 @@ class RowCotangents:
         empty = (divisor == 0) | (count == 0) if plan.counts else divisor == 0
         g = dout.to(total.dtype) / torch.where(empty, 1.0, divisor).unsqueeze(-1)
         g = torch.where(empty.unsqueeze(-1), 0.0, g)
-        s = torch.where(empty, 0.0, (g * results.out.to(total.dtype)).sum(-1))
+        s = (g * results.out.to(total.dtype)).sum(-1)
         dtotal = dtotal - torch.where(empty, 0.0, s if divide.slope is None else s * value(divide.slope))
         grads: dict[str, Tensor] = {}
         for x in divide.gradients:

@@ -106,8 +106,20 @@ DERIVED = (
     "jax_first_gradients_launch_no_more_kernels",
     "attention_over_devices_refuses_what_it_has_not",
 )  # fmt: skip
+NATIVE_WEIGHTS = (
+    "native_weighted_forward_equals_the_reference",
+    "native_weighted_gradients_equal_the_reference",
+    "native_weights_of_hidden_pairs_do_not_matter",
+    "terms_of_bfloat16_hold_no_weights_of_any_size",
+)
+SUMS = (
+    "jax_merged_sums_and_gradients_are_dense_ones",
+    "sums_of_narrow_dtypes_are_near_dense_rows",
+    "chunks_longer_than_a_ring_are_sums_of_two_parts[jax]",
+)
 INTERPRET = {"TRITON_INTERPRET": "1"}
 KERNELS = "tests/lowering/kernels"
+WEIGHTS = "tests/runtime/weights"
 AREAS = {
     "rules": [Group(("lowering/simplify/rules_*.py",), SIMPLIFY, ("z3", "hypothesis"))],
     "transfer": [
@@ -133,13 +145,50 @@ AREAS = {
     "derivatives": [
         Group(
             ("runtime/torch/differentiable.py",),
-            ("tests/runtime/torch/test_derivatives.py", "tests/runtime/weights/test_weighted_torch.py"), ("torch",),
+            ("tests/runtime/torch/test_derivatives.py", f"{WEIGHTS}/test_weighted_torch.py"), ("torch",),
         ),
         Group(
             ("lowering/xla/differentiable.py", "runtime/jax/derivatives.py"),
             (*(f"tests/runtime/jax/test_derivatives_jax.py::test_{name}" for name in DERIVED),
-             "tests/runtime/weights/test_weighted_jax.py"), ("jax",),
+             f"{WEIGHTS}/test_weighted_jax.py"), ("jax",),
         ),
+    ],
+    "weights": [
+        Group(
+            ("runtime/torch/weighted.py", "runtime/attention/weighted.py"),
+            (f"{WEIGHTS}/test_weighted_torch.py", f"{WEIGHTS}/test_sums.py"), ("torch", "jax"),
+        ),
+        Group(
+            ("lowering/xla/weighted.py",),
+            (f"{WEIGHTS}/test_weighted_jax.py", *(f"{WEIGHTS}/test_sums.py::test_{name}" for name in SUMS)),
+            ("torch", "jax"),
+        ),
+        Group(
+            ("lowering/kernels/cpp/weighted.hpp",),
+            tuple(f"{KERNELS}/cpp/test_cpp_weighted.py::test_{name}" for name in NATIVE_WEIGHTS), ("torch",),
+            marked="not slow and not outside",  # terms of bfloat16 are exhaustive
+        ),
+    ],
+    "statistics": [
+        Group(
+            ("runtime/attention/statistics.py", "runtime/torch/statistics.py", "runtime/jax/statistics.py",
+             "lowering/xla/statistics.py"),
+            (f"{WEIGHTS}/test_statistics.py", f"{KERNELS}/cpp/test_cpp_columns.py"), ("torch", "jax"),
+        ),
+        Group(
+            ("lowering/kernels/cpp/columns.hpp", "lowering/kernels/cpp/columns.py"),
+            (f"{KERNELS}/cpp/test_cpp_columns.py",
+             f"{KERNELS}/cpp/test_out_of_memory.py::test_column_sums_report_each_failed_allocation"), ("torch",),
+            marked="not slow and not outside",  # most lengths and dtypes are exhaustive
+        ),
+    ],
+    "selection": [
+        Group(
+            ("runtime/select/blocks.py",),
+            ("tests/runtime/select/test_select_blocks.py", "tests/runtime/select/test_select_papers.py"),
+            ("torch", "jax"),
+        ),
+        Group(("runtime/select/papers.py",), ("tests/runtime/select/test_select_papers.py",), ("torch", "jax")),
     ],
     "skeletons": [
         Group(

@@ -82,6 +82,14 @@ def test_scores_of_pooled_tokens_equal_loops(framework, pool):
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_pool_functions_get_blocks_that_have_tokens():
+    """A function may divide by the number of blocks, and compute for nothing."""
+    for length, shapes in ((3, [(1, 3)]), (8, [(1, 8)]), (16, [(2, 8)]), (19, [(2, 8), (1, 3)])):
+        x, calls = torch.ones(1, 2, length, 4), []
+        select.pooled(x, 8, lambda x, calls=calls: calls.append(x.shape[2:4]) or x[:, :, :, 0])
+        assert calls == shapes
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_blocks_choose_by_scores_of_pooled_tokens(framework):
     q, k = RNG.normal(size=(1, 4, 64, 8)), RNG.normal(size=(1, 2, 64, 8))
@@ -143,14 +151,29 @@ def test_mask_with_tables_limits_the_choice(framework):
     np.testing.assert_array_equal(got, chosen(scores, seen, forced, keep(2)))
 
 
-def test_masks_that_differ_by_head_limit_each_head():
-    scores, w = RNG.normal(size=(1, 4, 6, 6)).astype(np.float32), [8, 16, 24, 48]
-    seen = np.stack([blocks_with(lambda q, k, n=n: 0 <= q - k < n, 48, 48, 8, 8) for n in w])[None]
+@pytest.mark.parametrize("rule", RULES)
+def test_masks_that_differ_by_head_limit_each_head(rule):
+    """In a group, what one of its heads must read is read by all of them."""
+    scores, w, near = RNG.normal(size=(1, 4, 6, 6)).astype(np.float32), [8, 16, 24, 48], [1, 1, 1, 12]
+    keywords, count = RULES[rule]
+    seen, forced = (
+        np.stack([blocks_with(lambda q, k, n=n: 0 <= q - k < n, 48, 48, 8, 8) for n in many])[None]
+        for many in (w, near)
+    )
+    masks = {"mask": "causal & q - k < w[h]", "w": np.array(w), "always": "q - k < n[h]", "n": np.array(near)}
     for share in ("group", "head"):
-        got = select.choose(
-            torch.from_numpy(scores), 8, keep=2, mask="causal & q - k < w[h]", w=np.array(w), kv_heads=2, share=share
-        )
-        np.testing.assert_array_equal(got, chosen(scores, seen, np.zeros_like(seen), keep(2), 2, share))
+        got = select.choose(torch.from_numpy(scores), 8, kv_heads=2, share=share, **keywords, **masks)
+        np.testing.assert_array_equal(got, chosen(scores, seen, forced, count, 2, share))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_each_mask_of_a_choice_has_its_own_parameters(framework):
+    """A parameter of `always` alone was refused, as none of the mask."""
+    scores = RNG.normal(size=(1, 2, 6, 6)).astype(np.float32)
+    seen, forced = (blocks_with(lambda q, k, n=n: 0 <= q - k < n, 48, 48, 8, 8) for n in (24, 9))
+    given = {"mask": "causal & q - k < w", "always": "q - k < near", "w": 24, "near": 9}
+    got = run(framework, lambda s: select.choose(s, 8, keep=3, **given), table(scores, framework))
+    np.testing.assert_array_equal(got, chosen(scores, seen, forced, keep(3)))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -239,6 +262,8 @@ BAD = {
     "none": (lambda: select.blocks(Q, Q), "give one of keep, mass and threshold; this call has none of them"),
     "two": (lambda: select.blocks(Q, Q, keep=2, mass=0.5), "this call has keep and mass"),
     "keep": (lambda: select.blocks(Q, Q, keep=0), "keep is 0; it is a number of blocks, 1 or more"),
+    "keep is True": (lambda: select.blocks(Q, Q, keep=True), "keep is True; it is a number of blocks"),
+    "share of nothing": (lambda: select.blocks(Q, Q, keep=0.0), "keep is 0.0; it is a number of blocks"),
     "share too large": (lambda: select.blocks(Q, Q, keep=1.5), "keep is 1.5; it is a number of blocks"),
     "mass": (lambda: select.blocks(Q, Q, mass=95), "mass is 95; it is above 0 and at most 1"),
     "threshold": (lambda: select.blocks(Q, Q, threshold=0.0), "threshold is 0.0; it is above 0"),
@@ -251,6 +276,8 @@ BAD = {
     "no keys": (lambda: select.blocks(Q, Q[:, :, :0], keep=2), r"k is \[1, 4, 0, 8\]"),
     "integers": (lambda: select.blocks(Q.int(), Q, keep=2), "q is an array of int32; give one of float16"),
     "heads": (lambda: select.blocks(Q, Q[:, :3], keep=2), "the heads of q are a multiple of those of k"),
+    "batch": (lambda: select.blocks(Q, torch.ones(2, 4, 32, 8), keep=2), "with one batch and head_dim"),
+    "head_dim": (lambda: select.blocks(Q, torch.ones(1, 4, 32, 4), keep=2), "with one batch and head_dim"),
     "frameworks": (lambda: select.blocks(Q, jnp.ones((1, 4, 32, 8)), keep=2), "q and k are arrays of different"),
     "numpy": (lambda: select.blocks(Q.numpy(), Q, keep=2), "q is a ndarray; give arrays of torch or JAX"),
     "layout": (lambda: select.blocks(Q, Q, keep=2, axes="bsd"), "the axis order is 'bsd'"),
@@ -258,6 +285,7 @@ BAD = {
     "no value": (lambda: select.blocks(Q, Q, keep=2, mask="window(w)"), "`w` has no value"),
     "lengths": (lambda: select.choose(Q, 8, keep=2, q_len=300), "scores has 32 x 8 blocks; 300 queries and 64"),
     "kv_heads": (lambda: select.choose(Q, 8, keep=2, kv_heads=3), "kv_heads is 3; scores has 4 heads"),
+    "negative kv_heads": (lambda: select.choose(Q, 8, keep=2, kv_heads=-2), "kv_heads is -2; scores has 4 heads"),
     "scores": (lambda: select.choose(Q[0], 8, keep=2), r"scores is \[4, 32, 8\]; it is \[batch, heads, query blocks"),
 }  # fmt: skip
 

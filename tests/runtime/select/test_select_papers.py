@@ -1,5 +1,6 @@
 """Choices of published methods, compared with their dense definitions, in loops and float64."""
 
+import inspect
 import math
 
 import jax
@@ -355,13 +356,33 @@ def test_learned_gate_chooses_and_gets_gradients():
     assert torch.autograd.gradcheck(gate, (wq, wk))
 
 
+# -- all -------------------------------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "moba": {"block": 512, "keep": 3},
+    "nsa": {"length": 32, "stride": 16, "block": 64, "keep": 16, "first": 1, "last": 2},
+    "quest": {"page": 16},
+    "lightning": {"keep": 2048},
+    "antidiagonal": {"block": 128, "stride": 8},
+    "vertical_slash": {"vertical": 1000, "slash": 6096, "last": 64, "sinks": 30, "window": 100},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_defaults_of_a_method_are_the_published_ones(name):
+    parameters = inspect.signature(getattr(select, name)).parameters
+    assert {n: p.default for n, p in parameters.items() if isinstance(p.default, int)} == PUBLISHED[name]
+
+
 BAD = {
     "stride": (lambda q: select.nsa(q, q[:, :, :1], stride=5), "stride is 5; it divides length, 32, and block, 64"),
     "spans": (lambda q: select.nsa(q, q[:, :, :2]), "k has 2 compressed keys; 32 queries have 1"),
     "pages": (lambda q: select.quest(q, q, q[:, :, :4], keep=2), "they describe the same pages"),
     "weights": (lambda q: select.lightning(q, q[:, :1], q[0]), r"weights is \[2, 32, 8\]; it is \[batch, heads, q"),
     "length": (lambda q: select.antidiagonal(q, q, 24, 5, mass=0.9), "stride is 5; it divides block, 24"),
+    "tokens": (lambda q: select.antidiagonal(q, q, 24, 12, mass=0.9), "stride is 12; it divides block, 24, and"),
     "lengths": (lambda q: select.vertical_slash(q, q[:, :, :8]), "q has 32 tokens and k 8; they have the same length"),
+    "keys": (lambda q: select.antidiagonal(q, q[:, :, :16], 8, 4, mass=0.9), "the length of q and k, 32 and 16, which"),
     "vertical": (lambda q: select.vertical_slash(q, q, vertical=0), "vertical is 0; it is a number of tokens"),
 }
 

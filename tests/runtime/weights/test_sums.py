@@ -1,5 +1,7 @@
 """Sums of weighted rows over disjoint keys: added and divided once they are the rows of all keys."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from support.tiers import default_only
 from support.torch.weighted import CASES, DIM, HEADS, KV_HEADS, V_DIM, arrays
 
 import frisket as fk
+from frisket.caches import PagePool
 from frisket.caches import jax as jax_caches
 from frisket.caches import torch as caches
 from frisket.dsl.errors import ParameterError, ShapeError
@@ -156,6 +159,28 @@ def test_numpy_sums_are_merged_by_a_named_layout():
     of_numpy = [(out.numpy(), fk.Sums(*(x.numpy() for x in sums))) for out, sums in parts]
     got, _ = fk.merge_sums(*of_numpy, divide="total + t[h]", axes="bhsd", t=np.arange(4.0))
     near([torch.from_numpy(got)], [fk.merge_sums(*parts, divide="total + t[h]", t=torch.arange(4.0))[0]])
+
+
+def test_parts_in_numpy_are_merged_without_jax(monkeypatch):
+    monkeypatch.delitem(sys.modules, "jax")
+    q, k, v = arrays()
+    parts = [fk.attention(q, k, v, m, backend="aten", return_lse=True) for m in ("k < 9", "k >= 9")]
+    out, _ = fk.merge(*(tuple(x.numpy() for x in part) for part in parts), axes="bhsd")
+    near([torch.from_numpy(out)], [fk.attention(q, k, v, backend="aten")])
+
+
+def test_sums_of_a_paged_cache_are_those_of_its_tokens():
+    q, k, v = arrays(1, 37)
+    pool = PagePool(8, 16)
+    for name in range(2):
+        pool.allocate(name, 37)
+    cache = caches.PagedKVCache.create(8, 16, 2, 3, KV_HEADS, DIM, V_DIM, dtype=q.dtype)
+    cache = cache.seat(pool, [0, 1], 37).append(k, v)
+    att = fk.compile("causal", weight="sigmoid(score)", divide="total + float(KV_LEN)", backend="aten")
+    out, sums = cache.attend(att, q, return_sums=True)
+    near([out], [cache.attend(att, q)])
+    plain = fk.compile("causal", weight="sigmoid(score)", backend="aten")
+    near(sums, plain(q, k, v, origin=(0, 0, 36, 0), return_sums=True)[1])
 
 
 def test_calls_without_keys_have_sums_of_zero():

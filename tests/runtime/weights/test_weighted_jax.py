@@ -63,6 +63,45 @@ def test_instances_of_vmap_have_their_own_weights():
     np.testing.assert_allclose(got, [jax.grad(lambda b: one(b).sum())(b) for b in biases], rtol=1e-5)
 
 
+def test_jax_rows_without_a_divisor_have_zero_gradients():
+    """What divides is 0 in half of the heads, whose rows have weights."""
+    q, k, v = (of_jax(x) for x in arrays(5, 9))
+    att = fk.compile(weight="sigmoid(score)", divide="total * float(h % 2)", backend="xla")
+    grads = jax.grad(lambda q, k, v: att(q, k, v, layout="bhsd").sum(), (0, 1, 2))(q, k, v)
+    some = fk.compile("h % 2 == 1", weight="sigmoid(score)", divide="total", backend="xla")
+    want = jax.grad(lambda q, k, v: some(q, k, v, layout="bhsd").sum(), (0, 1, 2))(q, k, v)
+    for x, y in zip(grads, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_jax_sequences_divide_rows_at_their_own_positions():
+    q, k, v = (of_jax(x) for x in arrays(9, 40))
+    att = fk.compile("causal", weight="sigmoid(score)", divide="total + float(q)", backend="xla")
+    starts, dout = jnp.asarray([3, 31]), jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 9, 8)), jnp.float32)
+
+    def loss(q, starts):
+        return (att(q, k, v, layout="bhsd", origin=(0, 0, starts, 0)) * dout).sum((1, 2, 3))
+
+    got, grads = loss(q, starts), jax.grad(lambda q: loss(q, starts).sum())(q)
+    for b, n in enumerate((3, 31)):
+        np.testing.assert_allclose(got[b], loss(q, n)[b], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(grads[b], jax.grad(lambda q, b=b, n=n: loss(q, n)[b])(q)[b], rtol=1e-4, atol=1e-5)
+
+
+def test_traced_positions_divide_sums_of_known_problems():
+    q, k, v = (of_jax(x) for x in arrays(9, 40))
+    att = fk.compile("causal", weight="sigmoid(score)", divide="total + float(q)", backend="xla")
+
+    def run(n, sizes=None):
+        return att(q, k, v, layout="bhsd", origin=(0, 0, n, 0), sizes=sizes, return_sums=True)[0]
+
+    sizes = (2, 4, 40, 40)
+    starts = jnp.asarray([3, 31])
+    np.testing.assert_allclose(jax.jit(lambda n: run(n, sizes))(starts), run(starts), rtol=1e-5)
+    with pytest.raises(fk.ParameterError, match=r"give its lengths: sizes=\(B, H, Q_LEN, KV_LEN\)"):
+        jax.jit(run)(3)
+
+
 def test_weighted_rows_are_wrapped_by_scan_and_remat():
     _, att, params = call_of("retention")
     q, k, v = (of_jax(x) for x in arrays())

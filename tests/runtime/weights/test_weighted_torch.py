@@ -2,6 +2,9 @@
 
 import pickle
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from support.tiers import default_only
@@ -116,6 +119,30 @@ def test_rows_that_see_nothing_take_any_cotangent():
         dout[:, :, 0] = torch.nan
         assert not out[:, :, 0].any()
         assert all(g.isfinite().all() for g in torch.autograd.grad(out, (q, k, v), dout))
+
+
+def test_rows_of_tiles_without_keys_are_zero_and_learn_nothing():
+    q, k, v = (x.requires_grad_() for x in arrays())
+    att = fk.compile("k + 20 < q", weight="sigmoid(score)", divide="total", backend="aten", tile=(16, 16))
+    for case in (att, fk.compile(att.mask, weight="sigmoid(score)", backend="aten", tile=(16, 16))):
+        out = case(q, k, v)
+        of_q, of_k, _ = torch.autograd.grad((out**2).sum(), (q, k, v))
+        assert not any(x[:, :, :21].any() for x in (out, of_q))
+        assert all(x.any() for x in (out[:, :, 21:], of_q[:, :, 21:], of_k[:, :, :16]))
+
+
+@pytest.mark.parametrize("backend", ["aten", "xla"])
+def test_nan_cotangents_of_visible_rows_reach_their_keys(backend):
+    """A row of opposite weights has a total of 0 and an entry of 0, as a row has that sees no key."""
+    q, k = torch.ones(1, 1, 1, 1), torch.tensor([1.0, -1.0]).view(1, 1, 2, 1)
+    v, dout = torch.tensor([[2.0, 5.0], [2.0, 1.0]])[None, None], torch.full((1, 1, 1, 2), torch.nan)
+    att = fk.compile(weight="score", divide="count", backend=backend)
+    if backend == "aten":
+        (dv,) = torch.autograd.grad(att(q, k, v.requires_grad_()), v, dout)
+    else:
+        q, k, v, dout = (jnp.asarray(x.numpy()) for x in (q, k, v, dout))
+        (dv,) = jax.vjp(lambda v: att(q, k, v, layout="bhsd"), v)[1](dout)
+    assert np.isnan(np.asarray(dv)).all()
 
 
 def test_hidden_keys_of_a_weighted_cache_may_hold_anything():
@@ -274,11 +301,28 @@ def test_weighted_rows_reordered_planned_and_at_an_origin():
     near([flat(q, k, v, plan=plan)], [want])
 
 
+def test_sequences_divide_rows_at_their_own_positions():
+    q, k, v = (x.requires_grad_() for x in arrays(9, 40, torch.float32))
+    att = fk.compile("causal", weight="sigmoid(score)", divide="total + float(q)", backend="aten")
+    starts, dout = torch.tensor([3, 31]), torch.randn(2, HEADS, 9, V_DIM)
+    together = att(q, k, v, origin=(0, 0, starts, 0))
+    alone = [att(*(x[b : b + 1] for x in (q, k, v)), origin=(0, 0, int(n), 0)) for b, n in enumerate(starts)]
+    grads = [torch.autograd.grad(x, (q, k, v), dout) for x in (together, torch.cat(alone))]
+    near([together, *grads[0]], [torch.cat(alone), *grads[1]], 1e-5)
+    sums = att(q, k, v, origin=(0, 0, starts, 0), return_sums=True)[0]
+    near([sums], [together], 1e-5)
+
+
 def test_steps_over_a_cache_have_the_lse_of_a_call_or_refuse():
     q, k, v = arrays(30, 30, torch.float32)
     cache = caches.KVCache.create(2, 40, KV_HEADS, DIM, V_DIM).append(k, v)
     att = fk.compile("causal", weight="sigmoid(score)", divide="total", backend="aten")
     near(cache.attend(att, q[:, :, -1:], return_lse=True), [x[:, :, -1:] for x in att(q, k, v, return_lse=True)], 1e-5)
+    ring = caches.RingKVCache.create(2, 10, KV_HEADS, DIM, V_DIM)  # shorter than the call, whose results are merged
+    local = fk.compile("causal & window(9)", weight="sigmoid(score)", divide="total", backend="aten")
+    ring.append(*(x[:, :, :9] for x in (k, v)))
+    merged = ring.attention(local, *(x[:, :, 9:] for x in (q, k, v)), return_lse=True)
+    near(merged, [x[:, :, 9:] for x in local(q, k, v, return_lse=True)], 1e-5)
     refused = {"return_max": True, "sinks": torch.zeros(HEADS)}
     for name, value in refused.items():
         with pytest.raises(ParameterError, match=r"belongs to a softmax|logits of a softmax"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.native.compiler import needs_compiler
 from support.tiers import default_only
 
 import frisket as fk
+from frisket.dsl.ir import SCORE
 from frisket.lowering.kernels.cpp.backward import KERNELS
 from frisket.lowering.kernels.cpp.forward import CppArrays
 from frisket.lowering.plan import Target, make_plan
@@ -15,15 +18,17 @@ from frisket.lowering.simplify import ProgramExprs
 
 torch = pytest.importorskip("torch")
 dense = pytest.importorskip("support.torch.dense").dense
+placed = pytest.importorskip("support.native.call").placed
 native = pytest.importorskip("frisket.runtime.backends.cpp.torch")
 statistics = pytest.importorskip("frisket.runtime.torch.statistics")
 
-BATCH, HEADS, KV_HEADS, DIM, LENGTH = 2, 4, 2, 24, 150
+BATCH, HEADS, KV_GROUP, DIM, LENGTH = 2, 4, 2, 24, 150
 CASES = {
     "everything": (None, None, {}),
     "causal": ("causal", None, {}),
     "window": ("causal & window(9)", "alibi", {}),
-    "documents": ("causal & same(doc)", "softcap(2)", {"doc": torch.arange(LENGTH) // 40}),
+    "documents": ("causal & same(doc)", "softcap(2)", {"doc": torch.arange(400) // 40}),
+    "turns": ("turn[q] == turn[k]", None, {"turn": torch.arange(LENGTH) % 2}),
     "empty rows": ("k > q + 3", None, {}),
     "heads": ("causal & (h % 2 == b)", None, {}),
 }
@@ -36,19 +41,24 @@ def no_forward(monkeypatch):
     monkeypatch.setattr("frisket.runtime.backends.cpp.torch.build", lambda *_: None)
 
 
-def check(name, dtype, scale=1.0, kv_len=LENGTH):
+def ended(x):
+    """A copy of a tensor that ends where no kernel may read on."""
+    return torch.from_numpy(placed(x.contiguous().view(torch.uint8).numpy())).view(x.dtype)
+
+
+def check(name, dtype, scale=1.0, q_len=LENGTH, kv_len=LENGTH, batch=BATCH, heads=HEADS):
     mask, score, params = CASES[name]
-    draw, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
-    shapes = (HEADS, LENGTH), (KV_HEADS, kv_len), (KV_HEADS, kv_len)
-    q, k, v = (torch.randn(BATCH, *x, DIM, generator=draw, dtype=torch.float64) for x in shapes)
-    q, k, v = (x.to(kind) for x in (q * scale, k / scale, v))
-    sinks = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
-    seen = fk.mask("true" if mask is None else mask, **params).dense(LENGTH, kv_len, batch=BATCH, heads=HEADS)
-    at = (torch.arange(LENGTH)[:, None] - torch.arange(kv_len)).double()
-    slopes = 2.0 ** (-8.0 * torch.arange(1, HEADS + 1).double() / HEADS)[:, None, None]
+    draw, kind, kv_heads = torch.Generator().manual_seed(0), getattr(torch, dtype), heads // KV_GROUP
+    shapes = (heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)
+    q, k, v = (torch.randn(batch, *x, DIM, generator=draw, dtype=torch.float64) for x in shapes)
+    q, k, v = (ended(x.to(kind)) for x in (q * scale, k / scale, v))
+    sinks = torch.tensor([0.5, -1.0, 2.0, -torch.inf])[:heads]
+    seen = fk.mask("true" if mask is None else mask, **params).dense(q_len, kv_len, batch=batch, heads=heads)
+    at = (torch.arange(q_len)[:, None] - torch.arange(kv_len)).double()
+    slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1).double() / heads)[:, None, None]
     mods = {None: None, "alibi": lambda s: s - slopes * at.abs(), "softcap(2)": lambda s: 2 * torch.tanh(s / 2)}
-    eye = torch.eye(kv_len, dtype=torch.float64).expand(BATCH, KV_HEADS, -1, -1)
-    seen = torch.from_numpy(np.broadcast_to(seen, (BATCH, HEADS, LENGTH, kv_len)).copy())
+    eye = torch.eye(kv_len, dtype=torch.float64).expand(batch, kv_heads, -1, -1)
+    seen = torch.from_numpy(np.broadcast_to(seen, (batch, heads, q_len, kv_len)).copy())
     weights, lse, _ = dense(q.double(), k.double(), eye, seen, mods[score], sinks.double())
     asked = {"columns": True, "per": "query", "sinks": sinks, "lse": lse}
     found, want = fk.compile(mask, score, backend="cpp").statistics(q, k, v, **asked, **params), weights.sum(2)
@@ -62,6 +72,12 @@ def test_columns_of_the_kernel_equal_dense_sums(name):
 
 
 @needs_compiler
+def test_columns_of_few_heads_are_sums_of_parts():
+    """Rows of tiles are dealt out to the threads, where heads are fewer."""
+    check("documents", "float32", q_len=400, kv_len=400, batch=1, heads=2)
+
+
+@needs_compiler
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_len", [1, 31, 200])
@@ -71,10 +87,24 @@ def test_columns_of_each_dtype_and_length_equal_dense_sums(dtype, kv_len):
 
 @needs_compiler
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("scale", [1e-20, 1e12])
-def test_columns_of_numbers_of_any_size_equal_dense_sums(scale):
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e12])
+@pytest.mark.parametrize("terms", [False, True])
+def test_columns_of_numbers_of_any_size_equal_dense_sums(monkeypatch, scale, terms):
     """Products of terms lack numbers that are not tame, which vectors multiply."""
+    if terms:  # also where no matrix unit multiplies them
+        monkeypatch.setattr(native, "products_pay", lambda *_: True)
+        monkeypatch.setattr(native, "lacking", lambda _: "")
     check("causal", "float32", scale)
+
+
+def test_columns_kernel_is_of_a_softmax_over_plain_keys():
+    plan = make_plan(ProgramExprs(fk.mask("causal").expr))
+    plain, stored = CppArrays(64, 64, "float32"), CppArrays(64, 64, "float32", "int8")
+    for changes, arrays in (
+        ({"value_scale": SCORE}, plain), ({"pages": "pages"}, plain), ({"weighted": True}, plain), ({}, stored),
+    ):  # fmt: skip
+        with pytest.raises(fk.FrisketError, match="takes a softmax over plain keys"):
+            KERNELS["columns"](replace(plan, **changes), Target("cpp", 64, 64), arrays)
 
 
 def test_text_of_the_columns_kernel_has_no_values():

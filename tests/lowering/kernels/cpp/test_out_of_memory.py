@@ -23,17 +23,29 @@ SCARCE = """
 #include <stdint.h>
 #include <stdlib.h>
 extern "C" {
-int64_t left, largest;
+int64_t left, largest, held;
+static void *counted(void *made) {
+    if (made) __atomic_fetch_add(&held, 1, __ATOMIC_RELAXED);
+    return made;
+}
 void *scarce_malloc(size_t n) {
     if ((int64_t)n > largest) largest = n;
-    return left-- > 0 ? malloc(n) : nullptr;
+    return left-- > 0 ? counted(malloc(n)) : nullptr;
 }
-void *scarce_calloc(size_t n, size_t m) { return left-- > 0 ? calloc(n, m) : nullptr; }
-void *scarce_realloc(void *p, size_t n) { return left-- > 0 ? realloc(p, n) : nullptr; }
+void *scarce_calloc(size_t n, size_t m) { return left-- > 0 ? counted(calloc(n, m)) : nullptr; }
+void scarce_free(void *p) {
+    if (p) __atomic_fetch_sub(&held, 1, __ATOMIC_RELAXED);
+    free(p);
+}
+void *scarce_realloc(void *p, size_t n) {
+    if (left-- <= 0) return nullptr;
+    return p ? realloc(p, n) : counted(realloc(p, n));
+}
 }
 #define malloc scarce_malloc
 #define calloc scarce_calloc
 #define realloc scarce_realloc
+#define free scarce_free
 """
 
 
@@ -52,6 +64,10 @@ class Scarce:
         self.left = n
         for one in self.built:
             ctypes.c_int64.in_dll(one, "left").value = n
+
+    def held(self):
+        """How many allocations have not been freed."""
+        return sum(ctypes.c_int64.in_dll(one, "held").value for one in self.built)
 
     def largest(self):
         """The bytes of the largest allocation since the last call."""
@@ -131,7 +147,25 @@ def test_native_kernel_reports_each_failed_allocation(scarce, monkeypatch, lengt
     out = []
     needed = refused(scarce, lambda: out.append(called(q, k, v)), "ran out of memory")
     assert needed >= 2
+    held = scarce.held()  # forwards keep memory of their workers
     assert refused(scarce, lambda: out[-1].sum().backward(retain_graph=True), "ran out of memory") >= 3
+    assert scarce.held() == held
+
+
+@pytest.mark.exhaustive
+def test_column_sums_report_each_failed_allocation(scarce, monkeypatch):
+    monkeypatch.setattr(native_torch, "library", native_build.library)
+    q, k, v = (torch.randn(1, 2, 200, 24) for _ in range(3))
+    att, found, held = fk.compile(ENDS, n=200, backend="cpp"), [], scarce.held()
+
+    def run():
+        found.append(att.statistics(q, k, v, columns=True, lse=torch.zeros(1, 2, 200)).columns)
+
+    assert refused(scarce, run, "ran out of memory") >= 2
+    assert scarce.held() == held
+    scarce(10**6)
+    run()
+    assert torch.equal(*found)
 
 
 @pytest.mark.exhaustive
