@@ -156,8 +156,6 @@ def merged_results(out: Any, stats: Any, params: Mapping[str, Any]) -> Any:
     """The results of a call of these `params`, from out and the lse or the `Sums` of all parts."""
     if params.get("return_sums"):
         return out, stats
-    if isinstance(stats, Sums):
-        return weighted_results((out, stats.total), bool(params.get("return_lse")), False)
     return (out, stats) if params.get("return_lse") else out
 
 

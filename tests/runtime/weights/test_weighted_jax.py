@@ -63,13 +63,28 @@ def test_instances_of_vmap_have_their_own_weights():
     np.testing.assert_allclose(got, [jax.grad(lambda b: one(b).sum())(b) for b in biases], rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["off by one", "sums"])
+def test_jax_rows_that_see_nothing_take_any_cotangent(name):
+    case, qkv = CASES["off by one"], [of_jax(x) for x in arrays(7, 7)]
+    att = fk.compile(case.mask, weight=case.weight, divide=case.divide if name == "off by one" else None, backend="xla")
+    params = {n: of_jax(x) for n, x in case.params.items()} if name == "off by one" else {}
+
+    @jax.jit
+    def grads(dout):
+        return jax.vjp(lambda *qkv: att(*qkv, layout="bhsd", **params), *qkv)[1](dout)
+
+    dout = jnp.ones((2, 4, 7, 8)).at[:, :, 0].set(0)
+    for x, y in zip(grads(dout.at[:, :, 0].set(jnp.nan)), grads(dout), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_jax_rows_without_a_divisor_have_zero_gradients():
     """What divides is 0 in half of the heads, whose rows have weights."""
     q, k, v = (of_jax(x) for x in arrays(5, 9))
     att = fk.compile(weight="sigmoid(score)", divide="total * float(h % 2)", backend="xla")
-    grads = jax.grad(lambda q, k, v: att(q, k, v, layout="bhsd").sum(), (0, 1, 2))(q, k, v)
+    grads = jax.jit(jax.grad(lambda *x: att(*x, layout="bhsd").sum(), (0, 1, 2)))(q, k, v)
     some = fk.compile("h % 2 == 1", weight="sigmoid(score)", divide="total", backend="xla")
-    want = jax.grad(lambda q, k, v: some(q, k, v, layout="bhsd").sum(), (0, 1, 2))(q, k, v)
+    want = jax.jit(jax.grad(lambda *x: some(*x, layout="bhsd").sum(), (0, 1, 2)))(q, k, v)
     for x, y in zip(grads, want, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 

@@ -132,6 +132,22 @@ def test_rows_of_tiles_without_keys_are_zero_and_learn_nothing():
 
 
 @pytest.mark.parametrize("backend", ["aten", "xla"])
+def test_a_divisor_may_read_a_table_in_two_places(backend):
+    q, k, v = arrays(7, 9)
+    c, g = torch.rand(4, dtype=torch.float64, requires_grad=True), torch.rand(2, HEADS, 7, V_DIM).double()
+    w = torch.sigmoid(q @ k.repeat_interleave(2, 1).mT / DIM**0.5)
+    divisor = w.sum(-1) + c[:, None] * c[torch.arange(7) % 4]
+    want = torch.autograd.grad((w @ v.repeat_interleave(2, 1) / divisor[..., None] * g).sum(), c)
+    att = fk.compile(weight="sigmoid(score)", divide="total + c[h] * c[q % 4]", backend=backend)
+    if backend == "aten":
+        near(torch.autograd.grad((att(q, k, v, c=c) * g).sum(), c), want)
+    else:
+        q, k, v, x, g = (jnp.asarray(x.detach().numpy(), jnp.float32) for x in (q, k, v, c, g))
+        got = jax.jit(jax.grad(lambda x: (att(q, k, v, layout="bhsd", c=x) * g).sum()))(x)
+        np.testing.assert_allclose(got, want[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["aten", "xla"])
 def test_nan_cotangents_of_visible_rows_reach_their_keys(backend):
     """A row of opposite weights has a total of 0 and an entry of 0, as a row has that sees no key."""
     q, k = torch.ones(1, 1, 1, 1), torch.tensor([1.0, -1.0]).view(1, 1, 2, 1)
