@@ -87,13 +87,9 @@ def test_columns_of_each_dtype_and_length_equal_dense_sums(dtype, kv_len):
 
 @needs_compiler
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e12])
-@pytest.mark.parametrize("terms", [False, True])
-def test_columns_of_numbers_of_any_size_equal_dense_sums(monkeypatch, scale, terms):
+@pytest.mark.parametrize("scale", [1e-20, 1e12])
+def test_columns_of_numbers_of_any_size_equal_dense_sums(scale):
     """Products of terms lack numbers that are not tame, which vectors multiply."""
-    if terms:  # also where no matrix unit multiplies them
-        monkeypatch.setattr(native, "products_pay", lambda *_: True)
-        monkeypatch.setattr(native, "lacking", lambda _: "")
     check("causal", "float32", scale)
 
 
