@@ -154,9 +154,7 @@ def merge_weighted(
 
 def merged_results(out: Any, stats: Any, params: Mapping[str, Any]) -> Any:
     """The results of a call of these `params`, from out and the lse or the `Sums` of all parts."""
-    if params.get("return_sums"):
-        return out, stats
-    return (out, stats) if params.get("return_lse") else out
+    return (out, stats) if params.get("return_sums") or params.get("return_lse") else out
 
 
 def keywords_of_part(att: Any, params: Mapping[str, Any]) -> dict[str, Any]:
