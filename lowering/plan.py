@@ -607,10 +607,10 @@ class _Names:
         # ends may leave 32 bits where no clause does; asking pairs is cheaper than 64 bits
         if not wide and needs_int64([e for e in (ends.first, ends.last) if e is not None], limits):
             return None
-        first, last = (None if e is None else self.lift(e, units=False) for e in (ends.first, ends.last))
+        first, last = (e if e is None else self._operand(e, self.lift(e, False)) for e in (ends.first, ends.last))
         return Ends(first, last, self.lift(ends.asks), self.lift(ends.rest))
 
-    def _operand(self, e: Expr, lifted: Expr, units: bool) -> Expr:
+    def _operand(self, e: Expr, lifted: Expr, units: bool = False) -> Expr:
         """An operand: a slot for a literal, `lifted` for anything else."""
         # 0, and the 1 of an end, are no numbers of the user's: another value would be another mask
         if e.op != "lit" or e.type is not INT or e.name == 0 or (abs(e.name) == 1 and not units):

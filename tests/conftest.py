@@ -127,6 +127,7 @@ class Compiled:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         names = Path(self.builds).read_text().splitlines()
         os.unlink(self.builds)
+        shutil.rmtree(f"{self.builds}.known", ignore_errors=True)  # of quick_g++
         counts = Counter(name.partition("::")[0] or "between tests" for name in names)
         self.total, self.programs = len(names), self.xla() - self.programs
         if exhaustive(session.config):

@@ -118,7 +118,7 @@ def test_copied_plans_give_the_same_results(kept, flat):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("make", [KVCache, RingKVCache])
 def test_copied_caches_continue_independently(kept, make):
-    att, cache = fk.compile("causal & window(6)", backend="native"), make.create(1, 8, 2, 16)
+    att, cache = fk.compile("causal & window(24)", backend="native"), make.create(1, 24, 2, 16)
     steps = [[x[:, :, i : i + 1] for x in arrays()] for i in range(4)]
     for step in steps[:3]:
         cache.attention(att, *step)

@@ -61,13 +61,13 @@ def forget():
 
 
 def test_a_library_is_compiled_once_and_then_found(cache, compilations):
-    assert library(source(7)).answer() == 7
-    assert library(source(7)) is library(source(7))
+    assert library(source(1)).answer() == 1
+    assert library(source(1)) is library(source(1))
     forget()
-    assert library(source(7)).answer() == 7
+    assert library(source(1)).answer() == 1
     assert len(compilations) == 1
     (kept,) = cache.glob("*.so")
-    assert kept.with_suffix(".cpp").read_text() == source(7)
+    assert kept.with_suffix(".cpp").read_text() == source(1)
     assert sorted(p.suffix for p in cache.iterdir()) == [".cpp", ".so"]
     assert cache.stat().st_mode & 0o777 == 0o700
 
@@ -83,13 +83,13 @@ BREAKS = {
 
 @pytest.mark.parametrize("how", BREAKS)
 def test_a_broken_entry_is_built_again(how, cache, compilations):
-    library(source(3))
+    library(source(2))
     (kept,) = cache.glob("*.so")
     whole = kept.read_bytes()
     kept.unlink()  # the loaded one is not touched
     kept.write_bytes(BREAKS[how](whole))
     forget()
-    assert library(source(3)).answer() == 3
+    assert library(source(2)).answer() == 2
     assert len(compilations) == 2
     assert kept.read_bytes() == whole
 
@@ -160,14 +160,14 @@ def test_least_recently_used_kernels_are_deleted(cache, monkeypatch):
     (first,) = cache.glob("*.so")
     library(source(2))
     os.utime(first, (time.time() + 60,) * 2)  # used again
-    library(source(3))
+    library(source(2))
     assert len(list(cache.glob("*.so"))) == len(list(cache.glob("*.cpp"))) == 2
     assert first.exists()
 
 
 def test_threads_compile_a_source_once(cache, compilations):
     found = []
-    threads = [threading.Thread(target=lambda: found.append(library(source(9)))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(library(source(1)))) for _ in range(8)]
     for t in threads:
         t.start()
     for t in threads:
@@ -198,7 +198,7 @@ def test_a_dead_process_holds_no_lock(tmp_path):
     slow.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\ntouch {tmp_path}/started\nexec sleep 60\n')
     slow.chmod(0o755)
     command = native_build.compiler()[0]
-    code = ANSWER + f"library({source(8)!r})"
+    code = ANSWER + f"library({source(1)!r})"
     given = {**os.environ, "FRISKET_CACHE_DIR": str(tmp_path), "CXX": str(slow)}
     owner = subprocess.Popen([sys.executable, "-c", code], env=given, start_new_session=True)
     while not (tmp_path / "started").exists():
@@ -210,7 +210,7 @@ def test_a_dead_process_holds_no_lock(tmp_path):
     assert left.keys() >= {".lock", ".tmp"}
     slow.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\nexec {command} "$@"\n')
     os.utime(left[".tmp"], (0, 0))
-    python(ANSWER + f"assert library({source(8)!r}).answer() == 8", FRISKET_CACHE_DIR=str(tmp_path), CXX=str(slow))
+    python(ANSWER + f"assert library({source(1)!r}).answer() == 1", FRISKET_CACHE_DIR=str(tmp_path), CXX=str(slow))
     assert not [p for p in (tmp_path / "native").iterdir() if p.suffix in (".tmp", ".lock")]
 
 
@@ -293,12 +293,12 @@ def test_files_of_killed_compilers_are_swept(cache, monkeypatch, tmp_path):
     leaving.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\ntouch $TMPDIR/ccXyz.s\nkill -9 $PPID\n')
     leaving.chmod(0o755)
     given = {**os.environ, "FRISKET_CACHE_DIR": str(cache.parent), "CXX": str(leaving)}
-    dead = subprocess.run([sys.executable, "-c", ANSWER + f"library({source(8)!r})"], env=given, timeout=120)
+    dead = subprocess.run([sys.executable, "-c", ANSWER + f"library({source(1)!r})"], env=given, timeout=120)
     assert dead.returncode == -9
     (left,) = cache.glob("*.tmp")
     assert [x.name for x in left.iterdir()] == ["ccXyz.s"]
     os.utime(left, (0, 0))
-    library(source(9))
+    library(source(1))
     assert not left.exists()
 
 
@@ -308,13 +308,13 @@ def test_without_exit_status(tmp_path):
         "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
         + ANSWER
         + (
-            f"print(library({source(3)!r}).answer())\n"
+            f"print(library({source(2)!r}).answer())\n"
             "try: library('extern \"C\" int answer() { return nonsense; }')\n"
             "except Exception as error: print(error)\n"
         )
     )
     first, *words = python(code, FRISKET_CACHE_DIR=str(tmp_path)).splitlines()
-    assert first == "3"
+    assert first == "2"
     assert f"does not compile {tmp_path}" in words[0]
     assert any("nonsense" in x for x in words)
 
@@ -333,7 +333,7 @@ def test_a_compiler_that_is_gone_or_cannot_be_started(cache, monkeypatch):
         library(source(2))
     monkeypatch.setattr(native_build, "compiler", lambda: ("/nowhere/g++",))
     with pytest.raises(native_build.LaterError, match=r"the C\+\+ compiler /nowhere/g\+\+ does not run: .*No such"):
-        library(source(3))
+        library(source(1))
     assert not [p for p in cache.iterdir() if p.suffix != ".cpp"]
 
 
@@ -379,11 +379,11 @@ def test_a_compiler_that_lies(does, cache, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(lying))
     monkeypatch.setattr(native_build, "_failed", Memo("tests", 9))
     with pytest.raises(native_build.BuildError, match=LIES[does]):
-        library(source(6))
+        library(source(2))
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".so", ".tmp", ".lock", ".half")]
     lying.write_text(head + f'exec {right} "$@"\n')
     native_build._failed.clear()
-    assert library(source(6)).answer() == 6
+    assert library(source(2)).answer() == 2
 
 
 def test_a_path_of_a_compiler_may_have_blanks(monkeypatch, tmp_path):
@@ -400,7 +400,7 @@ def test_linker_errors_are_reported(cache, monkeypatch):
     """A linker that fails deletes the file that it was to write."""
     monkeypatch.setenv("CXX", f"{native_build.compiler()[0]} -lnowhere")
     with pytest.raises(native_build.BuildError, match="does not compile") as caught:
-        library(source(8))
+        library(source(1))
     assert "-lnowhere" in str(caught.value)
     assert "FRISKET_CACHE_DIR" not in str(caught.value)
 
@@ -487,9 +487,9 @@ OPENED = {
 @pytest.mark.parametrize("how", OPENED)
 def test_kernels_that_other_users_may_write_are_not_loaded(how, cache, monkeypatch):
     """There lies a whole library with its checksum, by somebody who knows how to make one."""
-    library(source(666))
+    library(source(2))
     (made,) = cache.glob("*.so")
-    content, name = made.read_bytes()[: -native_build.DIGEST], native_build._sought(source(5), "native")[0]
+    content, name = made.read_bytes()[: -native_build.DIGEST], native_build._sought(source(1), "native")[0]
     forged = cache / f"{name}.so"
     forged.write_bytes(content + native_build._digest(name, content))
     forged.chmod(0o600)
@@ -502,7 +502,7 @@ def test_kernels_that_other_users_may_write_are_not_loaded(how, cache, monkeypat
     if how == "the file is another user's":  # the one that is built in its place is ours
         build = native_build._compile
         monkeypatch.setattr(native_build, "_compile", lambda *args: (others.clear(), build(*args)))
-    assert library(source(5)).answer() == (666 if how == "nothing" else 5)
+    assert library(source(1)).answer() == (2 if how == "nothing" else 1)
 
 
 def test_a_link_of_another_user_is_no_cache(tmp_path, monkeypatch):
@@ -536,14 +536,14 @@ def test_triton_sources_are_kept_where_others_cannot_write(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
 def test_a_cache_that_can_only_be_read(number, cache, compilations, monkeypatch):
-    library(source(5))
+    library(source(1))
     forget()
     monkeypatch.setattr(native_build, "barred", lambda folder: f"{folder} cannot be written to")
     monkeypatch.setattr(os, "utime", lambda path: (_ for _ in ()).throw(OSError(number, "to read only")))
-    assert library(source(5)).answer() == 5
+    assert library(source(1)).answer() == 1
     assert len(compilations) == 1
     with pytest.raises(fk.BackendError, match=r"nowhere to keep kernels \(.* cannot be written to"):
-        library(source(6))
+        library(source(2))
 
 
 def test_library_calls_replace_native_kernels_without_compiler(monkeypatch, tmp_path):
@@ -633,11 +633,10 @@ def test_library_calls_serve_where_a_kernel_cannot_be_built(framework, broken, c
 
 
 def test_a_new_process_compiles_nothing_that_is_in_the_cache(tmp_path):
-    text = "#include <math.h>\n" + source(4)
     code = ANSWER + (
         "import sys\nstarted = []\n"
         "sys.addaudithook(lambda event, args: started.append(args[1][1]) if event == 'subprocess.Popen' else None)\n"
-        f"assert library({text!r}).answer() == 4\nprint(*started)"
+        f"assert library({source(1)!r}).answer() == 1\nprint(*started)"
     )
     first, again = (python(code, FRISKET_CACHE_DIR=str(tmp_path)).split() for _ in "12")
     assert len(first) > 1
@@ -647,7 +646,7 @@ def test_a_new_process_compiles_nothing_that_is_in_the_cache(tmp_path):
 def test_build_stops_waiting_for_a_stopped_process(cache, monkeypatch, tmp_path):
     """Such as one that a terminal stopped while its compiler ran."""
     cache.mkdir(mode=0o700)
-    lock = cache / f"{native_build._sought(source(8), 'native')[0]}.lock"
+    lock = cache / f"{native_build._sought(source(1), 'native')[0]}.lock"
     code = (
         f"import fcntl, os; f = open({str(lock)!r}, 'ab'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
     )
@@ -656,7 +655,7 @@ def test_build_stops_waiting_for_a_stopped_process(cache, monkeypatch, tmp_path)
     try:
         monkeypatch.setattr(native_build, "PATIENCE", 0.3)
         start = time.monotonic()
-        assert library(source(8)).answer() == 8
+        assert library(source(1)).answer() == 1
         assert time.monotonic() - start > 0.3
     finally:
         holder.kill()
@@ -669,7 +668,7 @@ def test_a_compiler_that_is_gone_does_not_end_calls(cache, monkeypatch):
     with pytest.raises(
         native_build.BuildError, match=r"no C\+\+ compiler: CXX is '/nowhere/g\+\+', which is not there"
     ):
-        library(source(4))
+        library(source(1))
 
 
 @pytest.mark.exhaustive

@@ -269,7 +269,7 @@ def test_only_gradients_that_are_wanted(wanted):
 
 def test_gradients_to_entries_past_32_bits_are_refused():
     arrays = cases.arrays(CASE)
-    att = fk.compile("causal & same(doc)", "score * bias[doc[q]]", backend="cpp", doc=DOC << 40)
+    att = fk.compile("causal & same(doc)", "score * bias[doc[q]]", backend="cpp", doc=DOC << 40, tile=CASE.block)
     with pytest.raises(LoweringError) as caught:
         jax.jit(jax.grad(lambda bias: att(*arrays, bias=bias).sum()))(np.ones(5, np.float32))
     assert str(caught.value) == (

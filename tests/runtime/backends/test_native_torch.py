@@ -252,6 +252,14 @@ def test_a_shape_of_text_is_one_kernel(monkeypatch, nothing_set):
     assert len(texts) == 2
 
 
+@pytest.mark.parametrize("mask", ["causal & k >= {}", "q >= k & k < {}", "{} <= k"])
+def test_masks_of_other_bounds_have_one_kernel(mask):
+    """A bound that is one number was a literal of the kernel's text."""
+    q = torch.zeros(1, 1, 64, 16)
+    texts = [fk.compile(mask.format(n)).source("cpp", q, q, q) for n in (30, 40)]
+    assert len({text.partition("#include")[2] for text in texts}) == 1  # above it are the numbers of a mask
+
+
 @pytest.fixture
 def texts(monkeypatch, nothing_set):
     """The sources of the kernels that calls ask for."""

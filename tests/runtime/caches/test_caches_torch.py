@@ -262,16 +262,16 @@ def test_growing_plans_and_compiles_nothing(kind, monkeypatch):
         cache.attention(att, *token)
 
 
+WRITTEN = "causal & same(doc) & q - k < w", "score + bias[k]"
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", [pytest.param("cpp", marks=NATIVE), "aten"])
 @pytest.mark.parametrize("inference", [False, True])
 def test_tables_and_numbers_may_be_written_to(backend, inference):
     """In place, by numpy and through `.data`, which torch does not count, and in inference mode."""
     (q, k, v), at = streams(), torch.arange(LENGTH)
-    att, cache = (
-        fk.compile("causal & same(doc) & q - k < w", "score + bias[k]", backend=backend),
-        made("plain", torch.float32),
-    )
+    att, cache = fk.compile(*WRITTEN, backend=backend), made("plain", torch.float32)
     with torch.inference_mode(inference):
         doc, w, bias = at // 9, torch.tensor(20), torch.linspace(0, 1, LENGTH)
         writes = {
@@ -293,7 +293,7 @@ def test_tables_and_numbers_may_be_written_to(backend, inference):
 def test_converted_tables_live_until_the_kernel_has_run(monkeypatch):
     """Tables of inference mode are converted at every call, and nothing but the call keeps the conversion."""
     (q, k, v), conversions, runs = streams(), [], []
-    att, cache = fk.compile("causal & doc[q] == doc[k]", "score + bias[k]", backend="cpp"), made("plain", torch.float32)
+    att, cache = fk.compile(*WRITTEN, backend="cpp"), made("plain", torch.float32)
     convert, slots_of = native_torch.NativeKernel.table, native_torch.NativeKernel.slots_of
 
     def watched(self, *arguments):
@@ -312,7 +312,7 @@ def test_converted_tables_live_until_the_kernel_has_run(monkeypatch):
         doc, bias = torch.arange(LENGTH) // 4, torch.linspace(0, 1, LENGTH)  # int64, which kernels read as int32
         for i in range(3):
             conversions.clear()
-            cache.attention(att, *(x[:, :, i : i + 1] for x in (q, k, v)), doc=doc, bias=bias)
+            cache.attention(att, *(x[:, :, i : i + 1] for x in (q, k, v)), doc=doc, w=20, bias=bias)
     assert conversions
     assert runs
     assert all(runs)

@@ -11,7 +11,8 @@ from frisket.dsl.errors import ParameterError
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("automatic")]
 BATCH, HEADS, KV_HEADS, DIM, LENGTH, PROMPT = 2, 4, 2, 64, 620, 600
-WINDOW, PAGE = 96, 16
+WINDOW, PAGE = 24, 16
+MASK = f"causal & window({WINDOW})"
 
 
 def drawn(dtype=torch.float32):
@@ -40,7 +41,7 @@ def made(kind, dtype):
     if kind == "paged":
         return Pages(dtype)
     if kind == "ring":
-        return RingKVCache.create(BATCH, WINDOW + 80, KV_HEADS, DIM, dtype=dtype)
+        return RingKVCache.create(BATCH, WINDOW + 88, KV_HEADS, DIM, dtype=dtype)
     return KVCache.create(BATCH, 768, KV_HEADS, DIM, dtype=dtype)
 
 
@@ -57,12 +58,12 @@ def over(cache, att, qkv, chunk):
 @pytest.mark.parametrize("chunk", [1, 150])
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
 def test_caches_give_the_bits_of_one_call(kind, chunk):
-    att, qkv = fk.compile("causal & window(w)", invariant=True, w=WINDOW), drawn()
+    att, qkv = fk.compile(MASK, invariant=True), drawn()
     assert torch.equal(over(made(kind, torch.float32), att, qkv, chunk), att(*qkv))
 
 
 def test_int8_caches_agree_with_one_another():
-    att, qkv = fk.compile("causal & window(w)", invariant=True, w=WINDOW), drawn()
+    att, qkv = fk.compile(MASK, invariant=True), drawn()
     first = over(made("plain", torch.int8), att, qkv, 1)
     assert torch.equal(over(made("paged", torch.int8), att, qkv, 77), first)
     torch.testing.assert_close(first, att(*qkv), rtol=0.1, atol=0.1)
@@ -91,7 +92,7 @@ def test_ring_with_padded_steps_keeps_the_bits():
 
 
 def test_rings_and_cascades_without_one_order_are_refused():
-    att, (q, k, v) = fk.compile("causal & window(w)", invariant=True, w=8), drawn()
+    att, (q, k, v) = fk.compile(MASK, invariant=True), drawn()
     step = [x[:, :, :1] for x in (q, k, v)]
     for options, why in ({"window": 30}, "window=30"), ({"window": 32, "sinks": 4}, "sinks"):
         ring = RingKVCache.create(BATCH, kv_heads=KV_HEADS, head_dim=DIM, **options)

@@ -12,6 +12,7 @@ from frisket.runtime.backends.registry import ORDER
 torch = pytest.importorskip("torch")
 pytestmark = [needs_compiler, pytest.mark.usefixtures("automatic")]
 LENGTH, LONG = 640, 2000  # more than one part of 512 keys, and positions that tables of masks have
+FROM_FIRST = "causal & window(w) & k >= first"
 CHUNKS = (1, 2, 3, 5, 16, 17, 64, 100, 512)
 DOC = np.arange(LONG) // 90
 # window and document masks, a mask with many runs, score mods, and a score mod that short calls simplify away
@@ -106,7 +107,7 @@ def padded(x, left, length):
 
 def test_padding_on_either_side_changes_no_bit():
     """Positions say where a sequence begins: that of its first token is 512 wherever it lies."""
-    att, qkv = fk.compile("causal & window(w) & k >= first", invariant=True, w=300), drawn(4, 8, 2, 64, length=600)
+    att, qkv = fk.compile(FROM_FIRST, invariant=True, w=300), drawn(4, 8, 2, 64, length=600)
     sizes = (4, 8, LONG, LONG)
     out = att(*qkv, first=512, origin=(0, 0, 512, 512), sizes=sizes)
     assert torch.equal(att(*qkv, first=0, sizes=sizes), out)
@@ -131,7 +132,7 @@ def test_largest_scores_sinks_and_dropout_keep_their_bits():
 
 
 def test_rows_that_see_no_key_stay_zero():
-    att, (q, k, v) = fk.compile("causal & k >= 600", invariant=True), drawn(1, 2, 1, 64)
+    att, (q, k, v) = fk.compile(FROM_FIRST, invariant=True, w=LENGTH, first=600), drawn(1, 2, 1, 64)
     k[:, :, :64], v[:, :, :64] = torch.nan, torch.nan  # hidden keys may be anything
     out, lse = att(q, k, v, return_lse=True)
     assert (out[:, :, :600] == 0).all()

@@ -29,7 +29,7 @@ def model(**fields):
     frisket.integrations.transformers.register()
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 100, "pad_token_id": 0, "eos_token_id": None}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 100, "pad_token_id": 0, "eos_token_id": None}
     config = transformers.LlamaConfig(**sizes, **fields)
     made = transformers.LlamaForCausalLM._from_config(config, attn_implementation="frisket").eval()
     for module in made.modules():

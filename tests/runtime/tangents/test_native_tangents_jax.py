@@ -47,9 +47,8 @@ def test_jax_native_tangents_of_some_arrays_equal_dense(dtype, monkeypatch):
     monkeypatch.setattr("frisket.runtime.jax.differentiable.tangent", None)
     draws = np.random.default_rng(0)
     with jax.enable_x64(True):
-        arrays = [
-            jnp.asarray(draws.standard_normal((2, n, h, 16))).astype(dtype) for n, h in ((37, 4), (45, 2), (45, 2))
-        ]
+        shapes = (2, 70, 4, 20), (2, 83, 2, 20), (2, 83, 2, 33)  # tiles and kernels of test_native_tangents.py
+        arrays = [jnp.asarray(draws.standard_normal(shape)).astype(dtype) for shape in shapes]
         along = [np.flip(x, 1) for x in arrays]
 
         @partial(jax.jit, static_argnums=0)
@@ -65,7 +64,7 @@ def test_jax_native_tangents_of_some_arrays_equal_dense(dtype, monkeypatch):
 
         want = tangents_of(dense, *([x.astype("float64") for x in xs] for xs in (arrays, along)))
         bound = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}[dtype]
-        got = tangents_of(partial(ATT, return_lse=True), arrays, along)
+        got = tangents_of(partial(fk.compile(MASK, SCORE, backend="cpp"), return_lse=True), arrays, along)
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert np.abs(np.asarray(x, np.float64) - y).max() <= bound * max(1, np.abs(y).max())
 

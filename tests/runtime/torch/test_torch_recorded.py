@@ -277,7 +277,12 @@ FORWARD_MODES = {
 }
 
 
-TANGENTS = {"plain": PLAIN, "learned": lambda q, k, v: LEARNED(q, k, v, return_lse=True)[0], "flex": flex_attention}
+SEEN = {x: create_block_mask(lambda b, h, q, k: q >= k, 1, 2, 8, 8, "cpu", BLOCK_SIZE=8).to(x) for x in ("cpu", "meta")}
+TANGENTS = {
+    "plain": PLAIN,
+    "learned": lambda q, k, v: LEARNED(q, k, v, return_lse=True)[0],
+    "flex": lambda q, k, v: flex_attention(q, k, v, block_mask=SEEN[q.device.type]),
+}
 RARE = [(x, torch.enable_grad) for x in FORWARD_MODES if "compile" in x]  # they compile for seconds
 RARE += [(x, torch.no_grad) for x in ("compile(jacfwd)", "compile(dual)", "dual(compile)")]
 
@@ -362,7 +367,7 @@ BESIDE = {  # which of the arguments have no memory: they ended the process, or 
     "sinks": ("causal", None, {"sinks": ONE}),
     "slopes": ("causal", ALIBI, {"slope": ONE}),
     "documents": ("causal & same(doc)", None, {"doc": torch.arange(40) // 7}),
-    "a number": ("causal & window(9)", "softcap(c)", {"c": torch.tensor(0.5)}),
+    "a number": ("causal", "score * c + q", {"c": torch.tensor(0.5)}),
 }
 
 
@@ -375,10 +380,10 @@ BESIDE = {  # which of the arguments have no memory: they ended the process, or 
 )  # fmt: skip
 def test_tensors_without_memory_beside_plain_queries(name, moved):
     mask, score, given = BESIDE[name]
-    mask = "k % 4 == 0 | q == k" if moved else mask
+    mask, length = ("causal & k % 4 == 0", 192) if moved else (mask, 40)
     given = {} if moved and name == "documents" else given
-    att = fk.compile(mask, score, reorder=fk.reorder(mask, 40, block=(8, 8), moving=0) if moved else None)
-    qkv = torch.randn(3, 2, 4, 40, 16, generator=torch.Generator().manual_seed(0))
+    att = fk.compile(mask, score, reorder=fk.reorder(mask, length, block=(16, 16), moving=0) if moved else None)
+    qkv = torch.randn(3, 2, 4, length, 16, generator=torch.Generator().manual_seed(0))
     want, some = att(*qkv, **given), [Held(x) if n == name else x for n, x in zip("qkv", qkv)]
     for _ in range(2):
         torch.testing.assert_close(plain(att(*some, **{n: Held(x) for n, x in given.items()})), want)

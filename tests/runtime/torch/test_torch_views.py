@@ -102,7 +102,8 @@ def test_cache_steps_of_views_equal_those_of_copies(make, dtype):
     if make is KVCache:
         new, att = lambda: KVCache.create(2, 32, 2, 16, dtype=dtype), fk.compile("causal", backend="cpp")
     else:
-        new, att = lambda: RingKVCache.create(2, 8, 2, 16, dtype=dtype), fk.compile("causal & window(8)", backend="cpp")
+        att = fk.compile("causal & window(24)", backend="cpp")
+        new = lambda: RingKVCache.create(2, 24, 2, 16, dtype=dtype)  # noqa: E731
 
     def steps(q, k, v):
         cache = new()

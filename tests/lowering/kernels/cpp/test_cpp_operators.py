@@ -64,29 +64,35 @@ class Functions(cpp.CppKernel):
         lines = [self.expressions()]
         for name, head in zip(self.given, heads, strict=True):
             lines += self._function(name, head, "")
-        lines += ["}  // namespace", "", 'extern "C" void all(const Call *call, int64_t count, void **out) {']
-        lines += ["    const Fixed fixed = fixed_of(call, 0, 0);", "    for (int64_t i = 0; i < count; i += NEXT) {"]
+        lines += [
+            "}  // namespace",
+            "",
+            'extern "C" void all(const Call *call, int64_t count, int64_t next, void **out) {',
+        ]
+        lines += ["    const Fixed fixed = fixed_of(call, 0, 0);", "    for (int64_t i = 0; i < count; i += next) {"]
         lines += ["        const Row row = row_of(fixed, (Int)i);"]
         lines += ["        const Column column = column_of(fixed, (Int)i, count - i);"]
         for n, (name, root) in enumerate(self.given.items()):
             one = "Real" if root.type is FLOAT else "int64_t"
             lines += [f"        const auto x{n} = {name}_(fixed, row, column);"]
-            lines += ["        for (int j = 0; j < NEXT && i + j < count; j++)"]
+            lines += ["        for (int j = 0; j < next && i + j < count; j++)"]
             lines += [f"            (({one} *)out[{n}])[i + j] = ({one})x{n}[j];"]
-        page = "\n".join([*lines, "    }", "}", ""])
+        lines += ["    }", "}", 'extern "C" int lanes() { return LANES; }', ""]
+        page = "\n".join(lines)
         for head, root in zip(heads, self.given.values(), strict=True):
             if "k" in ir.uses(root):  # vectors: all of them in one function take g++ three times as long
                 page = page.replace(f"INLINE {head}", f"__attribute__((noinline)) {head}")
         return page
 
 
-def run(roots, plan, record, dtype, variant, step, count, functions=Functions):
-    """The values of `roots` at 0, 1, ... count, by name."""
-    library = native_build.library(f"#define NEXT {step}\n" + functions(roots, plan, dtype).source(), variant)
+def run(roots, plan, record, dtype, variant, level, count, functions=Functions):
+    """The values of `roots` at 0, 1, ... count, by name. Roots of another level (k: vectors, q: numbers) are wrong."""
+    library = native_build.library(functions(roots, plan, dtype).source(), variant)
+    library.all.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     real = np.float64 if dtype == "float64" else np.float32
     out = {n: np.zeros(count, real if e.type is FLOAT else np.int64) for n, e in roots.items()}
     places = np.array([x.ctypes.data for x in out.values()], np.int64)
-    library.all(ctypes.c_void_p(record.ctypes.data), ctypes.c_int64(count), ctypes.c_void_p(places.ctypes.data))
+    library.all(record.ctypes.data, count, 1 if level is q else library.lanes(), places.ctypes.data)
     return {n: x != 0 if roots[n].type is BOOL else x for n, x in out.items()}
 
 
@@ -120,8 +126,8 @@ def meaning(e, env):
     return 1 / (1 + np.exp(-env[e.args[0].name])) if e.op == "sigmoid" else evaluate(e, env)
 
 
-def off(dtype, wide, variant, level, step):
-    """Each operator that is not what the interpreter says, with an example."""
+def off(dtype, wide, variant, level):
+    """Each operator that is not what the interpreter says, with an example. Both levels are one library."""
     if why := native_build.lacking(variant):
         pytest.skip(why)
     double, real = dtype == "float64", np.float64 if dtype == "float64" else np.float32
@@ -133,13 +139,14 @@ def off(dtype, wide, variant, level, step):
         leaves = [ir.param(m, t) for m, t in zip(names, types, strict=True)]
         with np.errstate(all="ignore"):
             wanted[f"f{n}"] = meaning(ir.build(op, *leaves), dict(zip(names, arrays, strict=True)))
-        roots[f"f{n}"] = ir.build(op, *(lookup(m, (level,), t) for m, t in zip(names, types, strict=True)))
+        for at, name in ((k, f"k{n}"), (q, f"q{n}")):
+            roots[name] = ir.build(op, *(lookup(m, (at,), t) for m, t in zip(names, types, strict=True)))
     plan, (record, _keep) = call(tables, real, wide)
-    found = run(roots, plan, record, dtype, variant, step, max(map(len, tables.values())))
+    found = run(roots, plan, record, dtype, variant, level, max(map(len, tables.values())))
     wrong = {}
     for n, (op, types) in enumerate(CASES):
         want = wanted[f"f{n}"]
-        got = found[f"f{n}"][: len(want)]
+        got = found[f"{'q' if level is q else 'k'}{n}"][: len(want)]
         good = same(op, got, want, real, wide)
         if not good.all():
             i = int(np.argmin(good))
@@ -164,19 +171,19 @@ def same(op, got, want, real, wide):
 @pytest.mark.parametrize(("dtype", "wide", "variant"), SETTINGS)
 def test_native_operators_on_vectors_equal_the_reference(dtype, wide, variant, optimized):
     """Exhaustive with all optimizations, which take g++ 5 seconds."""
-    assert off(dtype, wide, variant, k, "LANES") == {}
+    assert off(dtype, wide, variant, k) == {}
 
 
 @pytest.mark.parametrize(("dtype", "wide"), [("float32", False), ("float64", True)])
 def test_native_operators_on_scalars_equal_the_reference(dtype, wide):
-    assert off(dtype, wide, "native", q, "1") == {}
+    assert off(dtype, wide, "native", q) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "wide", "variant"), SLOW)
 def test_native_operators_agree_on_every_instruction_set(dtype, wide, variant):
-    assert off(dtype, wide, variant, k, "LANES") == {}
-    assert off(dtype, wide, variant, q, "1") == {}
+    assert off(dtype, wide, variant, k) == {}
+    assert off(dtype, wide, variant, q) == {}
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -187,13 +194,13 @@ def test_native_random_numbers_equal_the_reference(wide):
     root = random(lookup("i0", (q,)), lookup("i1", (q,)), lookup("i2", (k,)))
     plan, (record, _keep) = call(tables, np.float32, wide)
     of_a_row = random(lookup("i0", (q,)), lookup("i1", (q,)))  # a number, where the other is a vector
-    out = run({"draw": root, "row": of_a_row}, plan, record, "float32", "native", "1", len(i))
+    out = run({"draw": root, "row": of_a_row}, plan, record, "float32", "native", q, len(i))
     assert (out["draw"] == evaluate(random(*map(ir.param, tables)), tables)).all()
     assert (out["row"] == evaluate(random(ir.param("i0"), ir.param("i1")), tables)).all()
 
 
-@pytest.mark.parametrize("step", ["LANES", "1"])
-def test_neighbours_along_any_axis(step):
+@pytest.mark.parametrize("level", [k, q], ids=["LANES", "1"])
+def test_neighbours_along_any_axis(level):
     """Entries of a vector lie one behind another, or a row of the table apart, and those outside are the nearest."""
     draw, at = np.random.default_rng(1), np.arange(64)
     tables = {"i0": draw.integers(0, 99, (40, 3)), "i1": draw.integers(0, 99, (3, 40))}
@@ -203,12 +210,12 @@ def test_neighbours_along_any_axis(step):
         inside = where.clip(0, 39)
         roots |= {f"{name}_0": lookup("i0", (place, lit(1))), f"{name}_1": lookup("i1", (lit(2), place))}
         wanted |= {f"{name}_0": tables["i0"][inside, 1], f"{name}_1": tables["i1"][2, inside]}
-    if step == "1":
-        roots = {n: ir.substitute(x, {k: q}) for n, x in roots.items()}
+    roots |= {f"{n}_of_q": ir.substitute(x, {k: q}) for n, x in roots.items()}
     plan, (record, _keep) = call(tables, np.float32, False)
-    found = run(roots, plan, record, "float32", "native", step, len(at))
+    found = run(roots, plan, record, "float32", "native", level, len(at))
     for name, want in wanted.items():
-        np.testing.assert_array_equal(found[name][: len(at)], want, name)
+        values_of_level = found[f"{name}_of_q" if level is q else name]
+        np.testing.assert_array_equal(values_of_level[: len(at)], want, name)
 
 
 FUNCTIONS = {"exp": (-87, 88), "exp2": (-125, 128), "tanh": (-12, 12), "sigmoid": (-30, 30), "log": (1e-6, 100.0),
@@ -225,7 +232,7 @@ def test_functions_at_many_points():
         tables[f"f{n}"] = np.float32(some).astype(float)
         roots[op + "_at"] = ir.build(op, lookup(f"f{n}", (k,), FLOAT))
     plan, (record, _keep) = call(tables, np.float32, False)
-    found = run(roots, plan, record, "float32", "native", "LANES", 11000)
+    found = run(roots, plan, record, "float32", "native", k, 11000)
     for n, op in enumerate(FUNCTIONS):
         x = tables[f"f{n}"]
         want = meaning(ir.build(op, ir.param("x", FLOAT)), {"x": x})
@@ -248,7 +255,7 @@ def test_weights_of_the_softmax_at_many_points(dtype):
     x = np.concatenate([x, x / 100, -np.logspace(-12, 0, 99), [0, lowest * 2, -np.inf, np.nan]]).astype(real)
     plan, (record, _keep) = call({"f0": x.astype(float)}, real, False)
     root = {"at": ir.build("exp2", lookup("f0", (k,), FLOAT))}
-    got = run(root, plan, record, dtype, "native", "LANES", len(x), Weights)["at"]
+    got = run(root, plan, record, dtype, "native", k, len(x), Weights)["at"]
     want = np.exp2(x.astype(np.longdouble))
     want[-3:] = 0, 0, np.nan
     assert np.isnan(got[-1])

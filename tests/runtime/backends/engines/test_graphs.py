@@ -94,7 +94,7 @@ def test_arrays_of_other_strides_than_were_compared(graph, deterministic, called
     """An engine that was compared on contiguous arrays takes these by itself, and any strides where it is named."""
     compared = proof.Comparison(engine="cudnn", platform="cpu", contiguous=True)
     monkeypatch.setattr(proof, "CHECKED", (compared,))
-    contiguous = [torch.randn(1, h, 40, 16).half().requires_grad_() for h in (4, 2, 2)]
+    contiguous = [torch.randn(1, h, 40, 16).bfloat16().requires_grad_() for h in (4, 2, 2)]
     own = [x.detach().double().requires_grad_() for x in contiguous]
     out = fk.compile("causal", backend="aten")(*own)
     want = out, *torch.autograd.grad(out, own, torch.ones_like(out))

@@ -125,7 +125,7 @@ def test_calls_that_splash_refuses() -> None:
 
 
 def test_splash_under_jit_and_grad() -> None:
-    q, k, v = qkv(128, 128)
+    q, k, v = qkv(128, 128, dim=16)
     grads = []
     for backend in ("splash", "xla"):
         att = fk.compile("causal", backend=backend)
