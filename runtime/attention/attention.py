@@ -123,6 +123,8 @@ class Attention:
         self._copied = [(n, self.captured[n], paths) for n, paths in self.paths.items() if n not in flowing] + inside
         self._tables, self._shared = program.tables, call_arrays.shared(program.tables)
         self.rereads = program.rereads
+        # Dynamo reads it, and enters no cached property
+        self._learnable = program.learnable if self.rereads else frozenset()
         program.origin.follow_copies(type(self))
         if not self.rereads:  # else `__getattr__` reads them at each access
             self.learned: dict[str, Any] = flowing
@@ -168,7 +170,7 @@ class Attention:
             return learned
         replaced = {}
         for n, x, paths in self._copied:
-            if (y := read_again(n, paths)) is not x:
+            if (y := read_again(n, paths)) is not x or (n in self._learnable and learns(y)):
                 if not n:
                     raise ParameterError(part_of_expression(paths[0]))
                 replaced[n] = y
@@ -189,14 +191,16 @@ class Attention:
         array([[[[1, 0, 0]]]])
         """
         arrays = [(n, old, read_again(n, paths)) for n, old, paths in self._copied if n not in but]
-        if all(x is old for _, old, x in arrays):
+        # attention that has copies gives no gradient to an array that requires one since
+        learned = [n for n, _, x in arrays if n in self._learnable and learns(x)]
+        if not learned and all(x is old for _, old, x in arrays):
             return self
-        key = ("now", *((n, id(x)) for n, _, x in arrays))
+        key = ("now", *((n, id(x)) for n, _, x in arrays), *learned)
         entry: tuple[Attention, Any] | None = self._views.get(key)
         if entry is None:
             stay = {*but, *(n for n, *_ in self._flowing)}
             program, is_traced = self.program.changed(lambda p: p.now(stay)), any(traced(x) for *_, x in arrays)
-            same = program.parts == self.program.parts and not is_traced
+            same = program.parts == self.program.parts and not (is_traced or learned)
             entry = self if same else self._over(program), arrays  # equal entries: the calls that are prepared stay
             if not is_traced:
                 remember(self._views, key, entry, KEPT)  # with the arrays: no other array has their id then

@@ -27,6 +27,7 @@ from frisket.runtime.calls.arrays import WORDS, in_graph, kv_inputs_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.parameters import learns
 from frisket.runtime.plans.device import results
+from frisket.runtime.torch.autograd import has_tangents
 from frisket.runtime.torch.decode import DecodeCall, step_of
 
 from . import positions
@@ -347,6 +348,8 @@ class TorchCache(nn.Module):
         for name, x in (("k", k), ("v", v)):
             if x.requires_grad and torch.is_grad_enabled():
                 raise BackwardError(f"{name} requires a gradient, and none flows through a cache: {name}.detach()")
+            if has_tangents(x):
+                raise BackwardError(f"{name} has a tangent, and none flows through a cache: {name}.detach()")
         return new
 
     def _store(self, k: Tensor, v: Tensor, new: int, counts: Any) -> Self:

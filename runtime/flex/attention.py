@@ -127,7 +127,7 @@ def flex_attention(
         text = f"return_aux is {return_aux!r}\n  it says what else to return: AuxRequest(lse=True, max_scores=True)"
         raise ParameterError(text)
     # a kernel takes the scale as a number, which has no gradient: one that learns becomes part of the score mod
-    if isinstance(scale, Tensor) and (learns(scale) or in_graph(scale)) and not scale.ndim:
+    if isinstance(scale, Tensor) and (in_graph(scale) or learns(scale)) and not scale.ndim:
         score_mod, scale = _scaled(scale, score_mod), 1.0
     top = return_aux is not None and return_aux.max_scores
     rows = top or return_lse or (return_aux is not None and return_aux.lse)

@@ -32,6 +32,7 @@ from frisket.runtime.attention.entry import attention, scaled_attention
 from frisket.runtime.calls.arrays import COPIED, in_graph, version_of
 from frisket.runtime.calls.options import Options, flag, rate_of
 from frisket.runtime.machine.modules import extras
+from frisket.runtime.machine.parameters import has_tangent, learns
 
 with extras():
     import torch
@@ -147,7 +148,7 @@ def _four_axes_of_mask(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
         text = f"attn_mask has the shape {list(mask.shape)}; it broadcasts to [..., heads, q_len, kv_len] = "
         raise ShapeError(f"{text}{list(whole)}: give each axis its length there, or 1")
     mask = mask[(None,) * (len(whole) - mask.ndim)]
-    if not mask.requires_grad:  # the gradient of a leaf belongs to every entry
+    if not learns(mask):  # the gradient of a leaf belongs to every entry
         # a step of 0: one entry stands for the axis
         for axis, step in enumerate(mask.stride()):
             mask = mask.narrow(axis, 0, 1) if step == 0 and mask.shape[axis] > 1 else mask
@@ -180,7 +181,7 @@ def _masked(
     """Attention under a mask of four axes, which is a view of the user's tensor, `owner`."""
     q, k, v = qkv
     graph = in_graph(q, k, v, mask)
-    if graph or isinstance(scale, Tensor) or (mask.requires_grad and torch.is_grad_enabled()):
+    if graph or isinstance(scale, Tensor) or (mask.requires_grad and torch.is_grad_enabled()) or has_tangent(mask):
         text: str | None
         bias, score = None, None
         if mask.is_floating_point():

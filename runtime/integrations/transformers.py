@@ -66,6 +66,7 @@ from frisket.runtime.attention.entry import attention_for, scaled_attention
 from frisket.runtime.caches.positions import AT, HIGH, LOW, REQUESTS, SHIFT, STEPS, no_room, not_served, placed
 from frisket.runtime.calls.arrays import in_graph, version_of
 from frisket.runtime.calls.options import Options, flag, rate_of, tuning_of
+from frisket.runtime.machine.parameters import learns
 from frisket.runtime.masks.mask import for_one_call
 from frisket.runtime.masks.mask import mask as as_mask
 
@@ -221,7 +222,7 @@ def _mask_of(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Any, causal: b
 
 
 def _dense(mask: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
-    if in_graph(q) or mask.requires_grad:  # one that learns is another in every layer
+    if in_graph(q) or learns(mask):  # one that learns is another in every layer
         return masks.dense(mask, q, k)
     key = q.shape[:3], k.shape[2]
     entries: dict[Any, tuple[Any, SymbolicMask]] = cached_on(mask, "symbolic", dict)  # for the layers to come

@@ -28,6 +28,7 @@ from frisket.dsl.ir import Expr, clauses, conj, lookup, substitute, var
 from frisket.dsl.transfer import distance_only
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
+from frisket.runtime.machine.parameters import learns
 from frisket.runtime.masks.mask import Mask, mask
 
 B, Q, K = var("b"), var("q"), var("k")
@@ -304,7 +305,7 @@ def dense(array: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
         text = f"attention_mask is {_kind(array)}; with 4 axes it is Bools, True where a key is visible, or Floats "
         raise ParameterError(f"{text}that are added to scores, 0 where a key is visible")
     index = ", ".join([x if n > 1 else "0" for x, n in zip(POSITIONS, array.shape)])
-    if array.is_floating_point() and array.is_cpu and not torch.compiler.is_compiling() and not array.requires_grad:
+    if array.is_floating_point() and array.is_cpu and not torch.compiler.is_compiling() and not learns(array):
         hidden = array <= torch.finfo(array.dtype).min
         if bool((hidden | (array == 0)).all()):
             array = ~hidden

@@ -67,9 +67,18 @@ def stand_in(x: Any) -> Any:
 
 
 def learns(value: Any) -> bool:
-    """Whether a value may change between calls: a torch tensor that requires a gradient, a module's parameter."""
+    """Whether a value may change between calls: a torch tensor that requires a gradient or has a tangent, a module's
+    parameter."""
     # a frozen one may be trained later
-    return is_tensor(value) and (value.requires_grad or type(value).__name__ == "Parameter")
+    return is_tensor(value) and (value.requires_grad or type(value).__name__ == "Parameter" or has_tangent(value))
+
+
+def has_tangent(x: Any) -> bool:
+    """Whether a torch tensor has a tangent, of `forward_ad` or of torch.func.jvp."""
+    torch: Any = sys.modules["torch"]
+    dual, wrapped = torch.autograd.forward_ad, torch._C._functorch.is_gradtrackingtensor
+    # torch.func.jvp wraps tensors, and tells the tangents of its innermost level alone
+    return dual._current_level >= 0 and (wrapped(x) or dual.unpack_dual(x).tangent is not None)
 
 
 def with_learned(values: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:

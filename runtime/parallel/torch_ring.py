@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from frisket.dsl.errors import ParameterError, PeerError, ShapeError
+from frisket.dsl.errors import BackwardError, ParameterError, PeerError, ShapeError
 from frisket.dsl.ir import uses
 from frisket.lowering.dtypes import accumulate
 from frisket.lowering.plan import Cotangents, ForwardResults
@@ -34,7 +34,7 @@ from frisket.runtime.attention.weighted import Sums, check_weighted, divided, pr
 from frisket.runtime.calls.arrays import recorded, version_of
 from frisket.runtime.calls.options import CallArgs, refuse_parts, seed_of, sinks_of
 from frisket.runtime.machine.parameters import check_plain, digest
-from frisket.runtime.torch.autograd import dsinks, written_out
+from frisket.runtime.torch.autograd import dsinks, has_tangents, written_out
 from frisket.runtime.torch.op import cast, kept_ready
 from frisket.runtime.torch.ready import PreparedCall
 
@@ -242,6 +242,9 @@ def attend(
     if recorded():
         text = "messages between ranks are no part of a graph that make_fx or torch.jit.trace records\n  record "
         raise ParameterError(f"{text}what is before and behind context parallel attention, and call it in between")
+    if torch._C._functorch.maybe_current_level() is not None or has_tangents(q, k, v, sinks, *params.values()):
+        text = "context parallelism has first gradients in reverse, and neither tangents nor transforms of torch.func\n"
+        raise BackwardError(f"{text}  take `backward` or torch.autograd.grad, or call the attention on all tokens")
     wire = Wire(group)
     q, k, v = cast(q, k, v)
     _check(q, k, v, deal, wire, variant)

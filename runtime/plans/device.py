@@ -42,7 +42,7 @@ from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.arrays import Arrays, Stored, framework_of, version_of
 from frisket.runtime.calls.options import flag
 from frisket.runtime.calls.program import CallProgram, check_used
-from frisket.runtime.machine.parameters import check_plain, is_tensor, traced
+from frisket.runtime.machine.parameters import check_plain, is_tensor, learns, traced
 from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask
 
@@ -55,8 +55,7 @@ def split_host_device(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(values of the host, values that stay where they are). Those that stay are traced ones, torch tables on an
     accelerator, arrays of `framework` (of any, when None) that gradients may flow to, being `learnable`. Where `flat`
-    asks for the flat planner, so is every table of a framework. `flat=False` keeps all on the host but what requires a
-    gradient."""
+    asks for the flat planner, so is every table of a framework. `flat=False` keeps all on the host but what learns."""
     for n, x in params.items():
         check_plain(n, x)
     stays = {n for n, x in params.items() if _stays(x, flat, n in learnable, framework)}
@@ -66,7 +65,7 @@ def split_host_device(
 def _stays(x: Any, flat: bool | None, learnable: bool, framework: str | None) -> bool:
     kind = framework_of(x)
     if flat is False:
-        return learnable and is_tensor(x) and x.requires_grad
+        return learnable and learns(x)
     if traced(x) or kind not in ("torch", "jax"):
         return traced(x)
     on_accelerator = kind == "torch" and x.device.type != "cpu"  # JAX's are copied to the host, unless traced

@@ -21,7 +21,7 @@ from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs
 from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge, lse_of
 from frisket.runtime.calls.arrays import in_graph, recorded
 
-from .differentiable import DifferentiableCall, second
+from .differentiable import DifferentiableCall, dual, second
 from .differentiable import gradients as gradients_recorded
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def transformed(*cotangents: Any) -> bool:
 def has_tangents(*arrays: Any) -> bool:
     """Whether some of the tensors have forward_ad's tangents. Raises inside an operator of torch, which hides them and
     has no rule for them."""
+    if forward_ad._current_level < 0:
+        return False
     c = torch._C
     if c._dispatch_tls_is_dispatch_key_excluded(c.DispatchKey.AutogradFunctionality):
         if not c._len_torch_dispatch_stack():
@@ -56,8 +58,7 @@ def has_tangents(*arrays: Any) -> bool:
             with c._ForceDispatchKeyGuard(*keys):
                 refuse_tangents(*arrays)
         return False
-    duals = (forward_ad.unpack_dual(x) for x in arrays if isinstance(x, Tensor))  # type: ignore[no-untyped-call]
-    return any(x.tangent is not None for x in duals)
+    return any(isinstance(x, Tensor) and dual(x)[1] is not None for x in arrays)
 
 
 def refuse_tangents(*arrays: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar.memo import remember
@@ -110,14 +111,14 @@ def step_of(
 ) -> DecodeCall | None:
     """The `DecodeCall` for a call of q, k and v, kept in `steps`, whose calls all have the same `sizes`.
 
-    None where a call is more than a step: on a GPU, in a graph, under autocast or a default device, with gradients, or
-    of many queries."""
+    None where a call is more than a step: on a GPU, in a graph, under autocast or a default device, with gradients or
+    under `forward_ad`, or of many queries."""
     (q, k, v), settings = qkv, Settings.read()
-    if in_graph(q) or not q.is_cpu or q.shape[2] > MAX_STEP_QUERIES or settings.check:
+    # under forward_ad queries, sinks and parameters may have tangents, which a prepared step does not see
+    if in_graph(q) or not q.is_cpu or q.shape[2] > MAX_STEP_QUERIES or settings.check or forward_ad._current_level >= 0:
         return None
-    if torch.is_autocast_enabled("cpu") or torch._C._is_torch_function_mode_enabled():
-        return None
-    if q.is_neg() or q._is_zerotensor() or (q.requires_grad and torch.is_grad_enabled()):
+    modes = torch._C._is_torch_function_mode_enabled() or torch.is_autocast_enabled("cpu")
+    if modes or q.is_neg() or q._is_zerotensor() or (q.requires_grad and torch.is_grad_enabled()):
         return None
     param_keys: list[Any] = []
     versions: list[Any] = []

@@ -9,7 +9,7 @@ A second call compares its key (`key_of`) with those in `att.calls`, or in `plan
   of a table on a device are not: a copy of the `PreparedCall` gets the plan of this call's tables (`_earlier`)
 
 The `PreparedCall` under the key holds all but tensors. The call checks its sinks, seed and gradients, and launches:
-`PreparedCall.attend`, or native kernels by the addresses of arrays (`PreparedCall.fast`). Without one, `_first_call`
+`PreparedCall.__call__`, or native kernels by the addresses of arrays (`PreparedCall.fast`). Without one, `_first_call`
 checks all arguments, names a backend and plans (`Attention.call`: a `CheckedCall`). `prepare` then asks for an engine
 (`VendorCall`), uploads tables (`_prepared`) and builds the kernel (`_built`); the next call finds the `PreparedCall`.
 
@@ -73,7 +73,7 @@ def attend(att: Any, request: CallArgs, saving: bool = False, lse: bool = True) 
         q, k, v = cast(q, k, v)  # operators of ours are none that autocast knows
         request = request._replace(q=q, k=k, v=v)
     settings = Settings.read()
-    if forward_ad._current_level >= 0 and has_tangents(q, k, v, sinks, *params.values(), *att.learned.values()):
+    if forward_ad._current_level >= 0 and has_tangents(q, k, v, *_arrays_of(att, request).values()):
         return _with_tangents(att, request, saving)
     if plan is not None and getattr(plan, "on_device", False):
         refuse_written(plan)  # a plan of the host has copies
@@ -112,28 +112,35 @@ def attend(att: Any, request: CallArgs, saving: bool = False, lse: bool = True) 
     if ready.runs == 1:
         ready.fast = _fast_path_of(att, ready, request, key)
     ready.runs += 1
-    known = att.learned if plan is None else plan.device_values
-    inputs = [params[n] if n in params else known[n] for _, n in ready.kv_inputs]
+    return ready(operands_of(att, request, ready), seed_of(seed, att.options.dropout, "torch"), top, saving)
+
+
+def _arrays_of(att: Any, request: CallArgs) -> dict[str, Any]:
+    """The sinks and the other arrays of a call by name, with those that its attention or its plan holds."""
+    sinks = att.options.sinks if request.sinks is None else request.sinks
+    return {**(att.learned if request.plan is None else request.plan.device_values), **request.params, "sinks": sinks}
+
+
+def operands_of(att: Any, request: CallArgs, ready: PreparedCall, bhsd: bool = False) -> tuple[Any, ...]:
+    """q, k, v, sinks and the values of `ready.kv_inputs` of a call, as `ready` takes them; in its axis order, or else
+    as [batch, heads, length, dim]."""
+    (q, k, v), arrays = request[:3], _arrays_of(att, request)
+    values = [arrays[n] for _, n in ready.kv_inputs]
+    if (sinks := arrays["sinks"]) is not None:
+        sinks = sinks_of(sinks, ready.inputs.geometry.heads, "torch", accumulate(ready.real), q.device)
     if ready.bshd:
-        inputs = [transpose_to(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.kv_inputs, inputs, strict=True)]
-    results: tuple[Any, ...] = ready.attend(request, inputs, att.options, saving)
-    return results
+        values = [transpose_to(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.kv_inputs, values, strict=True)]
+    if ready.bshd and bhsd:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return q, k, v, sinks, *values
 
 
 def _with_tangents(att: Any, request: CallArgs, saving: bool) -> tuple[Any, ...]:
     """`attend` of tensors that have tangents."""
-    q, k, v, params = request.q, request.k, request.v, request.params
-    primal = [dual(x)[0] for x in (q, k, v)]
-    ready = kept_ready(att, request._replace(q=primal[0], k=primal[1], v=primal[2])).generated
-    known = att.learned if request.plan is None else request.plan.device_values
-    values = [params[n] if n in params else known[n] for _, n in ready.kv_inputs]
-    sinks = att.options.sinks if request.sinks is None else request.sinks
-    if sinks is not None:
-        sinks = sinks_of(sinks, ready.inputs.geometry.heads, "torch", accumulate(ready.real), q.device)
-    if ready.bshd:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (dual(x)[0] for x in request[:3])
+    ready = kept_ready(att, request._replace(q=q, k=k, v=v)).generated
     seed = seed_of(request.seed, att.options.dropout, "torch")
-    out, lse, top = attend_with_tangents(ready, seed, request.top, q, k, v, sinks, *values)
+    out, lse, top = attend_with_tangents(ready, seed, request.top, *operands_of(att, request, ready, bhsd=True))
     results = out.transpose(1, 2) if ready.bshd else out, lse, top if request.top else None
     return (*results, None) if saving else results
 
@@ -150,8 +157,7 @@ def _first_call(
         return (*nothing(call, learned), None) if saving else nothing(call, learned)
     backend = RECORDS[call.backend]
     if not backend.has_gradients("torch"):
-        learned = [*request.params.values(), *att.learned.values()]
-        refuse_gradients(call.backend, (*request[:3], call.sinks, *learned))
+        refuse_gradients(call.backend, (*request[:3], *_arrays_of(att, request).values()))
     if backend.oracle or settings.check:
         result: tuple[Any, ...] = att.run(call)
         att.check_if_asked(call, result)
@@ -330,9 +336,8 @@ def key_of(att: Any, request: CallArgs, settings: Settings) -> tuple[Any, tuple[
 
 
 def _learned(att: Any, name: str, x: Any) -> bool:
-    if name not in att.program.learnable or not hasattr(x, "requires_grad") or x.is_nested:
-        return False
-    return x.is_floating_point() and x.layout is torch.strided
+    flows = name in att.program.learnable and hasattr(x, "requires_grad") and not x.is_nested
+    return flows and x.is_floating_point() and x.layout is torch.strided
 
 
 def _on_accelerator(x: Any, device: Any) -> bool:

@@ -27,7 +27,7 @@ from frisket.runtime.backends.cpp.torch import FastPath, lse_of
 from frisket.runtime.backends.engines import proof as proofs
 from frisket.runtime.calls.arrays import NATURAL, capturing, keep_for_graphs
 from frisket.runtime.calls.arrays import refuse_gradients as refuse_stored
-from frisket.runtime.calls.options import CallArgs, Options, seed_of, sinks_of
+from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.cpp_build import BuildError, PendingError
 from frisket.runtime.plans.device import CallPlan, CheckedCall, FlatPlan
 from frisket.runtime.plans.run import DTYPES, Prepared, SpanRequest, function, kernel_tables
@@ -76,14 +76,6 @@ class PreparedCall:
     runs: int = field(default=0, init=False)  # calls that did not take the fast path
     # runs such calls by the addresses of their arrays; made at the second run, as more may follow
     fast: FastPath | None = field(default=None, init=False)
-
-    def attend(self, request: CallArgs, values: Iterable[Tensor], options: Options, saving: bool = False) -> Any:
-        """A call as users write it, of arrays that are known to fit; `values`: of `kv_inputs`."""
-        q, k, v, sinks = request.q, request.k, request.v, options.sinks if request.sinks is None else request.sinks
-        seed = seed_of(request.seed, options.dropout, "torch")
-        if sinks is not None:
-            sinks = sinks_of(sinks, self.inputs.geometry.heads, "torch", accumulate(self.real), q.device)
-        return self((q, k, v, sinks, *values), seed, request.top, saving)
 
     def __call__(self, arrays: tuple[Any, ...], seed: Any, top: bool, saving: bool = False) -> tuple[Any, ...]:
         """(out, lse, top), with `saving` softmax_stats too. `arrays` are q, k, v, sinks [heads] and the values of

@@ -461,8 +461,8 @@ def _mapped(x: Tensor) -> bool:
 
 def _differentiated(x: Any) -> bool:
     mapped = torch._C._functorch.is_batchedtensor  # torch.vmap has no rule for tangents
-    levels = [] if not isinstance(x, Tensor) else [y for y in _levels(x) if not mapped(y)]
-    return any(y.requires_grad or dual(y)[1] is not None for y in levels)
+    levels = _levels(x) if isinstance(x, Tensor) else ()
+    return any(not mapped(y) and (y.requires_grad or dual(y)[1] is not None) for y in levels)
 
 
 def _tensors(names: str) -> list[str]:

@@ -11,16 +11,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from frisket.dsl.errors import ParameterError
-from frisket.lowering.dtypes import accumulate
 from frisket.lowering.plan import Geometry
 from frisket.runtime.attention.statistics import Statistics, Wanted
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.calls.arrays import in_graph, transpose_to
-from frisket.runtime.calls.options import CallArgs, sinks_of
+from frisket.runtime.calls.arrays import in_graph
+from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.machine.cpp_build import BuildError, fall_back
 
+from .autograd import has_tangents
 from .differentiable import DifferentiableCall, Row
-from .op import cast, kept_ready
+from .op import cast, kept_ready, operands_of
 from .ready import PreparedCall
 
 Tensor = Any
@@ -41,22 +41,16 @@ def statistics(att: Any, request: CallArgs, lse: Tensor | None, chosen: Wanted) 
 
 
 def _of_call(att: Any, request: CallArgs, lse: Tensor | None, chosen: Wanted) -> Statistics:
-    q, k, v, params = request.q, request.k, request.v, request.params
+    q, k, v = request[:3]
     if not (q.numel() and k.numel()):
         return chosen.whole(_nothing(chosen, att.call(request).geometry, q))
     ready = kept_ready(att, request).generated
     g = ready.inputs.geometry
-    known = att.learned if request.plan is None else request.plan.device_values
-    values = [params[n] if n in params else known[n] for _, n in ready.kv_inputs]
-    sinks = att.options.sinks if request.sinks is None else request.sinks
-    if sinks is not None:
-        sinks = sinks_of(sinks, g.heads, "torch", accumulate(ready.real), q.device)
-    if ready.bshd:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        values = [transpose_to(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.kv_inputs, values, strict=True)]
-    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, sinks, lse, *values))
+    q, k, v, sinks, *values = operands_of(att, request, ready, bhsd=True)
+    reads = q, k, sinks, lse, *values
+    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in reads)
     columns = None
-    kernel = RECORDS[ready.inputs.target.backend].executors["torch"].columns
+    kernel = None if has_tangents(*reads) else RECORDS[ready.inputs.target.backend].executors["torch"].columns
     if chosen.columns and not (recorded or ready.stored or ready.inputs.plan.weighted) and kernel is not None:
         columns = _columns_of_kernel(kernel, ready, q, k, v, sinks, lse, values)
         chosen = chosen._replace(columns=columns is None)

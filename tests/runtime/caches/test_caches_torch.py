@@ -16,6 +16,7 @@ from frisket.lowering import pipeline as bind
 from frisket.runtime.machine.cpp_build import reason
 
 torch = pytest.importorskip("torch")
+forward_ad = pytest.importorskip("torch.autograd.forward_ad")
 caches = pytest.importorskip("frisket.caches.torch")
 quantized = caches.quantized
 llama_torch = pytest.importorskip("runtime.caches.llama_torch")
@@ -694,6 +695,33 @@ def test_learned_sinks_get_their_gradient_in_a_step(kind):
         np.testing.assert_allclose(
             *(torch.autograd.grad(x, s)[0] for x, s in ((found.square().sum(), learned), (one, own))), atol=1e-6
         )
+
+
+@pytest.mark.parametrize("backend", ["aten", pytest.param("cpp", marks=[NATIVE, EXHAUSTIVE])])
+@pytest.mark.parametrize("name", ["q", "sinks", "slope"])
+def test_steps_pass_tangents_on(name, backend):
+    """A prepared step saw none of forward_ad's tangents, and gave none."""
+    q, k, v = streams()
+    new = q[:, :, LENGTH - 1 :]
+    att = fk.compile("causal", "score + slope[h] * (k - q)", backend=backend)
+    cache = KVCache.create(BATCH, LENGTH, KV_HEADS, DIM, V_DIM).append(k, v)
+    given = {"q": new, "sinks": torch.ones(HEADS), "slope": torch.full((HEADS,), 0.1)}
+    whole = fk.compile("causal", "score + slope[h] * (k - q)", backend="aten")
+    for _ in range(2):
+        with forward_ad.dual_level():
+            duals = {**given, name: forward_ad.make_dual(given[name], given[name])}
+            found = cache.attend(att, **duals)
+            want = whole(k=k, v=v, origin=(0, 0, LENGTH - 1, 0), **duals)
+            for x, y in zip(forward_ad.unpack_dual(found), forward_ad.unpack_dual(want)):
+                np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_torch_cache_refuses_keys_with_tangents():
+    q, k, v = (x[:, :, :2] for x in streams())
+    cache = made("plain", torch.float32)
+    with forward_ad.dual_level(), pytest.raises(BackwardError, match="v has a tangent, and none flows through a cache"):
+        cache.attention(fk.compile("causal"), q, k, forward_ad.make_dual(v, v))
+    assert cache.known() == [0] * BATCH
 
 
 SHORT = {

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from runtime.parallel.children import torch_ranks as ranks
 from support.processes import together
 from support.tiers import default_only
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import frisket as fk
-from frisket.dsl.errors import ParameterError, PeerError, ShapeError
+from frisket.dsl.errors import BackwardError, ParameterError, PeerError, ShapeError
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
 
@@ -141,6 +142,18 @@ def test_attention_on_one_rank_equals_plain_attention(alone):
     att = fk.compile("causal")
     deal = fk.parallel.deal("causal", 128, 1)
     assert (fk.parallel.attend(att, q, k, v, deal=deal) - att(q, k, v)).abs().max() < 1e-6
+
+
+def test_context_parallel_refuses_tangents_and_torch_func(alone):
+    x, att, deal = torch.randn(1, 2, 128, 8), fk.compile("causal"), fk.parallel.deal("causal", 128, 1)
+
+    def run(q, sinks=None):
+        return fk.parallel.attend(att, q, x, x, deal=deal, sinks=sinks)
+
+    with pytest.raises(BackwardError, match="tangents"):
+        torch.func.jvp(run, (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(BackwardError, match="tangents"):
+        run(x, forward_ad.make_dual(torch.zeros(2), torch.ones(2)))
 
 
 def test_context_parallel_refuses_arrays_that_do_not_fit(alone):

@@ -198,6 +198,37 @@ def test_tangents_of_a_table_and_of_sinks_are_differences():
         torch.testing.assert_close(forward_ad.unpack_dual(call(*duals)).tangent, got)
 
 
+TABLED = "score + bias[q - k]"
+HELD = {
+    "scale": lambda qkv, x: fk.compile("causal", scale=x[0], backend="aten")(*qkv),
+    "sinks": lambda qkv, x: fk.compile("causal", sinks=x[:2], backend="aten")(*qkv),
+    "bound": lambda qkv, x: fk.compile("causal", TABLED, backend="aten", bias=x)(*qkv),
+    "captured": lambda qkv, x: fk.attention(*qkv, "causal", lambda s, b, h, q, k: s + x[q - k], backend="aten"),
+    "planned": lambda qkv, x: TABLE(*qkv, plan=TABLE.plan(20, 20, 1, 2, bias=x)),
+    "planned on the host": lambda qkv, x: TABLE(*qkv, plan=TABLE.plan(20, 20, 1, 2, bias=x, flat=False)),
+    "mask of sdpa": lambda qkv, x: fk.sdpa(*qkv, attn_mask=x[None]),
+}
+TABLE = fk.compile("causal", TABLED, backend="aten")
+
+
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    # a function reads no values of tensors that torch.func wraps, and says so
+    [(n, t) for n in HELD for t in ("forward_ad", "torch.func.jvp") if (n, t) != ("captured", "torch.func.jvp")],
+)
+def test_tangents_of_what_an_attention_holds_are_differences(name, transform):
+    """They were left out without a word, as of a number."""
+    qkv = [x.detach() for x in drawn(20)]
+    x, along, step = *torch.rand(2, 20, dtype=torch.float64), 1e-6
+    want = (HELD[name](qkv, x + step * along) - HELD[name](qkv, x - step * along)) / (2 * step)
+    if transform == "torch.func.jvp":
+        got = F.jvp(lambda x: HELD[name](qkv, x), (x,), (along,))[1]
+    else:
+        with forward_ad.dual_level():
+            got = forward_ad.unpack_dual(HELD[name](qkv, forward_ad.make_dual(x, along))).tangent
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
 def test_forward_ad_over_reverse_is_double_backward():
     """A backward of duals used the score's leaves without their tangents."""
     x, k, v = drawn(20)

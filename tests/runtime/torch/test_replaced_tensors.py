@@ -123,6 +123,35 @@ def test_functional_call_reaches_an_attention_and_its_gradient():
     assert not layer.bias.any()
 
 
+def learned_in_place(layer):
+    layer.table.requires_grad_()
+
+
+def learned_by_another(layer):
+    layer.table = Parameter(layer.table.clone())
+
+
+@pytest.mark.parametrize("called", ["eager", "graph"])
+@pytest.mark.parametrize("change", [learned_in_place, learned_by_another])
+def test_captured_tensors_that_learn_later_get_gradients(change, called):
+    """Attention went on with its copy, which has no gradient and the values of its time."""
+    torch._dynamo.reset()
+    layer = torch.nn.Module()
+    layer.table = torch.randn(2, S)
+    att = fk.compile("causal", lambda score, b, h, q, k: score + layer.table[h, q - k], backend="aten")
+    run = att if called == "eager" else torch.compile(lambda x: att(x, x, x), backend="eager", fullgraph=True)
+    arrays = (X, X, X) if called == "eager" else (X,)
+    run(*arrays)
+    change(layer)
+    for _ in range(2):
+        bias = layer.table.detach().clone().requires_grad_()
+        out, want = run(*arrays), fk.attention(X, X, X, "causal", SCORE, backend="aten", bias=bias)
+        assert close(out, want)
+        assert close(*(torch.autograd.grad(o.square().sum(), x)[0] for o, x in ((out, layer.table), (want, bias))))
+        with torch.no_grad():
+            layer.table.mul_(2)
+
+
 def test_graphs_read_replaced_tensors():
     torch._dynamo.reset()
     layer = Layer(backend="aten")

@@ -144,9 +144,9 @@ def asked(monkeypatch):
 
 def without_fast_path(monkeypatch):
     """The calls to come that no fast path runs."""
-    found, first, again = [], op._first_call, PreparedCall.attend
+    found, first, again = [], op._first_call, op.operands_of
     monkeypatch.setattr(op, "_first_call", lambda *given: found.append(given) or first(*given))
-    monkeypatch.setattr(PreparedCall, "attend", lambda *given: found.append(given) or again(*given))
+    monkeypatch.setattr(op, "operands_of", lambda *given: found.append(given) or again(*given))
     return found
 
 

@@ -17,6 +17,7 @@ from frisket.lowering.plan import Target, make_plan
 from frisket.lowering.simplify import ProgramExprs
 
 torch = pytest.importorskip("torch")
+forward_ad = pytest.importorskip("torch.autograd.forward_ad")
 dense = pytest.importorskip("support.torch.dense").dense
 placed = pytest.importorskip("support.native.call").placed
 native = pytest.importorskip("frisket.runtime.backends.cpp.torch")
@@ -101,6 +102,26 @@ def test_columns_kernel_is_of_a_softmax_over_plain_keys():
     ):  # fmt: skip
         with pytest.raises(fk.FrisketError, match="takes a softmax over plain keys"):
             KERNELS["columns"](replace(plan, **changes), Target("cpp", 64, 64), arrays)
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", ["forward_ad", "a graph as well"])
+def test_columns_of_tensors_with_tangents_have_tangents(way):
+    """The kernel has none, and took such calls."""
+    draw = torch.Generator().manual_seed(0)
+    q, along, k, v = torch.randn(4, 1, 2, LENGTH, DIM, generator=draw)
+    att, q = fk.compile("causal", backend="cpp"), q.requires_grad_(way != "forward_ad")
+    lse = fk.attention(q, k, v, "causal", backend="aten", return_lse=True)[1].detach()
+
+    def columns(q):
+        scores = (q @ k.mT / DIM**0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+        return (scores - lse[..., None]).exp().sum(2)
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, along)
+        found, want = att.statistics(dual, k, v, columns=True, lse=lse).columns, columns(dual)
+        for x, y in zip(forward_ad.unpack_dual(found), forward_ad.unpack_dual(want)):
+            torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
 
 
 def test_text_of_the_columns_kernel_has_no_values():
