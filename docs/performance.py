@@ -22,7 +22,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = ("native", "library", "frisket", "pallas-mosaic-gpu", "triton", "graph")
-NOT_PEERS = ("read", "sum", "float32", "4k", "64k", "graph, looked up")  # the machine's rates, and frisket itself
+# the machine's rates, and frisket itself
+NOT_PEERS = ("read", "sum", "float32", "4k", "64k", "graph, looked up", "invariant")
 BY_NAME = "frisket, "  # a call of frisket that names its backend
 Part = dict[str, Any]
 

@@ -318,7 +318,7 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
                 dots_of_terms<V_DIM>(dout, rows, values_from, first, left, w.products + first, BLOCK_K);
         }
 #endif
-        if ((MOVED || !w.few) && !wild_keys) multiply_rows(n, q, QUERY, keys + vector_at(j, STEPS), STEPS, w.scores + j * LANES);
+        if ((MOVED || !w.few) && !wild_keys) multiply_queries<ZERO>(n, q, keys + vector_at(j, STEPS), w.scores + j * LANES);
         if (w.with_slopes && !wild_values) multiply_rows(n, dout, DOUT, values + vector_at(j, V_STEPS), V_STEPS, w.products + j * LANES);
     }
     for (int64_t j = 0; !MOVED && w.few && j < BLOCK_K; j += LANES)

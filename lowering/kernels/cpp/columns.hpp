@@ -96,9 +96,7 @@ static void visit(Worker &w, const Fixed &fixed, const Operand *keys, const Line
             for (int i = j; i < j + n && wild; i++)
                 dots_of_terms<HEAD_DIM>(q, rows, from, i * LANES, present - i * LANES, w.scores + i * LANES, BLOCK_K);
 #endif
-            if (!wild)
-                multiply_some<GROUP, ZERO>(n, q, QUERY, 1, keys + vector_at(j, STEPS), stride_of_keys(STEPS), STEPS,
-                                           w.scores + j * LANES, BLOCK_K);
+            if (!wild) multiply_queries<ZERO>(n, q, keys + vector_at(j, STEPS), w.scores + j * LANES);
         }
         for (int j = 0; j < VECTORS; j++) {
             if (PARTIAL && !w.open[j]) continue;

@@ -40,8 +40,8 @@ static void combine(Worker &w, const Parts &parts, const Item &item, int64_t num
 // The first part that an item visits, and how many there are to the last one.
 static int64_t parts_of(const Item &item, int64_t line, int64_t &first) {
     int64_t count = 0;
-    by_position(item, line, [&](int64_t, bool, int64_t part) {
-        first = count ? first : part, count = part - first + 1;
+    by_position(item, line, [&](const int32_t *, int64_t start, int64_t end) {
+        first = count ? first : part_of(item, start), count = part_of(item, end - 1) - first + 1;
     });
     return count;
 }
@@ -79,8 +79,9 @@ static void decode_part(Worker &w, Parts &parts, int64_t number, int64_t part) {
 #if INVARIANT
     int64_t first = 0;
     parts_of(item, line, first);
-    by_position(item, line, [&](int64_t tile, bool partial, int64_t now) {
-        if (now == first + part) visit(w, item, tile, partial);
+    const int64_t from = tile_of_part(item, first + part), until = tile_of_part(item, first + part + 1);
+    by_position(item, line, [&](const int32_t *record, int64_t start, int64_t end) {
+        visit_range(w, item, record, start < from ? from : start, end < until ? end : until);
     });
     if (parts.count == 1) clear_parts(w, item.rows()), end_part(w, item.rows()), take_parts(w, item.rows());
 #else

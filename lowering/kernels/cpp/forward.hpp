@@ -15,9 +15,10 @@ const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // the most query heads of one item of decoding
 const bool PACKED = MOVED || TANGENT;                // few rows read packed keys, too
-const bool ALIKE = INVARIANT && (AMX || PAIRS);      // few rows are multiplied as many are, padded
+const bool ALIKE = INVARIANT && AMX;                 // few rows are multiplied as many are, padded
+const bool PAIRED = INVARIANT && PAIRS;              // weights of few rows are multiplied in pairs
 // The most rows that vectors multiply by unpacked keys.
-const int FEW = PACKED || ALIKE ? 0 : INVARIANT || (AMX && PAIRS) ? 4 : 16;
+const int FEW = PACKED || ALIKE ? 0 : AMX && PAIRS ? 4 : 16;
 const int SQUARE = AMX && PAIRS && !PACKED && !ALIKE ? 16 : FEW;  // and those that a matrix unit multiplies so
 const bool SPLIT = SQUARE > FEW && !EIGHT && V_DIM % 32 == 0;  // of 32 columns of such rows, the even ones come first
 const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // the most rows of one call of weigh
@@ -158,10 +159,10 @@ struct Chunks {
     int64_t stride;
     const int32_t *rows;
     int64_t begin;  // of an INVARIANT tile that begins before the keys: the first one that is there
-    const Stored *row(uint64_t i) const {
-        if (INVARIANT && (int64_t)i < begin) i = begin;
+    const Stored *there(uint64_t i) const {  // of a row that is there
         return MOVED ? at[0] + rows[i] * stride : at[i / CHUNK] + (int64_t)(i % CHUNK) * stride;
     }
+    const Stored *row(uint64_t i) const { return there(INVARIANT && (int64_t)i < begin ? begin : i); }
 };
 struct Tile {
     Chunks k, v, k_tangents, v_tangents;
@@ -178,13 +179,10 @@ INLINE bool tame_keys(const Worker &w, const Tile &tile) { return w.tame_queries
 
 // -- few rows -----------------------------------------------------------------------------------------------------
 
-// Scores of one vector of keys, or where sums have one order of N: two chains of sums hide how long one takes.
-template <int N> static void score_few(Worker &w, const Tile &tile, int rows, int j) {
-#if INVARIANT && !PAIRS && !AMX
-    by_few(rows, [&](auto count, int row) {
-        turned_dots<decltype(count)::N, N, HEAD_DIM>(w.query + row * QUERY, QUERY, tile.k, j * LANES, tile.present,
-                                                     w.strips->scores + row * BLOCK_K + j * LANES, BLOCK_K);
-    });
+// Scores of one vector of keys.
+static void score_few(Worker &w, const Tile &tile, int rows, int j) {
+#if INVARIANT && !AMX
+    few_of_classes(w.query, rows, tile.k, j * LANES, tile.present, w.strips->scores + j * LANES, BLOCK_K);
 #else
     const Stored *k = tile.k.row(j * LANES), *ahead = tile.k.row(j * LANES + FETCH);
     few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.strips->scores + j * LANES,
@@ -192,6 +190,25 @@ template <int N> static void score_few(Worker &w, const Tile &tile, int rows, in
 #endif
 }
 
+#if INVARIANT && PAIRS && !AMX
+template <bool PARTIAL, int N, bool WHOLE>
+static void add_pairs(Worker &w, const Tile &tile, int rows, int64_t column, int64_t start, int64_t end) {
+    by_few(rows, [&](auto count, int row) {
+        add_few_pairs<decltype(count)::N, N, WHOLE, PARTIAL>(w.weights + row * WEIGHTS, WEIGHTS, tile.v, column,
+                                                             V_DIM - column, start, end, w.some,
+                                                             w.acc + row * V_WIDE + column, V_WIDE, w.shrink + row);
+    });
+}
+template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, int rows) {
+    const int64_t start = w.from[0] * LANES, last = w.to[0] * LANES, end = last < tile.present ? last : tile.present;
+    const int WIDE = 4 * LANES;  // columns at once
+    if (start == last) return;
+    int column = 0;
+    for (; column + WIDE <= V_DIM; column += WIDE) add_pairs<PARTIAL, 2, true>(w, tile, rows, column, start, end);
+    if (V_DIM - column > WIDE / 2) add_pairs<PARTIAL, 2, false>(w, tile, rows, column, start, end);
+    else if (column < V_DIM) add_pairs<PARTIAL, 1, V_DIM % (WIDE / 2) == 0>(w, tile, rows, column, start, end);
+}
+#else
 // acc = acc * shrink + weights * values for N vectors of values, from `column` on; weights are where scores were.
 template <bool PARTIAL, int N, bool WHOLE>
 static void add_columns(Worker &w, const Tile &tile, int rows, int64_t column, int64_t start, int64_t end) {
@@ -217,6 +234,7 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
     }
     if (REST) add_columns<PARTIAL, REST ? REST : 1, WHOLE>(w, tile, rows, last, start, end);
 }
+#endif
 
 // Weights of a row and vector j of the keys, which are where scores were; zeros where no row sees the vector.
 template <bool PARTIAL> INLINE Vec few_weights(const Worker &w, int row, int j) {
@@ -404,7 +422,7 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
     if (CLIPPED) clip(w, strip, tile, g, rows, lo, hi);
     else if (PARTIAL) look(w, strip, g, M, rows, lo, hi);
     else w.steps[g / GROUP] = {0, present, nullptr};
-    if (PACK == 2 && !SMALL) lo &= ~1;
+    if (PACK == 2 && (PAIRED || !SMALL)) lo &= ~1;
     w.from[g] = lo, w.to[g] = hi;
 #if BYTES
     if (SMALL && rows >= FEWEST && w.tame_queries) return score_bytes(w, tile, rows, lo, hi);
@@ -422,14 +440,13 @@ static void multiply_keys(Worker &w, Strip &strip, const Tile &tile, int g, int 
         n = LOOKED ? opened(strip.open, j) : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
         if (!n) continue;
         if (SMALL) {
-            n = INVARIANT && n > 1 ? 2 : 1;
-            if (j * LANES >= tile.present) continue;  // open beside one that is seen, and absent
-            n == 2 ? score_few<2>(w, tile, rows, j) : score_few<1>(w, tile, rows, j);
+            n = 1;
+            if (j * LANES < tile.present) score_few(w, tile, rows, j);  // or open beside one that is seen, and absent
             continue;
         }
         const auto multiply = [&](auto start, const Operand *queries, const Operand *keys, Real *to) {
-            multiply_some<GROUP, decltype(start)::START>(n, queries + g * QUERY, QUERY, 1, keys + vector_at(j, STEPS),
-                                                         stride_of_keys(STEPS), STEPS, to + j * LANES, BLOCK_K);
+            multiply_queries<decltype(start)::START>(n, queries + g * QUERY, keys + vector_at(j, STEPS),
+                                                     to + j * LANES);
         };
         multiply(From<ZERO>(), w.query, tile.keys, strip.scores);
         if (TANGENT && w.q_varies) multiply(From<ZERO>(), w.q_tangents, tile.keys, strip.tangents);
@@ -508,7 +525,7 @@ INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhi
             }
             return p;
         };
-        const int ONE = SMALL ? 1 : PACK;  // vectors that are stored together
+        const int ONE = SMALL && !PAIRED ? 1 : PACK;  // vectors that are stored together
         for (int j = lo; j < hi; j += ONE) {
             const int64_t at = row * WEIGHTS + j / PACK * LANES * TERMS;
             if (LOOKED && !strip.open[j]) {
@@ -519,7 +536,7 @@ INLINE void weigh_rows(Worker &w, Strip &strip, int g, int M, Real unit, Meanwhi
             Vec left_tangent = {}, right_tangent = {};
             const Vec left = weight_at(j, left_tangent);
             const Vec right = ONE == 2 && j + 1 < hi ? weight_at(j + 1, right_tangent) : Vec{};
-            if (SMALL) store(strip.scores + i * BLOCK_K + j * LANES, left);
+            if (SMALL && !PAIRED) store(strip.scores + i * BLOCK_K + j * LANES, left);
             else store_terms(w.weights + at, left, right);
             if (scores_vary(w)) store_terms(w.weight_tangents + at, left_tangent, right_tangent);
         }

@@ -250,29 +250,44 @@ static void visit_row(Worker &w, const Item &item, int64_t line) {
             visit(w, item, tile, tile < record[1] || tile >= record[2]);
 }
 #else
-// Calls run(tile, partial, part) for the tiles that a row of tiles visits. They begin at multiples of BLOCK_K
-// positions, so that each may cover two of the tiles that ranges count, which begin at the first key.
+// Calls run(record, start, end) for the tiles that a row of tiles visits. They begin at multiples of BLOCK_K positions,
+// so that each may cover two of the tiles that ranges count, which begin at the first key.
 template <class Run> INLINE void by_position(const Item &item, int64_t line, Run run) {
     const Call *call = item.call;
-    const int64_t shift = shift_of(call, item.batch), base = first_of(call, item.batch) - shift;
+    const int64_t shift = shift_of(call, item.batch);
     const int32_t *record = call->spans + line * call->records * 4;
     int64_t next = 0;
     for (int32_t n = 0; n < call->count[line]; n++, record += 4) {
+        const int64_t start = record[0] < next ? next : record[0];
         const int64_t end = record[3] + (shift && record[3] * BLOCK_K - shift < call->kv_len);
-        for (int64_t tile = record[0] < next ? next : record[0]; tile < end; tile++) {
-            const int64_t at = base + tile * BLOCK_K, part = (at - (at < 0 ? PART - 1 : 0)) / PART;
-            run(tile, tile < record[1] + (shift > 0) || tile >= record[2], part);
-        }
-        next = end > next ? end : next;
+        if (start < end) run(record, start, end), next = end;
     }
+}
+// The part of a tile, and the first tile of a part.
+static int64_t part_of(const Item &item, int64_t tile) {
+    const int64_t at = first_of(item.call, item.batch) - shift_of(item.call, item.batch) + tile * BLOCK_K;
+    return (at - (at < 0 ? PART - 1 : 0)) / PART;
+}
+static int64_t tile_of_part(const Item &item, int64_t part) {
+    return (part * PART - first_of(item.call, item.batch) + shift_of(item.call, item.batch)) / BLOCK_K;
+}
+// Visits those of the tiles of a record from `start` to `end`.
+static void visit_range(Worker &w, const Item &item, const int32_t *record, int64_t start, int64_t end) {
+    const bool shifted = shift_of(item.call, item.batch) > 0;
+    for (int64_t tile = start; tile < end; tile++)
+        visit(w, item, tile, tile < record[1] + shifted || tile >= record[2]);
 }
 static void visit_row(Worker &w, const Item &item, int64_t line) {
     const int all = PARTED ? item.rows() : 0;
     int64_t part = 0;
     clear_parts(w, all);
-    by_position(item, line, [&](int64_t tile, bool partial, int64_t now) {
-        if (now != part) end_part(w, all);
-        part = now, visit(w, item, tile, partial);
+    by_position(item, line, [&](const int32_t *record, int64_t start, int64_t end) {
+        for (int64_t next; start < end; start = next) {
+            const int64_t now = part_of(item, start), after = tile_of_part(item, now + 1);
+            if (now != part) end_part(w, all);
+            part = now, next = after < end ? after : end;
+            visit_range(w, item, record, start, next);
+        }
     });
     end_part(w, all), take_parts(w, all);
 }

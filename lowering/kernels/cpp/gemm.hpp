@@ -48,6 +48,15 @@ const int PACK = AMX ? 2 : PAIR;
 const int DEPTH = AMX ? 32 : PAIR;  // zeros fill the steps of a product up to a multiple of so many numbers
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
 const int GROUP = AMX ? 32 : 6;            // rows of A whose accumulators fit beside them
+// INVARIANT: a product of queries and keys is the sum of CLASSES sums. Sum n has step n and each CLASSES-th step after
+// it. With a few queries, so many neighbours in a key then stay neighbours in a register.
+const int CLASSES = !INVARIANT || AMX ? 1 : LANES < 4 ? LANES : 4;
+// Whether a few queries read two bfloat16 of a key as one lane. Of eight numbers in a row of DIM, those in the lower
+// halves of such lanes are then packed before those in the upper halves.
+template <int DIM> constexpr bool by_two() {
+    return INVARIANT && HALF == 1 && !PAIRS && !EIGHT && CLASSES == 4 && DIM % (LANES < 8 ? 8 : LANES) == 0;
+}
+template <int DIM> constexpr int place_of(int d) { return by_two<DIM>() ? d / 8 * 8 + d % 2 * 4 + d % 8 / 2 : d; }
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 constexpr int deep(int numbers) { return round_up(numbers, DEPTH) / PACK * TERMS; }  // Operands, zeros included
 // B in memory is rows, a step each, `stride` apart. For a matrix unit, B is squares of 16 steps by 16 columns. A square
@@ -517,7 +526,7 @@ static void pack_left(Operand *to, const Lines<const Entry> &lines, int64_t rows
         __builtin_memcpy(to, from, whole * sizeof(Operand));
         for (int d = whole; d < WIDE; d++) to[d] = i < rows && 2 * d < DIM ? from[2 * d] : 0;
 #else
-        for (int d = 0; d < WIDE; d++) to[d] = i < rows && d < DIM ? real(from[d]) * factor : 0;
+        for (int d = 0; d < WIDE; d++) to[place_of<DIM>(d)] = i < rows && d < DIM ? real(from[d]) * factor : 0;
 #endif
     }
 }
@@ -573,7 +582,7 @@ static void pack_turned(Operand *to, const From &from, int64_t present, int64_t 
                 for (int64_t i = present - first; i < LANES; i++) square[i] = Vec{};
                 transpose(square);
                 UNROLLED for (int i = 0; i < LANES; i++)
-                    if (step + i < STEPS) store(to + (step + i) * N * LANES + block * LANES, square[i]);
+                    if (step + i < STEPS) store(to + place_of<DIM>(step + i) * N * LANES + block * LANES, square[i]);
 #endif
             }
         }
@@ -657,44 +666,99 @@ static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ah
     UNROLLED for (int m = 0; m < M; m++) store(scores + m * row, added<LANES / ONCE, ONCE>(sums[m]));
 }
 
-#if INVARIANT && !PAIRS && !AMX
-// scores[M, LANES] like `dots`, with the bits of `multiply`: each is one sum over d in that order. N vectors of
-// keys are turned in registers. Absent ones are the last or the first one that is there.
-template <int M, int N, int DIM, class From>
-static void turned_dots(const Operand *query, int64_t q_row, const From &keys, int64_t first, int64_t present,
-                        Real *scores, int64_t row) {
-    const bool TWO = HALF == 1 && !EIGHT && DIM % (2 * LANES) == 0;  // two bfloat16 of a key are turned as one number
-    const int STEP = LANES << TWO;
-    decltype(keys.row(0)) key[N * LANES], ahead = keys.row(first + FETCH);
-    const bool whole = first >= keys.begin && first + N * LANES <= present;
-    for (int n = 0; n < N; n++) {  // the keys of a vector are a stride apart
-        const auto *from = keys.row(first + n * LANES);
-        for (int i = 0; i < LANES && whole; i++) key[n * LANES + i] = from + i * keys.stride;
-    }
-    for (int64_t i = 0; i < N * LANES && !whole; i++) key[i] = keys.row(first + i < present ? first + i : present - 1);
-    Vec sum[M][N];
-    UNROLLED for (int m = 0; m < M; m++)
-        UNROLLED for (int n = 0; n < N; n++) sum[m][n] = settled(Vec{});
-    for (int d = 0; d < DIM; d += STEP)
-        UNROLLED for (int n = 0; n < N; n++) {
-            Vec square[LANES];
-            UNROLLED for (int i = 0; i < LANES; i++) {
-                const auto *from = key[n * LANES + i] + d;
-                fetch(ahead + (n * LANES + i) * keys.stride, d);
-                square[i] = TWO ? load<Vec>(from) : (Vec)load_operands<DIM % LANES == 0>(from, DIM - d);
-            }
-            transpose(square);
-            const auto add = [&](int step, Vec column) __attribute__((always_inline)) {
-                UNROLLED for (int m = 0; m < M; m++)
-                    sum[m][n] = plus_product(sum[m][n], query[m * q_row + d + step], column);
-            };
-            UNROLLED for (int i = 0; i < LANES; i++) {
-                if (TWO) add(2 * i, (Vec)((Raw)square[i] << 16)), add(2 * i + 1, (Vec)((Raw)square[i] & 0xFFFF0000));
-                else if (DIM % LANES == 0 || d + i < DIM) add(i, square[i]);
-            }
+#if INVARIANT && !AMX
+const bool SPREAD_FETCHES = LANES == 16;           // fewer rows take less time to fetch than to count
+const int BLOCKS = LANES / CLASSES;                // of a register: CLASSES Operands each, of as many keys
+const int PIECE = BLOCKS > 1 ? LANES / 2 : LANES;  // Operands of a key that are loaded at once
+
+#if LANES >= 8
+#if REGISTER_BYTES == 32
+#define IN_BLOCKS "vbroadcastf128 %1, %0"
+#define INSERTED "vinsertf128 $1, %2, %t1, %0"
+#elif LANES == 16
+#define IN_BLOCKS "vbroadcastf32x4 %1, %0"
+#define INSERTED "vinsertf64x4 $1, %2, %g1, %0"
+#else
+#define IN_BLOCKS "vbroadcastf64x4 %1, %0"
+#define INSERTED "vinsertf64x4 $1, %2, %g1, %0"
+#endif
+// CLASSES Operands, in each block of a register.
+INLINE Operands in_blocks(const Operand *from) {
+    typedef Operand Block __attribute__((vector_size(CLASSES * sizeof(Operand)), aligned(1)));
+    Operands x;
+    asm(IN_BLOCKS : "=v"(x) : "m"(*(const Block *)from));
+    return x;
+}
+// A piece of one key and a piece of another one.
+INLINE Vec joined(const Operand *left, const Operand *right) {
+    typedef Operand Piece __attribute__((vector_size(PIECE * sizeof(Operand))));
+    typedef Operand Anywhere __attribute__((vector_size(PIECE * sizeof(Operand)), aligned(1)));
+    Vec x;
+    asm(INSERTED : "=v"(x) : "v"(load<Piece>(left)), "m"(*(const Anywhere *)right));
+    return x;
+}
+// Lanes of the first and the third, and of the second and the last block of two vectors.
+#define FIRST_BLOCKS(i, n) ((i) / 4 % 2 * 8 + (i) % 4 + (i) / 8 * LANES)
+#define LAST_BLOCKS(i, n) (FIRST_BLOCKS(i, n) + 4)
+#else
+INLINE Operands in_blocks(const Operand *from) { return load<Operands>(from); }
+#endif
+
+// A piece of each of BLOCKS keys, which are CLASSES apart: block n of a vector is that of key n.
+INLINE void load_blocks(Vec *to, const Operand *const *key, int64_t d) {
+#if LANES == 16
+    const Vec left = joined(key[0] + d, key[CLASSES] + d), right = joined(key[2 * CLASSES] + d, key[3 * CLASSES] + d);
+    to[0] = SHUFFLE(left, right, FIRST_BLOCKS, 4), to[1] = SHUFFLE(left, right, LAST_BLOCKS, 4);
+#elif LANES == 8
+    to[0] = joined(key[0] + d, key[CLASSES] + d);
+#else
+    to[0] = load<Vec>(key[0] + d);
+#endif
+}
+
+// scores[M, LANES] of M queries and LANES keys like `dots`, with the bits of `multiply_queries`. Lane i of a block
+// adds up class i. The rows `ahead` are fetched one after the other, as memory has them,
+// between the products if SPREAD_FETCHES: at once they are too many for the buffers of a core.
+template <int M, int DIM, class T>
+static void dots_of_classes(const Operand *query, int64_t q_row, const Operand *const *key, const T *ahead,
+                            int64_t stride, Real *scores, int64_t row) {
+    const int ONCE = M > 2 && REGISTERS == 16 ? (CLASSES + 1) / 2 : CLASSES, PARTS = BLOCKS > 1 ? BLOCKS / 2 : 1;
+    const int EACH = by_two<DIM>() ? 2 : 1;  // numbers of a lane
+    const int WIDE = round_up(deep(DIM) / EACH, PIECE);
+    int fetched = 0;
+    Vec sums[M][CLASSES];
+    for (int first = 0; first < CLASSES; first += ONCE) {
+        Vec sum[M][ONCE];
+        UNROLLED for (int m = 0; m < M; m++)
+            UNROLLED for (int i = 0; i < ONCE; i++) sum[m][i] = settled(Vec{});
+        for (int d = 0; d < WIDE; d += PIECE) {
+            Vec x[ONCE][PARTS];
+            UNROLLED for (int i = 0; i < ONCE; i++) load_blocks(x[i], key + first + i, d);
+            for (; SPREAD_FETCHES && fetched < LANES * (first + ONCE * (d + PIECE) / WIDE) / CLASSES; fetched++)
+                fetch_row<DIM, 2>(ahead + fetched * stride);
+            UNROLLED for (int part = 0; part < PARTS; part++)
+                UNROLLED for (int n = 0; n < EACH; n++)
+                    UNROLLED for (int m = 0; m < M; m++) {
+                        const Operands y = in_blocks(query + m * q_row + (d + part * CLASSES) * EACH + n * CLASSES);
+                        UNROLLED for (int i = 0; i < ONCE; i++) {
+                            const Raw both = (Raw)x[i][part];
+                            const Raw number = EACH == 1 ? both : n ? both & 0xFFFF0000 : both << 16;
+                            sum[m][i] = plus_product(sum[m][i], y, (Operands)number);
+                        }
+                    }
         }
-    UNROLLED for (int m = 0; m < M; m++)
-        UNROLLED for (int n = 0; n < N; n++) store(scores + m * row + n * LANES, sum[m][n]);
+        UNROLLED for (int m = 0; m < M; m++)
+            UNROLLED for (int i = 0; i < ONCE; i++) sums[m][first + i] = sum[m][i];
+    }
+    UNROLLED for (int m = 0; m < M; m++) {
+#if LANES >= 8
+        transpose_fours(sums[m]);
+#else
+        transpose(sums[m]);
+#endif
+        UNROLLED for (int i = 1; i < CLASSES; i++) sums[m][0] += sums[m][i];
+        store(scores + m * row, sums[m][0]);
+    }
 }
 #endif
 
@@ -724,7 +788,7 @@ static void add_few(const Real *weights, int64_t w_row, const From &values, int6
             sum[m][j] = INVARIANT ? settled(Vec{}) : load<Vec>(c + m * c_row + j * LANES) * factor[m];
     for (int64_t i = start; i < end; i++) {
         if (SOME && !some[i]) continue;
-        const auto *from = values.row(i) + column, *ahead = values.row(i + FETCH) + column;
+        const auto *from = values.there(i) + column, *ahead = values.there(i + FETCH) + column;
         Vec x[N];
         for (int j = 0, d; j < N; j++) {
             d = j * LANES;
@@ -741,3 +805,55 @@ static void add_few(const Real *weights, int64_t w_row, const From &values, int6
             store(to, sum[m][j]);
         }
 }
+
+#if INVARIANT && PAIRS && !AMX
+// Words of two vectors by turns: of each four lanes the first and the last two, apart from the others.
+INLINE Vec woven_low(Operands even, Operands odd) {
+    Vec x;
+    asm("vpunpcklwd %2, %1, %0" : "=v"(x) : "v"(even), "v"(odd));
+    return x;
+}
+INLINE Vec woven_high(Operands even, Operands odd) {
+    Vec x;
+    asm("vpunpckhwd %2, %1, %0" : "=v"(x) : "v"(even), "v"(odd));
+    return x;
+}
+// Fours of lanes of two vectors by turns: from the first half of each, and from the last.
+#define FIRST_FOURS(i, n) ((i) / 8 * 4 + (i) % 4 + ((i) / 4 % 2 ? LANES : 0))
+#define LAST_FOURS(i, n) (FIRST_FOURS(i, n) + LANES / 2)
+
+// `add_few` with the bits of `multiply`: of pairs of weights and pairs of values, N times 32 entries of a row.
+template <int M, int N, bool WHOLE, bool SOME, class From>
+static void add_few_pairs(const Operand *weights, int64_t w_row, const From &values, int64_t column, int64_t left,
+                          int64_t start, int64_t end, const Lane *some, Real *c, int64_t c_row, const Real *factor) {
+    Vec sum[M][2 * N];
+    UNROLLED for (int m = 0; m < M; m++)
+        UNROLLED for (int j = 0; j < 2 * N; j++) sum[m][j] = settled(Vec{});
+    for (int64_t i = start; i < end; i += 2) {
+        const bool even = !SOME || some[i], odd = i + 1 < end && (!SOME || some[i + 1]);
+        if (SOME && !even && !odd) continue;
+        const auto *first = values.there(even ? i : i + 1) + column, *second = values.there(odd ? i + 1 : i) + column;
+        const auto *ahead = values.there(i + FETCH) + column, *behind = values.there(i + FETCH + 1) + column;
+        Vec x[2 * N];
+        UNROLLED for (int j = 0; j < N; j++) {
+            const int d = j * 2 * LANES;
+            Operands a = load_operands<WHOLE>(first + d, left - d), b = load_operands<WHOLE>(second + d, left - d);
+            if (SOME && !even) a = Operands{};
+            if (!odd) b = Operands{};
+            x[2 * j] = woven_low(a, b), x[2 * j + 1] = woven_high(a, b);
+            fetch(ahead, d), fetch(behind, d);
+        }
+        UNROLLED for (int m = 0; m < M; m++)
+            UNROLLED for (int j = 0; j < 2 * N; j++)
+                sum[m][j] = plus_product(sum[m][j], weights[m * w_row + i / 2], (Operands)x[j]);
+    }
+    UNROLLED for (int m = 0; m < M; m++)
+        UNROLLED for (int j = 0; j < 2 * N; j += 2) {
+            const Vec low = sum[m][j], high = sum[m][j + 1];
+            sum[m][j] = SHUFFLE(low, high, FIRST_FOURS, 4), sum[m][j + 1] = SHUFFLE(low, high, LAST_FOURS, 4);
+            Real *to = c + m * c_row + j * LANES;
+            for (int n = j; n < j + 2 && (n == j || WHOLE || n * LANES < left); n++, to += LANES)
+                store(to, sum[m][n] + load<Vec>(to) * factor[m]);
+        }
+}
+#endif

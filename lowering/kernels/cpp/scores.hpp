@@ -70,6 +70,39 @@ template <class Run> INLINE void by_few(int rows, Run run) {
     }
 }
 
+// Products of GROUP rows of queries and N vectors of packed keys, class by class.
+template <Start START, int N> static void multiply_classes(const Operand *queries, const Operand *keys, Real *to) {
+    Vec total[GROUP][N];
+    UNROLLED for (int n = 0; n < CLASSES; n++) {
+        Vec sum[GROUP][N];
+        UNROLLED for (int i = 0; i < GROUP; i++)
+            UNROLLED for (int j = 0; j < N; j++) sum[i][j] = settled(Vec{});
+        for (int step = n; step < STEPS; step += CLASSES) {
+            Operands right[N];
+            UNROLLED for (int j = 0; j < N; j++)
+                right[j] = load<Operands>(keys + step * stride_of_keys(STEPS) + j * LANES);
+            UNROLLED for (int i = 0; i < GROUP; i++)
+                UNROLLED for (int j = 0; j < N; j++)
+                    sum[i][j] = plus_product(sum[i][j], queries[i * QUERY + step], right[j]);
+        }
+        UNROLLED for (int i = 0; i < GROUP; i++)
+            UNROLLED for (int j = 0; j < N; j++) total[i][j] = n ? total[i][j] + sum[i][j] : sum[i][j];
+    }
+    UNROLLED for (int i = 0; i < GROUP; i++)
+        UNROLLED for (int j = 0; j < N; j++) {
+            Real *at = to + i * BLOCK_K + j * LANES;
+            store(at, START == ADD ? total[i][j] + load<Vec>(at) : total[i][j]);
+        }
+}
+// The same of `vectors` vectors. By twos, the sums of all classes stay in registers.
+template <Start START>
+INLINE void multiply_queries(int vectors, const Operand *queries, const Operand *keys, Real *to) {
+    if constexpr (CLASSES == 1)
+        return multiply_some<GROUP, START>(vectors, queries, QUERY, 1, keys, stride_of_keys(STEPS), STEPS, to, BLOCK_K);
+    for (; vectors > 1; vectors -= 2, keys += 2 * LANES, to += 2 * LANES) multiply_classes<START, 2>(queries, keys, to);
+    if (vectors) multiply_classes<START, 1>(queries, keys, to);
+}
+
 // Products of a few rows of queries, without terms, and one vector of keys, of which `present` are there. Their sums
 // have another order than those of many rows: `Call.norm` says which rows were few.
 static void few_products(const Operand *query, int rows, const Stored *keys, const Stored *ahead, int64_t stride,
@@ -79,3 +112,33 @@ static void few_products(const Operand *query, int rows, const Stored *keys, con
                                            to_row);
     });
 }
+
+#if INVARIANT && !AMX
+// The same with the bits of many rows. Keys that are no Operands are converted first. Absent ones are the last or the
+// first one that is there.
+template <class From>
+static void few_of_classes(const Operand *query, int rows, const From &keys, int64_t first, int64_t present, Real *to,
+                           int64_t to_row) {
+    const bool PLAIN = sizeof(Stored) * PAIR == sizeof(Operand) && HEAD_DIM % (PIECE * PAIR) == 0;
+    const bool THERE = PLAIN || by_two<HEAD_DIM>();
+    alignas(64) Operand copies[THERE ? 1 : LANES * QUERY];
+    const Operand *key[LANES];
+    const auto *from = keys.row(first), *ahead = keys.row(first + FETCH);
+    const bool whole = first >= keys.begin && first + LANES <= present;  // neighbours, a stride apart
+    for (int i = 0; i < LANES; i++, from += keys.stride) {
+        if (!whole) from = keys.row(first + i < present ? first + i : present - 1);
+        if (!SPREAD_FETCHES) fetch_row<HEAD_DIM, 2>(ahead + i * keys.stride);
+        key[i] = THERE ? (const Operand *)from : copies + i * QUERY;
+        for (int d = 0; d < QUERY && !THERE; d += LANES) {
+            const auto *part = from + d * PAIR;
+            const int64_t left = HEAD_DIM - d * PAIR;
+            const Operands x = left < LANES * PAIR ? load_operands(part, left) : load_operands<true>(part, left);
+            store(copies + i * QUERY + d, x);
+        }
+    }
+    by_few(rows, [&](auto count, int row) {
+        dots_of_classes<decltype(count)::N, HEAD_DIM>(query + row * QUERY, QUERY, key, ahead, keys.stride,
+                                                      to + row * to_row, to_row);
+    });
+}
+#endif

@@ -161,25 +161,32 @@ INLINE uint32_t truths(Bits x) {
 #endif
 }
 
-// Of 8 lanes: those that AVX2 unpacks from groups of n numbers, of its two halves apart, and one half of each vector.
+// Of 8 or 16 lanes: those that are unpacked from groups of n numbers, of each four lanes apart; of 8 lanes, one half of
+// each vector.
 #define UNPACK_LOW(i, n) ((i) / 4 * 4 + (i) % 4 / (2 * (n)) * (n) + (i) % (n) + ((i) / (n) % 2 ? LANES : 0))
 #define UNPACK_HIGH(i, n) (UNPACK_LOW(i, n) + 2)
 #define FIRST_HALVES(i, n) ((i) % 4 + ((i) / 4 ? LANES : 0))
 #define LAST_HALVES(i, n) (FIRST_HALVES(i, n) + 4)
 
-// A LANES x LANES square, turned: for each power of two, swap the blocks beside the diagonal.
-template <int STEP = 1> INLINE void transpose(Vec *x) {
-#if LANES == 8 && defined(__AVX2__)  // three rounds of eight instructions, half as many as of exchanges of blocks
-    Vec y[8];
-    UNROLLED for (int i = 0; i < 8; i += 2) {
+#if LANES >= 8
+// The 4 x 4 squares of four vectors, turned.
+INLINE void transpose_fours(Vec *x) {
+    Vec y[4];
+    UNROLLED for (int i = 0; i < 4; i += 2) {
         y[i] = SHUFFLE(x[i], x[i + 1], UNPACK_LOW, 1);
         y[i + 1] = SHUFFLE(x[i], x[i + 1], UNPACK_HIGH, 1);
     }
-    UNROLLED for (int i = 0; i < 8; i += 4)
-        UNROLLED for (int j = 0; j < 2; j++) {
-            x[i + 2 * j] = SHUFFLE(y[i + j], y[i + j + 2], UNPACK_LOW, 2);
-            x[i + 2 * j + 1] = SHUFFLE(y[i + j], y[i + j + 2], UNPACK_HIGH, 2);
-        }
+    UNROLLED for (int i = 0; i < 2; i++) {
+        x[2 * i] = SHUFFLE(y[i], y[i + 2], UNPACK_LOW, 2);
+        x[2 * i + 1] = SHUFFLE(y[i], y[i + 2], UNPACK_HIGH, 2);
+    }
+}
+#endif
+
+// A LANES x LANES square, turned: for each power of two, swap the blocks beside the diagonal.
+template <int STEP = 1> INLINE void transpose(Vec *x) {
+#if LANES == 8 && defined(__AVX2__)  // three rounds of eight instructions, half as many as of exchanges of blocks
+    transpose_fours(x), transpose_fours(x + 4);
     UNROLLED for (int i = 0; i < 4; i++) {
         const Vec left = x[i], right = x[i + 4];
         x[i] = SHUFFLE(left, right, FIRST_HALVES, 4), x[i + 4] = SHUFFLE(left, right, LAST_HALVES, 4);

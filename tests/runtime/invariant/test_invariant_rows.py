@@ -24,6 +24,7 @@ PROGRAMS = {
     "far": ("causal", "where(q - k > 600, score - 1, score)", {}),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+OTHERS = [pytest.param(x, marks=pytest.mark.exhaustive) for x in DTYPES if x != "float32"]
 
 
 def drawn(batch, heads, kv_heads, dim, v_dim=None, dtype=torch.float32, length=LENGTH):
@@ -105,9 +106,11 @@ def padded(x, left, length):
     return whole
 
 
-def test_padding_on_either_side_changes_no_bit():
+@pytest.mark.parametrize("dtype", ["float32", *OTHERS])
+def test_padding_on_either_side_changes_no_bit(dtype):
     """Positions say where a sequence begins: that of its first token is 512 wherever it lies."""
-    att, qkv = fk.compile(FROM_FIRST, invariant=True, w=300), drawn(4, 8, 2, 64, length=600)
+    att = fk.compile(FROM_FIRST, invariant=True, w=300)
+    qkv = drawn(4, 8, 2, 64, dtype=DTYPES[dtype], length=600)
     sizes = (4, 8, LONG, LONG)
     out = att(*qkv, first=512, origin=(0, 0, 512, 512), sizes=sizes)
     assert torch.equal(att(*qkv, first=0, sizes=sizes), out)
@@ -139,6 +142,21 @@ def test_rows_that_see_no_key_stay_zero():
     assert lse[:, :, :600].eq(-torch.inf).all()
     assert torch.equal(att(q[:, :, -1:], k, v, origin=(0, 0, LENGTH - 1, 0)), out[:, :, -1:])
     assert out.isfinite().all()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_neighbours_of_seen_keys_may_be_nan(dtype):
+    att, (q, k, v) = (
+        fk.compile("causal & k >= 301 & k % 8 != 4", invariant=True),
+        drawn(1, 4, 2, 40, dtype=DTYPES[dtype]),
+    )
+    hidden = (torch.arange(LENGTH) < 301) | (torch.arange(LENGTH) % 8 == 4)
+    k[:, :, hidden], v[:, :, hidden] = torch.nan, torch.nan
+    out = att(q, k, v)
+    assert out.isfinite().all()
+    for n in (1, 2, 5, 17):
+        assert torch.equal(att(q[:, :, -n:], k, v, origin=(0, 0, LENGTH - n, 0)), out[:, :, -n:])
 
 
 def test_gradients_of_invariant_calls_are_the_usual_ones():
