@@ -232,7 +232,7 @@ def program_of(
         if others := [n for n in lines if n not in parts]:
             message = f"the text of the {'score mod' if text is mod else parts[0]} has a line `{others[0]} = ...`\n"
             raise ParameterError(f"{message}  give the whole text in place of the mask")
-    if isinstance(source, str) and "=" in source:
+    if isinstance(source, str) and PART.search(source):
         whole = program_text(source, **parameters.with_learned(values_read(source, "mask", values), params))
         if whole.by_name.keys() - {"mask"}:
             return program_of(whole, mod, params, called, once, weight, divide)

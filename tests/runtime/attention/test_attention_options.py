@@ -305,3 +305,12 @@ def test_a_spec_says_whether_sums_are_in_order(deterministic):
     spec = fk.compile("causal", deterministic=deterministic).spec
     assert f"'deterministic': {deterministic}, " in spec
     assert attention_of(spec, ()).options.deterministic is deterministic
+
+
+def test_named_arguments_in_a_mask_are_no_program_lines():
+    """A text with `=` is a whole program only where a line begins with `mask =`, `score =` and the like."""
+    text = "at(flag[k], q = q, k = k)"
+    att = fk.compile(text, "softcap(5)")
+    assert att == fk.compile("flag[k]", "softcap(5)")
+    q, flag = torch.randn(1, 1, 6, 8), torch.arange(6) % 2 == 0
+    torch.testing.assert_close(att(q, q, q, flag=flag), fk.attention(q, q, q, text, "softcap(5)", flag=flag))
