@@ -77,7 +77,7 @@ def _columns_of_kernel(
     if lse is None:
         lse = ready.run(0, False, q, k, v, sinks, *values)[1]
     try:
-        return kernel(ready.inputs_of(q.device, 0, sinks, values), q, k, lse)  # type: ignore[no-any-return]
+        return kernel(ready.inputs_of(q.device, 0, sinks, values), q, k, lse)
     except BuildError as error:
         fall_back(error)
         return None
