@@ -479,9 +479,9 @@ DIVISORS["jax"] = _divisor
 
 
 def placed(x: Any, like: Any = None) -> Any:
-    """An array on a mesh of explicit axes split as `like` is, or whole on every device."""
+    """An array on a mesh of explicit axes split as an array of the type `like` is, or whole on every device."""
     have: Any = jax.typeof(x).sharding
     if AxisType.Explicit not in have.mesh.axis_types:
         return x
-    spec: Any = spec_of() if like is None else jax.typeof(like).sharding.spec
+    spec: Any = spec_of() if like is None else like.sharding.spec
     return _reshard(x, NamedSharding(have.mesh, spec))

@@ -96,7 +96,7 @@ def _transposed(cotangents: Sequence[Any], *operands: Any, task: Task) -> list[A
         """The cotangent of the tangent of this array, the sum over instances that share it."""
         shared = tuple(i for i, m in enumerate(batched[TANGENT + name]) if not m)
         gradient = gradients[name].sum(shared) if shared else gradients[name]
-        return gradient if task.levels else placed(gradient, arrays[name])
+        return placed(gradient, operands[task.names.index(TANGENT + name)].aval)
 
     return [one(linear[n]) if n in linear else None for n in task.names]
 

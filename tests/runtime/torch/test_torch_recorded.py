@@ -82,8 +82,8 @@ REFUSED = {
     ("fx", "flex"): "query is a Proxy\n  .* make_fx, torch.export or torch.compile",
     ("strict export", "planned"): "leave out `plan`",
     ("compile", "planned"): "leave out `plan`",
-    ("strict export", "entry of a lambda"): "takes a mask and a score mod as texts",
-    ("compile", "entry of a lambda"): "takes a mask and a score mod as texts",
+    ("strict export", "entry of a lambda"): "takes a mask, a score mod and a weight as texts",
+    ("compile", "entry of a lambda"): "takes a mask, a score mod and a weight as texts",
     ("export", "entry of a lambda"): "make it outside, and use it there",
 }
 OPEN = ("plain", "learned", "dropout", "entry", "entry of a lambda")  # nothing they read has a length
