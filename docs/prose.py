@@ -72,7 +72,7 @@ MODULES = (
 )
 ENTRY = 240  # characters of an entry of the changelog, at most
 SUBJECT = 72  # characters of a commit's subject, at most
-SINCE = "f12c262023d56d9a5a77ff3ff5cceb831181a946"  # later commits keep the rule of subjects
+SINCE = "d4b1b9f18a19e26caac650924e9512fbd8ff628b"  # later commits keep the rule of subjects
 FORMS = {  # rule -> a regular expression -> what to write instead
     "forms": {
         # pronouns in the place of a noun
