@@ -21,7 +21,7 @@ Tensor = Any
 CLOSE = 1e-8  # of float64 beside float64, a part of the largest entry
 SHAPE = 2, 3, 6, 9  # of what a score mod alone is asked about
 DIM = 8
-BACKEND = os.environ.get("WEIGHTS_BACKEND", "library")  # of the target `weights`: `cpp` compiles each of its programs
+BACKEND = os.environ.get("WEIGHTS_BACKEND", "library")  # of the target `weights`: native, triton, pallas-tpu, ...
 
 
 def number_of(text: str) -> int:
@@ -189,13 +189,30 @@ def weights(p: Problem) -> str:
     att = fk.compile(m, mod, weight=weight, divide=divide, backend=BACKEND)
     dtype = torch.float64 if BACKEND == "library" else torch.float32
     allowed = CLOSE if BACKEND == "library" else 1e-3
-    narrow = [x.detach().to(dtype).requires_grad_() for x in leaves]
-    ours = att(*narrow[:3], **dict(zip(learned, narrow[3:], strict=True)))
-    close("out", ours.detach(), out.detach(), allowed)
-    found = torch.autograd.grad(ours, narrow, cotangent.to(dtype), allow_unused=True, materialize_grads=True)
-    for name, a, b in zip(["dq", "dk", "dv", *(f"d {n}" for n in learned)], found, wanted, strict=True):
-        close(name, a, b, allowed)
+    narrow = [x.detach().to(dtype) for x in (*leaves, cotangent)]
+    answers = weights_in_jax if BACKEND in ("xla", "pallas-tpu") else weights_in_torch
+    found = answers(att, narrow[:3], dict(zip(learned, narrow[3:-1], strict=True)), narrow[-1])
+    for name, a, b in zip(["out", "dq", "dk", "dv", *(f"d {n}" for n in learned)], found, (out, *wanted), strict=True):
+        close(name, a, b.detach(), allowed)
     return f"{m} {mod} {weight} {divide}"
+
+
+def weights_in_torch(att: Any, arrays: list[Tensor], learned: dict[str, Tensor], cotangent: Tensor) -> list[Tensor]:
+    """The output of torch, and gradients of the arrays and of learned values."""
+    leaves = [x.requires_grad_() for x in (*arrays, *learned.values())]
+    out = att(*leaves[:3], **learned)
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent, allow_unused=True, materialize_grads=True)]
+
+
+def weights_in_jax(att: Any, arrays: list[Tensor], learned: dict[str, Tensor], cotangent: Tensor) -> list[Any]:
+    """What `weights_in_torch` returns, of JAX, in torch's order of axes."""
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v, end = (jnp.asarray(x.transpose(1, 2).numpy()) for x in (*arrays, cotangent))
+    out, back = jax.vjp(lambda q, k, v, x: att(q, k, v, **x), q, k, v, {n: jnp.asarray(x) for n, x in learned.items()})
+    *slopes, of_learned = back(end)
+    return [*(np.asarray(x).swapaxes(1, 2) for x in (out, *slopes)), *(of_learned[n] for n in learned)]
 
 
 def in_jax(att: Any, given: tuple[Tensor, ...], more: dict[str, Any]) -> tuple[Any, Any]:

@@ -178,6 +178,13 @@ CASES = {
     "slope where the weight is 0": weighted(causal, (score + lookup("t", (h, k), FLOAT)) * 0.0 + relu2 - 1.0,
                                             tables={"t": DRAW.standard_normal((2, 150)).astype(np.float32)}),
     "of positions alone": weighted(causal, 1.0 / ir.to_float(q - k + 1), TOTAL),
+    "of a head alone": weighted(
+        None, function("sqrt", abs(score) + 2.0), count, score=function("cos", lookup("gamma", (h,), FLOAT)),
+        tables=gamma,
+    ),
+    "a condition of the head": weighted(
+        None, relu2, count + TOTAL, score=where(lookup("gamma", (h,), FLOAT) < 0.95, -ir.INF, score), tables=gamma
+    ),
     "learned slot": weighted(causal, function("tanh", score * param("c", FLOAT)), count, slots={"c": 0.7}),
     "by column": weighted(
         causal, function("sigmoid", score + lookup("t", (k,), FLOAT)), maximum(TOTAL, 0.5),

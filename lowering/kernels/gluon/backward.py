@@ -112,12 +112,13 @@ def listed(names: Iterable[str]) -> list[str]:
 class GluonBackward(GradientKernel):
     """Writes the functions of the fused backward and the kernel that starts them."""
 
+    features = GLUON_BACKWARD
+
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, ordered: bool) -> None:
         traits = KernelTraits("attention_backward", swapped=True, gathers=False)
         super().__init__(plan, target, dims, traits, "qkv")
         self.ordered_sums = ordered
         self.ordered = self.ordered and not ordered  # rows of ordered sums begin by their numbers
-        self.spread = False  # only Triton's interpreter spreads a scalar Bool over a tile
 
     def backward(self) -> TritonKernel:
         tile = self.target

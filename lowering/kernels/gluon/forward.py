@@ -202,7 +202,6 @@ class GluonForward(Writer):
         traits = replace(traits, numbers=(*traits.numbers, "pool")) if self.paged else traits
         more = [*self.keep_mask, *self.scales, *self.factors]
         super().__init__(plan, dims, target, traits, more)
-        self.spread = False  # only Triton's interpreter spreads a scalar Bool over a tile
 
     def forward(self) -> TritonKernel:
         # in addition to the four of the first group: four of the second, if there is one, one that loads, one that

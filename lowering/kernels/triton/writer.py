@@ -119,9 +119,6 @@ class Writer:
         self.bounds = {} if traits.swapped else bounds_of(plan)
         self.tabled = plan.mask is not None and not self.bounds
         self.rows = self._rows()
-        known = levels(*self.mask, when={**when, **ALONG})
-        # a Bool that no position decides, which only the interpreter minds
-        self.spread = any(n.type is BOOL and n.op != "const" and at == SCALAR for n, at in known.items())
         self.full = [*self.score, *more]  # what a position of a full tile asks for
         self.positions = [*self.mask, *self.full]
         inner = [*self.positions, *self.rows.values()]
@@ -276,7 +273,11 @@ class Writer:
                 written.add(line.name)
                 loads = line.node.op == "lookup"
                 only = f", mask={mask}" if mask and loads else f", {mask}" if mask and self.traits.selects else ""
-                text = f"{line.name} = {line.text.replace(LOAD_MASK, only)}"
+                value = line.text.replace(LOAD_MASK, only)
+                if self.features is TRITON and level == SCALAR and line.node.type is BOOL:
+                    # Triton's interpreter would spread a comparison over a tile as the numbers that it compares
+                    value = f"tl.where({value}, True, False)"
+                text = f"{line.name} = {value}"
                 texts.append(wrapped(text) if loads else text)
         return texts
 
@@ -530,8 +531,6 @@ class Writer:
             function = "among" if self.traits.words else f"one_of{form}"
             shown = f"{function}({along}[None, :], least - {start}, many{bits})"
         lines += [f"visible = {shown}", *(f"visible &= {self.value(term)}" for term in self.mask)]
-        if self.spread:
-            lines.append("visible = visible != 0  # Triton's interpreter spreads a bool over a tile as bytes")
         return lines
 
     def quoted(self, e: Expr | None, root: Expr | None, line: str, written: set[str], mask: str = "") -> list[str]:

@@ -40,11 +40,13 @@ INTERPRETED = {
     "lowering/kernels/triton/children/scores_interpreted.py": (
         "triton_score_mods_equal_the_reference[softcap, alibi-bfloat16]",
         "triton_score_mods_equal_the_reference[a number alone-float16]",
+        "triton_score_mods_equal_the_reference[a condition of the head-float16]",
         "error_of_the_instruction[float16]",
         "tables_by_distance[mask-float32]",
     ),
     "lowering/kernels/triton/children/weights_interpreted.py": (
         "triton_weights_in_half_precision[by column-bfloat16]",
+        "triton_weights_equal_the_reference[of a head alone]",
         "triton_weights_of_few_queries[by head and query-3]",
         "products_in_16_bits_are_proved_to_fit",
     ),

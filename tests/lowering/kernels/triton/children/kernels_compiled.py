@@ -173,7 +173,9 @@ def test_a_table_by_distance_is_loaded_once_a_tile(arch):
 
     plain, biased = (counted(PLANS[n] if n else make_plan(ProgramExprs(causal))) for n in ("", "bias by distance"))
     assert biased.count("tt.gather") == 2
-    assert [biased.count(n) - plain.count(n) for n in ("tt.load", "async_copy_global")] == [2, 0]
+    loads = [len(re.findall(r"tt\.load|amdg\.buffer_load", x)) for x in (plain, biased)]
+    assert loads[1] - loads[0] == 2
+    assert biased.count("async_copy_global") == plain.count("async_copy_global")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # of sm_100 the first round of each loop is written out
@@ -246,7 +248,7 @@ def test_triton_compilation_refuses_unknown_machines():
     )
     x = torch.zeros(1, 2, 150, 32)
     with pytest.raises(BackendError) as caught:
-        forward(made, None, cases.geometry(CASES["causal"]), x, x, x, {}, {}, target)
+        forward(cases.kernel_inputs(CASES["causal"], target, made), x, x, x)
     assert str(caught.value) == (
         "Triton kernels need a GPU: on the CPU take backend='aten', or set TRITON_INTERPRET=1 before "
         "Python starts to run them in Triton's interpreter"

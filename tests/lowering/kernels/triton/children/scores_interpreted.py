@@ -41,6 +41,8 @@ SCORES = {
                     tables=SLOPES),
     "a number alone": Case(causal & (q - k < 70), c, slots={"c": 5.0}),
     "of rows alone": Case(None, slope * ir.to_float(q), tables=SLOPES),
+    "a condition of the head": Case(function("tanh", slope) > 0.1, score + slope, tables=SLOPES, q_len=70),
+    "a condition of the head or the key": Case((slope < 0.2) | (k < 40), 2 * score, tables=SLOPES, heads=4, q_len=70),
     "gqa": Case(causal, 9 * function("tanh", score / 9) + slope * (k - q), tables=SLOPES, heads=4, batch=2),
     "empty rows": Case(EMPTY_ROWS, 9 * function("tanh", score / 9), q_len=200),
     "crop": Case(
