@@ -91,7 +91,8 @@ class Problem:
             may = name in ("q_len", "kv_len")
             if not is_positive(n) and not (may and type(n) is int and n == 0):
                 what = "lengths are integers, 0 or more, in tokens" if may else "counts are positive integers"
-                raise ShapeError(f"{name} is {n}\n  {what}")
+                shape = tuple(getattr(n, "shape", ()))
+                raise ShapeError(f"{name} is {f'an array of shape {shape}' if shape else n}\n  {what}")
             if n >= LONGEST:
                 raise ShapeError(f"{name} is {n:,}, {LONGEST:,} or more\n  positions are computed in 64 bits")
         if not np.iterable(origin) or len(origin) != 4 or not all(map(is_start, origin)):

@@ -228,12 +228,16 @@ class Attention:
         return self._over(program), name
 
     def _check_current(self, plan: CallPlan) -> None:
-        """Raise where a plan holds an array that the attention's function captured, and another is there now."""
+        """Raise where a plan holds an array that the attention's function captured, and another is there now, or
+        holds a copy of a tensor that requires a gradient since."""
         for n, x in plan.captured.items():
             if read_again(n, self.paths[n]) is not x:
-                raise ParameterError(
-                    f"the plan holds `{self.paths[n][0]}`, which has been replaced since\n  make another with `plan`"
-                )
+                why = "has been replaced"
+            elif n in self._learnable and n not in plan.device_values and learns(x):
+                why = "requires a gradient"
+            else:
+                continue
+            raise ParameterError(f"the plan holds `{self.paths[n][0]}`, which {why} since\n  make another with `plan`")
 
     def with_total(self, q: Any, k: Any, v: Any, **call: Any) -> tuple[Any, Any]:
         """(out, total) of a weighted call, outside of graphs. `call` has the other fields of `CallArgs`."""

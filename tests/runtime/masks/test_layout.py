@@ -222,6 +222,7 @@ BAD = {
     },
     "q_len is 1.5\n  lengths are integers, 0 or more, in tokens": {"q_len": 1.5},
     "q_len is None\n  lengths are integers, 0 or more, in tokens": {"q_len": None},
+    "q_len is an array of shape (2, 3)\n  lengths are integers, 0 or more, in tokens": {"q_len": np.ones((2, 3))},
     "batch is True\n  counts are positive integers": {"batch": True},
     "block is (8.0, 8.0)\n  tile sizes are two positive integers (queries, keys), in tokens": {"block": 8.0},
     "kv_len is 1,000,000,000,000,000, 281,474,976,710,656 or more\n  positions are computed in 64 bits": {

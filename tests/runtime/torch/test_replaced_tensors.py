@@ -202,6 +202,20 @@ def test_a_plan_of_a_replaced_tensor_is_refused():
     assert close(layer(X, plan=plan), dense(layer, bias=drawn(9)))
 
 
+def test_a_plan_of_a_tensor_that_learns_later_is_refused():
+    bias, doc = drawn().detach()[0].clone(), torch.zeros(S, dtype=torch.int64)
+    att = fk.compile(lambda q, k: doc[q] == doc[k], score=lambda score, b, h, q, k: score + bias[k], backend="aten")
+    plan = att.plan(S, S, 1, 2)
+    expected = att(X, X, X, plan=plan)
+    bias.requires_grad_()
+    with pytest.raises(ParameterError, match="the plan holds `bias`, which requires a gradient since"):
+        att(X, X, X, plan=plan)
+    out = att(X, X, X, plan=att.plan(S, S, 1, 2))
+    assert close(out, expected)
+    out.square().sum().backward()
+    assert bias.grad.abs().max() > 0
+
+
 def test_sharded_layers_train_their_captured_parameter(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
