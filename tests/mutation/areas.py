@@ -150,7 +150,7 @@ AREAS = {
         Group(
             ("lowering/xla/differentiable.py", "runtime/jax/derivatives.py"),
             (*(f"tests/runtime/jax/test_derivatives_jax.py::test_{name}" for name in DERIVED),
-             f"{WEIGHTS}/test_weighted_jax.py"), ("jax",),
+             f"{WEIGHTS}/test_weighted_jax.py", "tests/runtime/jax/test_jax_explicit.py"), ("jax",),
         ),
     ],
     "weights": [
