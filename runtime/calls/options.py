@@ -86,9 +86,15 @@ class LaunchOptions:
     num_stages: int | None = None
     descriptors: bool | None = None
 
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The fields that are not None, by name: False is a choice of `descriptors`."""
+        # by getattr: torch 2.11 cannot trace `vars` of a dataclass, and `frisket.attention` asks in a graph
+        return {n: x for n in LAUNCH_FIELDS if (x := getattr(self, n)) is not None}
+
     def applied(self, target: Target) -> Target:
         """The target with what is given here."""
-        options = {n: x for n, x in vars(self).items() if x is not None}  # False is a choice of `descriptors`
+        options = self.choices
         return replace(target, fixed=target.fixed or bool(options), **options)
 
 
@@ -123,7 +129,7 @@ class Tuning:
     @property
     def text(self) -> str:
         """The choices as one word; "None" where nothing is chosen."""
-        choices = [f"{k}.{n}={x}" for k in KERNELS for n, x in vars(getattr(self, k)).items() if x is not None]
+        choices = [f"{k}.{n}={x}" for k in KERNELS for n, x in getattr(self, k).choices.items()]
         choices += [f"{n}={getattr(self, n)}" for n in ("precision", "splits", "tanh") if getattr(self, n) is not None]
         choices += ["invariant"] * self.invariant
         return ",".join(choices) or "None"
@@ -133,8 +139,7 @@ class Tuning:
         """The choices as dicts, numbers and words; None where nothing is chosen."""
         launches = {
             # numpy's ints are no literals of a spec
-            k: {n: x if isinstance(x, bool) else int(x) for n, x in vars(getattr(self, k)).items() if x is not None}
-            for k in KERNELS
+            k: {n: x if isinstance(x, bool) else int(x) for n, x in getattr(self, k).choices.items()} for k in KERNELS
         }
         splits = None if self.splits is None else int(self.splits)
         rest = {"precision": self.precision, "splits": splits, "tanh": self.tanh, "invariant": self.invariant or None}
@@ -148,6 +153,7 @@ class Tuning:
 
 
 KERNELS = ("forward", "dq", "dkv")
+LAUNCH_FIELDS = tuple(x.name for x in fields(LaunchOptions))
 AS_CHOSEN, INVARIANT = Tuning(), Tuning(invariant=True)
 ALIGNED = 512  # positions of a part in which kernels with `invariant` sum up keys, or a multiple of it
 
