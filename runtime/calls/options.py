@@ -139,7 +139,8 @@ class Tuning:
         """The choices as dicts, numbers and words; None where nothing is chosen."""
         launches = {
             # numpy's ints are no literals of a spec
-            k: {n: x if isinstance(x, bool) else int(x) for n, x in getattr(self, k).choices.items()} for k in KERNELS
+            k: {n: x if isinstance(x, bool) else int(x) for n, x in getattr(self, k).choices.items()}
+            for k in KERNELS
         }
         splits = None if self.splits is None else int(self.splits)
         rest = {"precision": self.precision, "splits": splits, "tanh": self.tanh, "invariant": self.invariant or None}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.attention.flex_attention import BlockMask
 
 from frisket.dsl import ir
@@ -289,16 +289,17 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
         raise ParameterError(f"{text}{key.shape[2]})")
     *batch, q_len, kv_len = block_mask.shape
     have = (query.shape[2], key.shape[2])
-    if torch.compiler.is_dynamo_compiling() and (has_free_unbacked_symbols(query) or has_free_unbacked_symbols(key)):
-        for n, of_mask in zip(have, (q_len, kv_len)):  # a length that only a run knows is checked by the graph
-            torch._check(n == of_mask, lambda: "block_mask was created for other lengths than query and key have")  # type: ignore[no-untyped-call]
     # one by one: in graphs of torch 2.11 no two tuples with a length that varies are equal
+    other = guard_or_false(have[0] != q_len) or guard_or_false(have[1] != kv_len)
     no_mask = 1 << 30, 1 << 30  # the tile of what torch makes where there is none: one, without lengths
-    if (have[0] != q_len or have[1] != kv_len) and no_mask != block_mask.BLOCK_SIZE:
+    if other and no_mask != block_mask.BLOCK_SIZE:
         longer = q_len >= have[0] and kv_len >= have[1]
         advice = f"or block_mask._adjust{have} for the first of them" if longer else "it says nothing of the rest"
         text = f"block_mask was created for q_len={q_len} and kv_len={kv_len}, query and key have {have[0]} and "
         raise LengthError(f"{text}{have[1]}\n  make one for these lengths, {advice}")
+    if torch.compiler.is_dynamo_compiling() and not other:
+        for n, of_mask in zip(have, (q_len, kv_len)):  # a length that only a run knows is checked by the graph
+            torch._check(n == of_mask, lambda: "block_mask was created for other lengths than query and key have")  # type: ignore[no-untyped-call]
     for name, n, want in zip(("batch entries", "heads")[2 - len(batch) :], batch, query.shape[2 - len(batch) : 2]):
         if n != 1 and n != want:
             text = f"block_mask is for {n} {name}, query has {want}\n  make it for {want}, or for one that does for all"
