@@ -33,6 +33,7 @@ FRAMEWORKS = [
     "tests/runtime/torch/test_torch_compile.py", "tests/runtime/jax/test_jax_transforms.py",
     "tests/runtime/jax/test_jax_learned.py", "tests/runtime/backends/test_native_torch.py",
     "tests/runtime/backends/test_native_jax.py", "tests/runtime/flex/test_flex_attention.py",
+    "tests/runtime/flex/test_flex_compile.py", "tests/runtime/flex/test_flex_graph_masks.py",
     "tests/runtime/caches/test_caches_torch.py", "tests/runtime/caches/test_caches_jax.py",
     "tests/lowering/kernels/triton/test_triton_interpret.py", "tests/runtime/weights", "tests/runtime/select",
     "tests/runtime/tangents", "tests/runtime/torch/test_derivatives.py", "tests/runtime/jax/test_derivatives_jax.py",

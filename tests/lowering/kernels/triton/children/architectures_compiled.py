@@ -16,11 +16,11 @@ FEW = [("sm_120", 128, "whole"), ("sm_75", 64, "whole")]
 
 def known():
     text = GPUS_TABLE.read_text(encoding="utf-8") if GPUS_TABLE.exists() else ""
-    return {line[:30]: line for line in text.splitlines()}
+    return {tuple(line.split()[:5]): line for line in text.splitlines()}
 
 
 def rank(place):
-    arch, _, dim, _, kernel = place.split()
+    arch, _, dim, _, kernel = place
     return OTHERS.index(arch), int(dim), kernel == "decode"
 
 
