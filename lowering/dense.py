@@ -181,8 +181,7 @@ def _finite(x: Array) -> Array:
 
 def _per_query_head(rounded: Rounded, q: Array, *others: Array) -> list[Array]:
     """Keys and values repeated for the query heads that share them."""
-    heads = q.shape[1]
-    return [np.repeat(rounded(x), heads // x.shape[1], axis=1) for x in (q, *others)]
+    return [np.repeat(rounded(x), q.shape[1] // x.shape[1], axis=1) for x in (q, *others)]
 
 
 def attention(q: Array, k: Array, v: Array, call: DenseCall) -> tuple[Array, Array]:

@@ -208,8 +208,7 @@ class Attention:
 
     def _over(self, program: CallProgram) -> Attention:
         """Another program with the same options."""
-        state = self.__reduce__()[2]
-        return self._logs(type(self)(program, *state[1:]))
+        return self._logs(type(self)(program, *self.__reduce__()[2][1:]))
 
     @cached_property
     def in_copy(self) -> Attention:
@@ -231,12 +230,10 @@ class Attention:
         """Raise where a plan holds an array that the attention's function captured, and another is there now, or
         holds a copy of a tensor that requires a gradient since."""
         for n, x in plan.captured.items():
-            if read_again(n, self.paths[n]) is not x:
-                why = "has been replaced"
-            elif n in self._learnable and n not in plan.device_values and learns(x):
-                why = "requires a gradient"
-            else:
+            replaced = read_again(n, self.paths[n]) is not x
+            if not replaced and (n not in self._learnable or n in plan.device_values or not learns(x)):
                 continue
+            why = "has been replaced" if replaced else "requires a gradient"
             raise ParameterError(f"the plan holds `{self.paths[n][0]}`, which {why} since\n  make another with `plan`")
 
     def with_total(self, q: Any, k: Any, v: Any, **call: Any) -> tuple[Any, Any]:

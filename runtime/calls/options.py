@@ -89,13 +89,13 @@ class LaunchOptions:
     @property
     def choices(self) -> dict[str, Any]:
         """The fields that are not None, by name: False is a choice of `descriptors`."""
-        # by getattr: torch 2.11 cannot trace `vars` of a dataclass, and `frisket.attention` asks in a graph
-        return {n: x for n in LAUNCH_FIELDS if (x := getattr(self, n)) is not None}
+        # torch 2.11 cannot trace `vars` of a dataclass, and numpy's ints are no literals of a spec
+        options = {n: getattr(self, n) for n in LAUNCH_FIELDS}
+        return {n: x if isinstance(x, bool) else int(x) for n, x in options.items() if x is not None}
 
     def applied(self, target: Target) -> Target:
         """The target with what is given here."""
-        options = self.choices
-        return replace(target, fixed=target.fixed or bool(options), **options)
+        return replace(target, fixed=target.fixed or bool(self.choices), **self.choices)
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,7 @@ class Tuning:
     @property
     def choices(self) -> dict[str, Any] | None:
         """The choices as dicts, numbers and words; None where nothing is chosen."""
-        launches = {
-            # numpy's ints are no literals of a spec
-            k: {n: x if isinstance(x, bool) else int(x) for n, x in getattr(self, k).choices.items()}
-            for k in KERNELS
-        }
+        launches = {k: getattr(self, k).choices for k in KERNELS}
         splits = None if self.splits is None else int(self.splits)
         rest = {"precision": self.precision, "splits": splits, "tanh": self.tanh, "invariant": self.invariant or None}
         return {n: x for n, x in {**launches, **rest}.items() if x not in (None, {})} or None

@@ -166,8 +166,7 @@ def mapped(run: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
             if 0 not in where:
                 return mapped(run, *operands)
             whole = [x if d is None else maps._remove_batch_dim(x, level, 1, d) for x, d in zip(operands, where)]
-            n = len(whole[where.index(0)])
-            results = each(partial(mapped, run), n, where, whole)
+            results = each(partial(mapped, run), len(whole[where.index(0)]), where, whole)
         return [maps._add_batch_dim(x, 0, level) for x in results]
     return run(*operands)
 
