@@ -271,5 +271,4 @@ def _fine(layout: Tiling, style: Style, tokens: bool | None, slices: int) -> int
     if positions * min(looked, LOOKED_AT) > INSIDE:
         return 0
     side = math.gcd(*layout.block)  # a cell divides both sides of a tile
-    steps = (n for n in range(1, side) if side % n == 0 and longest <= n * style.pixels)
-    return next(steps, 0)
+    return next((n for n in range(1, side) if side % n == 0 and longest <= n * style.pixels), 0)
