@@ -493,11 +493,16 @@ def _start(x: Any) -> Any:
     return at.astype(np.int64) if at.ndim else int(at)
 
 
+def constant(x: float) -> float:
+    """A number itself. torch.compile makes a symbolic one constant for this function, and refuses to write it out."""
+    return math.nextafter(x, x)
+
+
 def scale_of(scale: Any, name: str = "scale", known: bool = False) -> Any:
     """A scale as a number. Unless it must be `known`, one that is traced or learned is returned as a Float scalar,
     because a number would lose its gradient."""
-    if scale is None or (type(scale) in (int, float) and math.isfinite(scale)):  # Dynamo reads no more of a number
-        return scale if scale is None else float(scale)
+    if scale is None or (type(scale) in (int, float) and abs(scale) < math.inf):  # Dynamo reads no more of a number
+        return scale if scale is None else constant(scale)
     changes = traced(scale) or learns(scale)
     # float() takes both, and neither is meant
     single = not isinstance(scale, bool | str) and tuple(getattr(scale, "shape", ())) == ()

@@ -29,7 +29,7 @@ from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.calls.arrays import check_devices, refuse_gradients
+from frisket.runtime.calls.arrays import check_devices, constant, refuse_gradients
 from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.machine.caller import outside
 from frisket.runtime.machine.settings import Settings
@@ -240,7 +240,7 @@ def sorted_out(items: list[tuple[str, Any]], names: str) -> tuple[list[Tensor], 
     numbers: list[int] = []
     for name, x in items:
         if isinstance(x, (bool, float)):  # part of the graph
-            names += f",{x} {name}"
+            names += f",{x if isinstance(x, bool) else constant(x)} {name}"
         elif isinstance(x, (int, torch.SymInt)):
             numbers.append(x)  # type: ignore[arg-type]
             names += f",number {name}"

@@ -129,6 +129,49 @@ def test_documents_and_seeds_change_without_a_new_graph():
     assert counter.frame_count == 1
 
 
+WINDOW = fk.compile("causal & window(w)")
+FACTOR = fk.compile("causal", "score * c")
+NUMBERS = {
+    "window": (lambda x, n: WINDOW(x, x, x, w=n), (8, 9, 10, 11)),
+    "factor": (lambda x, n: FACTOR(x, x, x, c=n), (0.5, -0.0, 0.25)),
+    "factor that is a whole number": (lambda x, n: FACTOR(x, x, x, c=n), (1, 2, 3)),
+    "factor of attention": (lambda x, n: fk.attention(x, x, x, "causal", "score * c", c=n), (0.5, 0.25, 0.75)),
+    "distance": (lambda x, n: fk.attention(x, x, x, "causal & q - k < d", d=n), (5.5, 6.5, 7.5)),
+    "divisor": (
+        lambda x, n: fk.attention(x, x, x, "causal", weight="sigmoid(score)", divide="count + c", c=n),
+        (0.5, 0.25, 0.75),
+    ),
+    "scale": (lambda x, n: fk.attention(x, x, x, "causal", scale=n), (0.5, 0.25, 0.75)),
+    "scale that is a whole number": (lambda x, n: fk.attention(x, x, x, "causal", scale=n), (1, 2, 3)),
+    "dropout": (lambda x, n: fk.attention(x, x, x, "causal", dropout=n, seed=3), (0.5, 0.25, 0.75)),
+    "sinks": (lambda x, n: fk.attention(x, x, x, "causal", sinks=[n, 0.0]), (0.5, 0.25, 0.75)),
+    "origin": (lambda x, n: WINDOW(x[:, :, :4], x, x, w=9, origin=(0, 0, n, 0), sizes=(1, 2, 40, 40)), (5, 6, 7)),
+}
+
+
+@pytest.mark.parametrize("name", default_only(NUMBERS, "window", "factor", "scale"))
+def test_numbers_change_between_calls_of_a_graph(name):
+    """torch.compile makes a number symbolic when it changes."""
+    torch._dynamo.reset()
+    call, numbers = NUMBERS[name]
+    compiled, x = torch.compile(call, fullgraph=True, backend="aot_eager"), rand(1, 2, 40, 8)
+    for n in numbers:
+        results = []
+        for f in (compiled, call):
+            out = f(x, n)
+            results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        torch.testing.assert_close(*results)
+
+
+def test_whole_numbers_change_without_a_new_graph():
+    torch._dynamo.reset()
+    counter, x = counting(), rand(1, 2, 40, 8, grad=False)
+    compiled = torch.compile(lambda w: WINDOW(x, x, x, w=w), fullgraph=True, backend=counter)
+    for w in range(8, 20):
+        torch.testing.assert_close(compiled(w), WINDOW(x, x, x, w=w))
+    assert counter.frame_count == 2
+
+
 def test_seeds_are_drawn_in_the_graph_as_outside():
     att = fk.compile("causal", dropout=0.3)
     arrays = [x.detach() for x in qkv()]
