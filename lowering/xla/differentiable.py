@@ -328,7 +328,8 @@ class XlaForm:
             p = jnp.where(survivors, w, 0) * t.keep
         v_tile = self._keys(arrays["v"], tile_row, tiles, hidden)
         out = dot(p.reshape(*p.shape[:2], -1, p.shape[-1]), v_tile, (3, 2)).reshape(*t.part, -1)
-        return self._divided(out, w, s, env, hidden, arrays), total
+        # as with softmax, a row that sees nothing may have any cotangent
+        return jnp.where(hidden.all(-1, keepdims=True), 0, self._divided(out, w, s, env, hidden, arrays)), total
 
     def _weights(self, s: Array, hidden: Array, env: dict[str, Array], arrays: dict[str, Array]) -> Array:
         import jax.numpy as jnp

@@ -310,7 +310,8 @@ class DifferentiableCall:
 
     def result(self, row: Row, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor) -> Any:
         """(out, lse, top) of a row of tiles: [batch, kv_heads, group, queries, dim], and without the last axis. `top`,
-        the largest score, has no derivative. Of weighted rows these are (out, total, count)."""
+        the largest score, has no derivative. Of weighted rows these are (out, total, count). The out of a query that
+        sees nothing is a constant, so its cotangent may be anything, NaN too."""
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
         plan = self.inputs.plan
         if not row.pieces and plan.weighted:
@@ -322,9 +323,10 @@ class DifferentiableCall:
             return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse, lse.new_full(lse.shape, -math.inf)
         s, hidden, env, tables = self.products(row, q, k, *values)
         if plan.weighted:
-            sums, total, count = self._sums(s, env, tables, hidden, v.to(real), values)
-            return self._divided(sums, total, count, env, tables, values).to(q.dtype), total, count.to(real)
-        m, hidden = self.scores(s, hidden, env, tables, values)
+            sums, total, count = self._sums(s, env, tables, hidden, v.to(real))
+            out = self._divided(sums, total, count, env, tables)
+            return torch.where(hidden.all(-1, keepdim=True), 0.0, out).to(q.dtype), total, count.to(real)
+        m, hidden = self.scores(s, hidden, env, tables)
         top = m.detach().amax(-1)
         sink = None if sinks is None else sinks.to(real)
         largest = top if sink is None else torch.maximum(top, sink.detach())
@@ -336,28 +338,28 @@ class DifferentiableCall:
         safe = torch.where(empty, 1.0, total)
         lse = torch.where(empty, -math.inf, safe.log() + base)
         p = self._dropped(e / safe.unsqueeze(-1), env, tables)
-        out = (p.flatten(2, 3) @ v.to(real)).unflatten(2, q.shape[2:4])
-        return out.to(q.dtype), lse, top
+        out = (p.flatten(2, 3) @ _visible(v.to(real), hidden)).unflatten(2, q.shape[2:4])
+        return torch.where(empty.unsqueeze(-1), 0.0, out).to(q.dtype), lse, top
 
     def products(self, row: Row, q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, Tensor, Any, Any]:
         """(scaled products [batch, kv_heads, group, queries, keys]; the positions that the mask hides; values by name;
         tables) of a row of tiles that sees keys."""
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
-        s = ((q.to(real) * self.geometry.scale).flatten(2, 3) @ k.to(real).mT).unflatten(2, q.shape[2:4])
-        env, mask = self._env(row, q.device), self.inputs.plan.mask
-        tables = {**self.inputs.tables, **{n: x for n, x in zip(self.names, values, strict=True) if x.ndim}}
+        named = dict(zip(self.names, values, strict=True))
+        env = self._env(row, q.device) | {n: x for n, x in named.items() if not x.ndim}
+        mask, tables = self.inputs.plan.mask, {**self.inputs.tables, **{n: x for n, x in named.items() if x.ndim}}
         hidden = (
-            torch.zeros((), dtype=torch.bool, device=s.device) if mask is None else ~_program(mask, real)(env, tables)
+            torch.zeros((), dtype=torch.bool, device=q.device) if mask is None else ~_program(mask, real)(env, tables)
         )
-        return s, hidden.expand(s.shape), env, tables
+        hidden = hidden.expand(*q.shape[:-1], k.shape[2])
+        s = (q.to(real) * self.geometry.scale).flatten(2, 3) @ _visible(k.to(real), hidden).mT
+        return s.unflatten(2, q.shape[2:4]), hidden, env, tables
 
-    def scores(
-        self, s: Tensor, hidden: Tensor, env: Any, tables: Any, values: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def scores(self, s: Tensor, hidden: Tensor, env: Any, tables: Any) -> tuple[Tensor, Tensor]:
         """(modified scores, -inf where hidden; the hidden positions) of the results of `products`."""
         m = s
         if self.inputs.plan.score is not None:
-            m, hidden = self._modified(s, env, tables, hidden, s.dtype, values)
+            m, hidden = self._modified(s, env, tables, hidden, s.dtype)
             m = m.expand(s.shape)  # a score mod may read no score
         return torch.where(hidden, -math.inf, m), hidden
 
@@ -390,7 +392,7 @@ class DifferentiableCall:
 
         ones = torch.ones_like(s)
         w, drop = shown(plan.score, ones), self._dropped(ones, env, tables)
-        k, v = (torch.where(hidden.all(2).all(2).unsqueeze(-1), 0.0, x) for x in (k, v))
+        k, v = _visible(k, hidden), _visible(v, hidden)
         dw = drop * (rows @ v.mT).unflatten(2, shape) + c.unsqueeze(-1)
         ds = (shown(backward_of(plan).slope, dw) * self.geometry.scale).flatten(2, 3)
         values = []
@@ -406,61 +408,50 @@ class DifferentiableCall:
         dv = (drop * w).flatten(2, 3).mT @ rows
         return (ds @ k).unflatten(2, shape), ds.mT @ q.flatten(2, 3), dv, values
 
-    def _sums(self, s: Tensor, env: Any, tables: Any, hidden: Any, v: Tensor, values: Sequence[Tensor]) -> Any:
+    def _sums(self, s: Tensor, env: Any, tables: Any, hidden: Any, v: Tensor) -> Any:
         """The sums of a weighted row: of its weighted values, of its weights, and the number of keys that it sees."""
-        w, seen = self._weights(s, env, tables, hidden, values)
-        # anything may stand where no query of the row sees a key
-        v = torch.where(hidden.all(2).all(2).unsqueeze(-1), 0.0, v)
-        sums = (self._dropped(w, env, tables).flatten(2, 3) @ v).unflatten(2, s.shape[2:4])
+        w, seen = self._weights(s, env, tables, hidden)
+        sums = (self._dropped(w, env, tables).flatten(2, 3) @ _visible(v, hidden)).unflatten(2, s.shape[2:4])
         return sums, w.sum(-1), seen.sum(-1)
 
-    def _weights(self, s: Tensor, env: Any, tables: Any, hidden: Any, values: Sequence[Tensor]) -> tuple[Tensor, Any]:
+    def _weights(self, s: Tensor, env: Any, tables: Any, hidden: Any) -> tuple[Tensor, Any]:
         """(the weights of a weighted row, whether a pair is visible)."""
         plan, seen = self.inputs.plan, ~hidden
         assert plan.score is not None
-        w = torch.where(hidden, 0.0, self._value(plan.score, {"score": s}, env, tables, hidden, values))
+        w = torch.where(hidden, 0.0, value_of(plan.score, {"score": s}, env, tables, hidden, self.recorded))
         if plan.counted is not None:
             seen = seen & _program(plan.counted, s.dtype)({**env, "score": s.detach()}, tables)
         return w, seen
 
-    def shares(self, s: Tensor, hidden: Tensor, env: Any, tables: Any, values: Sequence[Tensor]) -> Tensor:
+    def shares(self, s: Tensor, hidden: Tensor, env: Any, tables: Any) -> Tensor:
         """The weights of a weighted row divided by its divisor, of the results of `products`."""
-        w, seen = self._weights(s, env, tables, hidden, values)
-        return self._divided(w, w.sum(-1), seen.sum(-1), env, tables, values)
+        w, seen = self._weights(s, env, tables, hidden)
+        return self._divided(w, w.sum(-1), seen.sum(-1), env, tables)
 
-    def _divided(
-        self, sums: Tensor, total: Tensor, count: Tensor, env: Any, tables: Any, values: Sequence[Tensor]
-    ) -> Tensor:
+    def _divided(self, sums: Tensor, total: Tensor, count: Tensor, env: Any, tables: Any) -> Tensor:
         """The sums of weighted values divided by the row's divisor; 0 where that is 0."""
         if self.inputs.plan.divide is None:
             return sums
-        divisor = self.divisor(total.unsqueeze(-1), count.unsqueeze(-1), env, tables, values)
+        divisor = self.divisor(total.unsqueeze(-1), count.unsqueeze(-1), env, tables)
         empty = divisor == 0
         return torch.where(empty, 0.0, sums / torch.where(empty, 1.0, divisor))
 
-    def divisor(self, total: Tensor, count: Tensor, env: Any, tables: Any, values: Sequence[Tensor]) -> Tensor:
+    def divisor(self, total: Tensor, count: Tensor, env: Any, tables: Any) -> Tensor:
         """The divisors of weighted rows, 0 where a row sees no key and that may matter."""
         plan = self.inputs.plan
         assert plan.divide is not None
         alone = count == 0 if plan.counts else torch.zeros_like(count, dtype=torch.bool)
-        divisor = self._value(plan.divide, {"total": total}, {**env, "count": count.long()}, tables, alone, values)
+        divisor = value_of(plan.divide, {"total": total}, {**env, "count": count.long()}, tables, alone, self.recorded)
         return torch.where(alone, 0.0, divisor)
 
-    def _modified(self, s: Tensor, env: Any, tables: Any, hidden: Tensor, real: Any, values: Sequence[Tensor]) -> Any:
+    def _modified(self, s: Tensor, env: Any, tables: Any, hidden: Tensor, real: Any) -> Any:
         """The modified scores, and the hidden positions: the mask's, and those where the score mod gives -inf."""
         score = self.inputs.plan.score
         assert score is not None
         with torch.no_grad():
-            unseen = self._value(score, {"score": s.detach()}, env, tables, hidden, values).detach() == -math.inf
+            unseen = value_of(score, {"score": s.detach()}, env, tables, hidden, self.recorded).detach() == -math.inf
         hidden = hidden | unseen
-        return self._value(score, {"score": s}, env, tables, hidden, values), hidden
-
-    def _value(
-        self, e: Expr, of: Mapping[str, Tensor], env: Any, tables: Any, hidden: Tensor, values: Sequence[Tensor]
-    ) -> Tensor:
-        """`value_of` with the learned scalars of the call."""
-        scalars = {n: x for n, x in zip(self.names, values, strict=True) if not x.ndim}
-        return value_of(e, of, {**env, **scalars} if scalars else env, tables, hidden, self.recorded)
+        return value_of(score, {"score": s}, env, tables, hidden, self.recorded), hidden
 
     def _env(self, row: Row, device: Any) -> dict[str, Any]:
         """Sizes, slots and positions, in shapes that broadcast to [batch, kv_heads, group, queries, keys]."""
@@ -488,6 +479,12 @@ class DifferentiableCall:
             "q": along(torch.arange(row.start, row.stop, device=device), 3) + start(q0),
             "k": along(keys, 4) + start(k0),
         }
+
+
+def _visible(x: Tensor, hidden: Tensor) -> Tensor:
+    """A row's keys or values [batch, kv_heads, keys, dim], 0 where no query of the row sees the key: anything may stand
+    there, as in a cache that is used again."""
+    return torch.where(hidden.all(2).all(2).unsqueeze(-1), 0.0, x)
 
 
 def value_of(e: Expr, of: Mapping[str, Tensor], env: Any, tables: Any, hidden: Tensor, recorded: bool = True) -> Tensor:

@@ -124,12 +124,12 @@ def _of_row(
     if not row.pieces:
         return {}
     if call.inputs.plan.weighted:
-        p = call.shares(*call.products(row, q, k, *values), values)
+        p = call.shares(*call.products(row, q, k, *values))
         results = {"columns": p.sum(3)} if chosen.columns else {}
         # a key that weighs nothing may be in a tile that is not read
         m = torch.where(p > 0, p, -math.inf).detach()
         return results | _largest(m, p, _places(row, q), chosen)
-    m, hidden = call.scores(*call.products(row, q, k, *values), values)
+    m, hidden = call.scores(*call.products(row, q, k, *values))
     sink = None if sinks is None else sinks.to(m.dtype)
     if lse is None:
         top = m.detach().amax(-1)

@@ -230,6 +230,31 @@ def test_jax_rows_without_keys_and_hidden_inf_have_zeros():
     assert jnp.isfinite(tangent(lambda q: att(q, k, v), q, q)).all()
 
 
+@pytest.mark.parametrize("weights", [{}, {"weight": "relu2", "divide": "count"}, {"weight": "sigmoid(score)"}], ids=str)
+@pytest.mark.parametrize("hidden", [jnp.nan, jnp.inf])
+def test_jax_derivatives_of_calls_whose_hidden_keys_are_anything(weights, hidden):
+    """Keys that no query of a row of tiles sees, and the cotangent of a row that sees none."""
+    q, k, v = drawn(20)
+    t = jnp.cos(q)
+    att = fk.compile("causal & k < 13 & q >= 2", backend="xla", tile=(16, 16), **weights)
+
+    def derivatives(value):
+        k2, v2 = (x.at[:, 13:].set(value) for x in (k, v))
+
+        def firsts(q, k, v, dout):
+            return jax.vjp(att, q, k, v)[1](dout)
+
+        def loss(q):
+            return jnp.sin(att(q, k2, v2) * t).sum()
+
+        operands = q, k2, v2, t.at[:, :2].set(value)
+        seconds = jax.grad(lambda *x: sum((g * g).sum() for g in firsts(*x)), (0, 1, 2, 3))(*operands)
+        return *firsts(*operands), *seconds, tangent(loss, q, t), tangent(jax.grad(loss), q, t)
+
+    for got, want in zip(derivatives(hidden), derivatives(0.0), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("mask", ["causal & (k < w)", "causal & same(doc)"])
 def test_traced_spans_have_derivatives(mask):
     """Under jit the window and the documents are numbers of the device: rows stand beside all keys."""

@@ -102,6 +102,20 @@ def test_sinks_groups_dropout_and_orders_pass_gradgradcheck(backend):
     check(fk.compile("causal & k % 4 == q % 4", backend=backend, reorder=order), drawn())
 
 
+@pytest.mark.parametrize("divide", ["count", "total", "c * c + count", None])
+def test_learned_numbers_of_weights_pass_gradgradcheck(divide):
+    """A scale, and a number that the score mod, the weight and the divisor read."""
+    q, k, v = drawn(12)
+    scale, c = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.3, 0.7))
+
+    def call(q, k, v, scale, c):
+        return fk.attention(
+            q, k, v, "causal", "score * c", weight="softplus(score)", divide=divide, scale=scale, c=c, backend="aten"
+        )
+
+    assert torch.autograd.gradgradcheck(call, (q, k, v, scale, c), fast_mode=True)
+
+
 PART = "(q >= k & (b + h) % 2 == 0) | (q - k < 3 & k % 3 != q % 3)", "score * slope[h] + near[b, k] * sin(0.1 * q)"
 PLACE = {"origin": (1, 2, np.array([13, 4]), 5), "sizes": (3, 6, 40, 40)}
 
@@ -268,6 +282,31 @@ def test_rows_without_keys_and_hidden_infinities_have_zeros():
     for grad in torch.autograd.grad(dq.square().sum(), (q, k, v)):
         assert grad.isfinite().all()
     assert F.jvp(lambda q: att(q, k, v), (q.detach(),), (q.detach(),))[1].isfinite().all()
+
+
+@pytest.mark.parametrize("weights", [{}, {"weight": "relu2", "divide": "count"}, {"weight": "sigmoid(score)"}], ids=str)
+@pytest.mark.parametrize("hidden", [torch.nan, torch.inf])
+def test_derivatives_of_calls_whose_hidden_keys_are_anything(weights, hidden):
+    """Keys that no query of a row of tiles sees, as those of a cache that is used again, and the cotangent of a row
+    that sees none."""
+    q, k, v = (x.detach() for x in drawn(20))
+    t = torch.randn_like(q)
+    att = fk.compile("causal & k < 13 & q >= 2", backend="aten", tile=(16, 16), **weights)
+
+    def derivatives(value):
+        both = [x.index_fill(2, torch.arange(13, 20), value) for x in (k, v)]
+        dout = torch.cat([t[:, :, :2] * value, t[:, :, 2:]], 2).requires_grad_()
+        learned = [x.clone().requires_grad_() for x in (q, *both)]
+        firsts = torch.autograd.grad(att(*learned), learned, dout, create_graph=True)
+        seconds = torch.autograd.grad(sum((g * g).sum() for g in firsts), [*learned, dout])
+
+        def loss(q):
+            return (att(q, *both) * t).sin().sum()
+
+        return *firsts, *seconds, F.jvp(loss, (q,), (t,))[1], F.jvp(F.grad(loss), (q,), (t,))[1]
+
+    for got, want in zip(derivatives(hidden), derivatives(0.0), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_a_step_of_second_derivatives_keeps_one_row_of_tiles():
