@@ -130,14 +130,7 @@ def recorded_gradients(
     cotangents one after another."""
     needed = run.keywords["needed"]
     if transformed(dout, dlse):
-        results = iter(
-            mapped(
-                lambda *both: [g for g in recorded_gradients(run, ready, seed, inputs, *both) if g is not None],
-                dout,
-                dlse,
-            )
-        )
-        return [next(results) if need else None for need in needed]
+        return list(mapped(lambda *both: recorded_gradients(run, ready, seed, inputs, *both), dout, dlse))
     if not torch.is_grad_enabled():
         return run(dout, dlse)  # type: ignore[no-any-return]
     with torch.no_grad():
@@ -167,15 +160,15 @@ def mapped(run: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
                 return mapped(run, *operands)
             whole = [x if d is None else maps._remove_batch_dim(x, level, 1, d) for x, d in zip(operands, where)]
             results = each(partial(mapped, run), len(whole[where.index(0)]), where, whole)
-        return [maps._add_batch_dim(x, 0, level) for x in results]
+        return [x if x is None else maps._add_batch_dim(x, 0, level) for x in results]
     return run(*operands)
 
 
 def each(run: Callable[..., Sequence[Any]], n: int, dims: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The results of `run` for the `n` entries of mapped axes, stacked."""
+    """The results of `run` for the `n` entries of mapped axes, stacked; None where they are None."""
     some = [isinstance(d, int) for d in dims]
     rows = (run(*(x.select(d, i) if m else x for x, d, m in zip(operands, dims, some, strict=True))) for i in range(n))
-    return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+    return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
 
 
 def refuse_changed(ctx: Any) -> None:
@@ -272,13 +265,11 @@ class Gradients(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         ready, seed, needed = ctx.call
         dout, dlse, *inputs = ctx.saved_tensors
-        return (
-            None,
-            None,
-            None,
-            None,
-            *second(DifferentiableCall.of(ready, seed), cotangents, dout, dlse, inputs, needed),
-        )
+        call = DifferentiableCall.of(ready, seed)
+
+        # cotangents are mapped by is_grads_batched
+        results = mapped(lambda *of_one: second(call, of_one, dout, dlse, inputs, needed), *cotangents)
+        return None, None, None, None, *results
 
 
 # -- tokens in another order ---------------------------------------------------------------------------

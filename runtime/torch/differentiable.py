@@ -13,8 +13,8 @@ Imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,10 @@ class Place:
     tables: Mapping[str, Tensor]
     dtype: Any
 
+    def seen_by(self, f: Callable[[Tensor], Tensor]) -> Place:
+        """The place as the next transform sees it: the number of visible keys may hang on transformed scores."""
+        return replace(self, env={n: f(x) if isinstance(x, torch.Tensor) else x for n, x in self.env.items()})
+
 
 class Elementwise(torch.autograd.Function):
     """`elementwise` where no transform of torch.func is left."""
@@ -115,6 +119,8 @@ def elementwise(formula: Formula, place: Place, hidden: Tensor, *leaves: Tensor)
     key = None if interpreter is None else interpreter.key()
     if key == TransformType.Vmap:
         return _mapped(interpreter, formula, place, hidden, leaves)
+    if key is not None:
+        place = place.seen_by(lambda x: below(x, interpreter.level()))
     if key == TransformType.Grad:
         value: Tensor = one_level(Elementwise, interpreter, elementwise, formula, place, hidden, *leaves)
         return value
@@ -177,7 +183,7 @@ def _mapped(interpreter: Any, formula: Formula, place: Place, hidden: Tensor, le
         operands = [whole(x) for x in (hidden, *leaves)]
         if all(x is y for x, y in zip(operands, (hidden, *leaves), strict=True)):
             return elementwise(formula, place, hidden, *leaves)
-        value = elementwise(formula, place, *operands)
+        value = elementwise(formula, place.seen_by(whole), *operands)
     return functorch._add_batch_dim(value, 0, level)
 
 

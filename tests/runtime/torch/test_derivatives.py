@@ -243,6 +243,20 @@ def test_tangents_of_what_an_attention_holds_are_differences(name, transform):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("weights", [{}, {"weight": "sigmoid(score)"}], ids=str)
+def test_hessians_of_mapped_cotangents_are_those_of_one_by_one(weights):
+    """`vectorize=True` is `is_grads_batched` of torch.autograd.grad."""
+    q, k, v = (x.detach() for x in drawn(12))
+    att = fk.compile("causal", backend="aten", **weights)
+    x = torch.linspace(-1, 1, DIM, dtype=torch.float64)
+
+    def loss(x):
+        return att(q + x, k, v * x).sin().sum()
+
+    hessian = torch.autograd.functional.hessian
+    torch.testing.assert_close(hessian(loss, x, vectorize=True), hessian(loss, x))
+
+
 def test_forward_ad_over_reverse_is_double_backward():
     """A backward of duals used the score's leaves without their tangents."""
     x, k, v = drawn(20)

@@ -58,6 +58,24 @@ def test_weighted_rows_have_derivatives_of_any_order(name):
         near(x, y, 1e-9)
 
 
+@pytest.mark.parametrize("divide", ["w[h] * count", "abs(total) + count"])
+def test_counted_keys_of_mapped_calls_have_derivatives(divide):
+    """A score mod that may give -inf: which keys are counted hangs on mapped scores."""
+    q, k, v = arrays(13, 13)
+    t, w = torch.linspace(-1, 1, 13, dtype=q.dtype), torch.linspace(0.5, 1, HEADS, dtype=q.dtype)
+    att = fk.compile("causal", "score * t[k]", weight="sigmoid(score)", divide=divide, backend="aten", t=t)
+    learned = {"w": w} if "w" in divide else {}
+    func = torch.func
+
+    def loss(q):
+        return att(q, k, v, **learned).sin().sum()
+
+    mapped = torch.stack([q, 2 * q])
+    for one in (lambda q: func.jvp(loss, (q,), (q,))[1], lambda q: func.jvp(func.grad(loss), (q,), (q,))[1],
+                func.grad(lambda q: func.grad(loss)(q).square().sum())):  # fmt: skip
+        near([func.vmap(one)(mapped)], [torch.stack([one(x) for x in mapped])])
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_compiled_graphs_weigh_pairs_as_eager_calls_do(name):
     case, qkv = CASES[name], arrays(dtype=torch.float32)
