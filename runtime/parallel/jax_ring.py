@@ -265,7 +265,7 @@ def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
 
 
 def _differentiable_sums(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
-    """`Sums` of a shard's weighted rows, with a backward; operands as of `_differentiable`. The attention of `shard`
+    """The fields of `Sums` of a shard's weighted rows, with a backward; operands as of `_differentiable`. The attention of `shard`
     divides by `average`."""
     program = replace(shard.att.program, divide=None)  # its backward takes cotangents of the sums
     backward_shard = replace(shard, att=Attention(program, shard.att.options))
@@ -274,7 +274,7 @@ def _differentiable_sums(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
 
     @jax.custom_vjp
     def attended(learned: Arrays, fixed: Arrays) -> Any:
-        return run.forward(learned, fixed)
+        return tuple(run.forward(learned, fixed))  # the containers of both rules are compared
 
     @usual_promotion()
     def forwards(learned: Arrays, fixed: Arrays) -> Any:

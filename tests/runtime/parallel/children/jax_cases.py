@@ -53,6 +53,7 @@ class Case:
     by_mesh: bool = False
     weight: str | None = None
     divide: str | None = None
+    remat: bool = False
 
 
 def table(*shape):
@@ -94,7 +95,8 @@ CASES = {
     "gathered": Case("causal & window(40)", variant="all-gather", kv_heads=2),
     "gathered documents": Case("causal & same(doc)", "score + column[h, k] + bias[q, k]",
                                {"doc": DOC, "column": table(2, LENGTH), "bias": table(LENGTH, LENGTH)},
-                               variant="all-gather", split={"doc": 0, "column": (1,)}, dropout=0.2, sinks=True),
+                               variant="all-gather", split={"doc": 0, "column": (1,)}, dropout=0.2, sinks=True,
+                               remat=True),
     "short": Case("causal", length=20),
     "native": Case("causal", heads=4, kv_heads=2, backend="cpp"),
     "native with a score mod": Case("causal", "score * 1.5", heads=4, kv_heads=2, backend="cpp"),
@@ -106,9 +108,9 @@ CASES = {
                                params={"doc": DOC, "column": table(2, LENGTH)}, split={"doc": 0, "column": 1}),
     "weighted mesh": Case("causal & q - k < 20 * (h + 1) + 7 * b", weight="relu(score + slope[h]) ** 2",
                           divide="count + float(b) + float(q * h) / float(Q_LEN)", params={"slope": table(4)}, batch=2,
-                          heads=4, kv_heads=2, mesh=(2, 2, 2), dropout=0.2),
+                          heads=4, kv_heads=2, mesh=(2, 2, 2), dropout=0.2, remat=True),
     "weighted gathered": Case("causal & window(20) & (q // 25) % 2 == 0", variant="all-gather", kv_heads=2,
-                              weight="score", dtype="float16", divide="total - 3"),
+                              weight="score", dtype="float16", divide="total - 3", remat=True),
     "weighted float16": Case("causal & window(60)", weight="exp(score + 11)", divide="total", dtype="float16"),
 }  # fmt: skip
 SEEDED = 1234
@@ -234,7 +236,8 @@ def check(name, case):
         total = (out * dout).sum() + (jnp.where(lse == -jnp.inf, 0, lse) * dlse).sum()
         return total, (out, lse)
 
-    grads, (out, lse) = jax.jit(jax.grad(whole, (0, 1, 2, 3, 4), has_aux=True))(*qkv, learned, sinks)
+    loss = jax.checkpoint(whole) if case.remat else whole
+    grads, (out, lse) = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4), has_aux=True))(*qkv, learned, sinks)
     found = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads[:3])), **grads[3]}
     found |= {} if sinks is None else {"sinks": grads[4]}
     found |= {} if case.weight is None else {"lse": None}
