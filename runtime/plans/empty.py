@@ -15,6 +15,7 @@ from frisket.lowering.dtypes import DOUBLE, accumulate, result_of
 from frisket.lowering.plan import Geometry
 from frisket.runtime.calls.arrays import Arrays
 from frisket.runtime.calls.program import CallProgram
+from frisket.runtime.machine.parameters import learns
 
 from .device import CheckedCall
 
@@ -40,7 +41,7 @@ def results_of(arrays: Arrays, g: Geometry, sinks: Any = None, learned: Iterable
     if arrays.framework == "torch":
         torch = sys.modules["torch"]
         real = getattr(torch, real)
-        inputs = [x for x in (q, k, v, sinks, *learned) if x is not None and x.requires_grad]
+        inputs = [x for x in (q, k, v, sinks, *learned) if x is not None and learns(x)]
         # an empty sum is 0, and gives each input a gradient of 0
         link = sum((x.reshape(-1)[:0].sum().to(real) for x in inputs), torch.zeros((), dtype=real, device=q.device))
         half = getattr(torch, result_of(arrays.dtype))

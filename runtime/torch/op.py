@@ -73,7 +73,8 @@ def attend(att: Any, request: CallArgs, saving: bool = False, lse: bool = True) 
         q, k, v = cast(q, k, v)  # operators of ours are none that autocast knows
         request = request._replace(q=q, k=k, v=v)
     settings = Settings.read()
-    if forward_ad._current_level >= 0 and has_tangents(q, k, v, *_arrays_of(att, request).values()):
+    dual_numbers = forward_ad._current_level >= 0 and has_tangents(q, k, v, *_arrays_of(att, request).values())
+    if dual_numbers and q.numel() and k.numel():  # torch differentiates the zeros of other calls
         return _with_tangents(att, request, saving)
     if plan is not None and getattr(plan, "on_device", False):
         refuse_written(plan)  # a plan of the host has copies

@@ -13,6 +13,7 @@ another.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +34,7 @@ from frisket.runtime.calls.arrays import check_devices, constant, refuse_gradien
 from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.machine.caller import outside
 from frisket.runtime.machine.settings import Settings
+from frisket.runtime.plans.empty import results_of
 
 from .autograd import each, gradients, gradients_again, mapped
 from .differentiable import DifferentiableCall, dual, one_level, second
@@ -91,7 +93,7 @@ def attend(
     att, request = call_of(values, numbers, spec, names, (q, k, v), sinks)
     grad_names, record = grad_names_of(names), RECORDS.get(att.options.backend or Settings.read().backend or "")
     checks = record is not None and "torch" in record.executors and record.executors["torch"].checks_gradients
-    if checks and grad_names is not None and q.numel() and k.numel():
+    if checks and grad_names is not None and not _is_empty(q, k):
         ready = kept_ready(att, request)
         learned = frozenset(n for n, source in ready.kv_inputs if source in grad_names)
         arrays = q, k, v, sinks, *(request.params[n] for _, n in ready.kv_inputs)
@@ -130,7 +132,7 @@ def attend_backward(
 ) -> list[Tensor]:
     """The gradients that are `needed`; `rest` is what the schema in `operators` lists after the sinks."""
     values, out, lse, softmax_stats, numbers, spec, names, needed = rest
-    if not (q.numel() and k.numel()):  # lse is the sink, and every other gradient is 0
+    if _is_empty(q, k):  # lse is the sink, and every other gradient is 0
         zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks, *floats(values))]
         if sinks is not None and dlse is not None:
             zeros[3] = dlse.sum((0, 2)).to(sinks.dtype)
@@ -269,6 +271,11 @@ def operator(name: str, names: str) -> Any:
     return getattr(torch.ops.frisket, f"{name}_reads_host" if head.endswith("host") else name)
 
 
+def _is_empty(q: Tensor, k: Tensor) -> bool:
+    """Whether a call has no queries, keys, batch entries or heads."""
+    return not (q.numel() and k.numel())
+
+
 def reserved(name: str) -> bool:
     """Whether a name is not the user's, but that of scales or pages of stored keys and values."""
     return " of " in name
@@ -389,7 +396,7 @@ def _transformed_attend(q: Any, k: Any, v: Any, sinks: Any, values: Any, *static
         numbers, spec, names = static
         att, request = call_of(values, numbers, spec, names)
         refuse_ambiguous(att.program, request.params, _differentiated)
-    if _has_tangents():
+    if _has_tangents() or _is_empty(q, k):
         return RecordedCall(static, [q, k, v, sinks, *values]).results()
     return _in_one_level(FuncAttend, static, q, k, v, sinks, *values)
 
@@ -485,6 +492,9 @@ class RecordedCall:
             mask, named = att.program.exprs.mask, dict(zip(_tensors(names), values, strict=True))
             for name in () if mask is None else named.keys() & reads(mask):
                 unwrapped(named[name])  # a mask is laid out by entries, and torch.vmap's raise
+            self.checked = att.call(request) if _is_empty(q, k) else None
+            if self.checked is not None:
+                return
             ready = kept_ready(att, request)
         self.ready, self.seed, self.top = ready.generated, request.seed, request.top
         tensors = _tensors(names)
@@ -501,9 +511,15 @@ class RecordedCall:
     def results(self) -> tuple[Any, ...]:
         """The results of `frisket::attend`."""
         q, k, v, sinks, *values = self.arrays
-        out, lse, top = attend_with_tangents(self.ready, self.seed, self.top, q, k, v, sinks, *self._read(values))
+        if self.checked is not None:  # there is nothing to plan, and torch's rules for zeros and sinks are all
+            arrays = replace(self.checked.arrays, q=q, k=k, v=v)
+            out, lse, top = results_of(arrays, self.checked.geometry, sinks, floats(values))
+            top = top if self.checked.top else None
+        else:
+            out, lse, top = attend_with_tangents(self.ready, self.seed, self.top, q, k, v, sinks, *self._read(values))
+            top = top if self.top else None
         width = norm_width(q.dtype, v.shape[3], q.device.type)
-        return out, lse, top if self.top else lse.new_empty(0), lse.new_zeros((*lse.shape, width))
+        return out, lse, lse.new_empty(0) if top is None else top, lse.new_zeros((*lse.shape, width))
 
     @outside
     def gradients(self, dout: Any, dlse: Any, needed: Sequence[bool]) -> list[Any]:

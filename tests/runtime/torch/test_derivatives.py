@@ -323,6 +323,35 @@ def test_derivatives_of_calls_whose_hidden_keys_are_anything(weights, hidden):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("batch, q_len, kv_len", [(0, 4, 4), (1, 0, 5), (1, 5, 0)])
+@pytest.mark.parametrize("weights", [{}, {"weight": "sigmoid(score)"}], ids=str)
+def test_calls_of_nothing_have_derivatives_of_any_order(batch, q_len, kv_len, weights):
+    """Without batch entries, queries or keys out is 0, and lse the sink."""
+    q, k = (torch.randn(batch, 2, n, DIM, dtype=torch.float64) for n in (q_len, kv_len))
+    sinks = None if weights else torch.tensor([0.5, -1.0], dtype=torch.float64)
+    att = fk.compile("causal", "score * c", backend="aten", **weights)
+    c = torch.tensor(0.7, dtype=torch.float64)
+
+    def call(q, k, c, *sinks):
+        if not sinks:
+            return att(q, k, k, c=c).sum()
+        out, lse = att(q, k, k, c=c, sinks=sinks[0], return_lse=True)
+        return out.sum() + lse.exp().sum()
+
+    def of_dense(q, k, c, *sinks):
+        rows = batch * q_len * sinks[0].exp().sum() if sinks else 0.0
+        return c * 0.0 + q[:, :, :0].sum() + k[:, :, :0].sum() + rows
+
+    arrays = (q, k, c) if sinks is None else (q, k, c, sinks)
+    every = tuple(range(len(arrays)))
+    for transform in (lambda f: F.jvp(f, arrays, arrays), lambda f: F.grad(f, every)(*arrays),
+                      lambda f: F.jvp(F.grad(f, every), arrays, arrays), lambda f: F.hessian(f, every[-1])(*arrays)):  # fmt: skip
+        torch.testing.assert_close(transform(call), transform(of_dense))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        assert forward_ad.unpack_dual(att(dual, k, k, c=c)).tangent.shape == q.shape
+
+
 def test_a_step_of_second_derivatives_keeps_one_row_of_tiles():
     """The largest array that the second derivative makes is of one row of tiles, not of all pairs."""
     n, block = 512, 64
