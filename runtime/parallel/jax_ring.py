@@ -265,8 +265,8 @@ def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
 
 
 def _differentiable_sums(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
-    """The fields of `Sums` of a shard's weighted rows, with a backward; operands as of `_differentiable`. The attention of `shard`
-    divides by `average`."""
+    """The fields of `Sums` of a shard's weighted rows, with a backward; operands as of `_differentiable`. The attention
+    of `shard` divides by `average`."""
     program = replace(shard.att.program, divide=None)  # its backward takes cotangents of the sums
     backward_shard = replace(shard, att=Attention(program, shard.att.options))
     kind = _AllGather if shard.all_keys else _Ring

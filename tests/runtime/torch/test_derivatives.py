@@ -323,7 +323,7 @@ def test_derivatives_of_calls_whose_hidden_keys_are_anything(weights, hidden):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("batch, q_len, kv_len", [(0, 4, 4), (1, 0, 5), (1, 5, 0)])
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 4, 4), (1, 0, 5), (1, 5, 0)])
 @pytest.mark.parametrize("weights", [{}, {"weight": "sigmoid(score)"}], ids=str)
 def test_calls_of_nothing_have_derivatives_of_any_order(batch, q_len, kv_len, weights):
     """Without batch entries, queries or keys out is 0, and lse the sink."""
@@ -344,8 +344,13 @@ def test_calls_of_nothing_have_derivatives_of_any_order(batch, q_len, kv_len, we
 
     arrays = (q, k, c) if sinks is None else (q, k, c, sinks)
     every = tuple(range(len(arrays)))
-    for transform in (lambda f: F.jvp(f, arrays, arrays), lambda f: F.grad(f, every)(*arrays),
-                      lambda f: F.jvp(F.grad(f, every), arrays, arrays), lambda f: F.hessian(f, every[-1])(*arrays)):  # fmt: skip
+    transforms = (
+        lambda f: F.jvp(f, arrays, arrays),
+        lambda f: F.grad(f, every)(*arrays),
+        lambda f: F.jvp(F.grad(f, every), arrays, arrays),
+        lambda f: F.hessian(f, every[-1])(*arrays),
+    )
+    for transform in transforms:
         torch.testing.assert_close(transform(call), transform(of_dense))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, torch.ones_like(q))
