@@ -170,7 +170,8 @@ def unwrapped(value: Any) -> Any:
         if levels.is_batchedtensor(value):
             raise ParameterError(
                 "a tensor that torch.vmap maps has no entries to read\n"
-                "  give it to the call, under a name of the mask or the score mod: att(q, k, v, name=tensor)"
+                "  give it to the call, under a name of the mask or the score mod: att(q, k, v, name=tensor)\n"
+                "  in forward mode, call the attention for one entry after another"
             )
         value = levels.get_unwrapped(value)
     return value

@@ -20,6 +20,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.plan import Cotangents, ForwardResults, KernelInputs
 from frisket.runtime.backends.cpp.torch import HUGE, LARGE, huge, lse_of
 from frisket.runtime.calls.arrays import in_graph, recorded
+from frisket.runtime.machine.caller import outside
 
 from .differentiable import DifferentiableCall, dual, second
 from .differentiable import gradients as gradients_recorded
@@ -186,6 +187,7 @@ def versions(ready: PreparedCall) -> list[int]:
     return [x._version for x in ready.inputs.tables.values() if not x.is_inference()]
 
 
+@outside  # compiled autograd traces what calls it
 def gradients(ready: PreparedCall, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
     """Gradients of q, k, v, sinks and values, in this order, None where not `needed`."""
     q, k, v, sinks, out, lse, softmax_stats, *values = saved

@@ -171,8 +171,10 @@ def written(
     lse: Tensor | None
     largest: Tensor | None
     # only inside of torch.func do the operators have a rule for tangents
-    outside = forward_ad._current_level >= 0 and torch._C._functorch.maybe_current_level() is None
-    if outside and has_tangents(q, k, v, sinks, *tensors):
+    transformed = forward_ad._current_level >= 0 and _transformed()
+    if transformed and tensors and torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg="tangents are laid out by the entries of tables, which a graph does not have")
+    if forward_ad._current_level >= 0 and not transformed and has_tangents(q, k, v, sinks, *tensors):
         if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
             refuse_tangents(q, k, v, sinks, *tensors)  # what AOTAutograd compiles runs without them
         out, lse, largest, _ = RecordedCall((numbers, spec, names), [q, k, v, sinks, *tensors]).results()
@@ -184,6 +186,12 @@ def written(
     else:
         out, lse, largest, _ = operator("attend", names)(q, k, v, sinks, tensors, numbers, spec, names)
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _transformed() -> bool:
+    """Whether a transform of torch.func is around the call. Dynamo enters transforms as it traces, and guards them."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _reads_host(

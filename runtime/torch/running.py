@@ -71,13 +71,14 @@ def call_of(
     place = {w: [_known(params.pop(f" {w}{i}")) for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
     att = attention_of(spec, tuple((n, *kind_of(x)) for n, x in params.items() if not reserved(n)))
     origin, sizes = (tuple(x) or None for x in place.values())
-    seed = None if seed is None else int(seed)
-    return att, CallArgs(*qkv, None, seed, sinks, top, origin, sizes, "bhsd", params)
+    return att, CallArgs(*qkv, None, _known(seed), sinks, top, origin, sizes, "bhsd", params)
 
 
 def _known(x: Any) -> Any:
-    """The number that a tensor without axes holds: torch.jit.trace gives lengths as such tensors."""
-    return int(x) if isinstance(x, Tensor) and not x.ndim else x
+    """The number that a tensor without axes holds: torch.jit.trace gives lengths as such tensors. One that torch.vmap
+    maps stays, until a call of each entry is made."""
+    mapped = isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return int(x) if isinstance(x, Tensor) and not (x.ndim or mapped) else x
 
 
 def kind_of(x: Any) -> tuple[int, type]:

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import frisket as fk  # noqa: E402
+from frisket.dsl.errors import ParameterError  # noqa: E402
 from frisket.flex import create_block_mask, flex_attention  # noqa: E402
 
 S = 12
@@ -32,6 +33,8 @@ TRANSFORMS = {
     "vmap": torch.vmap,
     "grad": lambda f: lambda q: torch.func.grad(loss(f))(q[0]),
     "vjp": lambda f: lambda q: torch.func.vjp(loss(f), q[0])[1](torch.tensor(1.0))[0],
+    "jvp": lambda f: lambda q: torch.func.jvp(loss(f), (q[0],), (q[0],))[1],
+    "jvp(grad)": lambda f: lambda q: torch.func.jvp(torch.func.grad(loss(f)), (q[0],), (q[0],))[1],
     "vmap(grad)": lambda f: torch.vmap(torch.func.grad(loss(f))),
     "grad(vmap)": lambda f: torch.func.grad(loss(torch.vmap(f))),
 }
@@ -57,12 +60,18 @@ def in_turn(transform, f):
     """Results of one entry after another, by torch's autograd: no transform."""
     if transform == "vmap":
         return torch.stack([f(q) for q in Q])
-    entries = Q[:1] if transform in ("grad", "vjp") else Q
-    leaves = [q.clone().requires_grad_() for q in entries]
-    grads = torch.autograd.grad(sum(loss(f)(q) for q in leaves), leaves)
-    return grads[0] if transform in ("grad", "vjp") else torch.stack(grads)
+    alone = transform in ("grad", "vjp", "jvp", "jvp(grad)")
+    leaves = [q.clone().requires_grad_() for q in (Q[:1] if alone else Q)]
+    grads = torch.autograd.grad(sum(loss(f)(q) for q in leaves), leaves, create_graph="jvp" in transform)
+    along = (grads[0] * Q[0]).sum()
+    if "jvp" in transform:
+        return along.detach() if transform == "jvp" else torch.autograd.grad(along, leaves)[0]
+    return grads[0] if alone else torch.stack(grads)
 
 
+# Tangents are laid out by the entries of tables, which torch.compile does not know: a graph ends there, and flex, whose
+# operator the graph already has, raises.
+BREAKS = [("compile", "tables"), ("inductor", "tables"), *((way, "flex") for way in WAYS if way != "make_fx")]
 # torch's exports hold no gradients of transforms. Its strict ones refuse a tensor that is first read inside of vmap:
 # `torch.vmap(lambda q: q + DOC)`.
 CASES = [
@@ -71,8 +80,11 @@ CASES = [
     for transform in TRANSFORMS
     for name in CALLS
     if ("export" not in way or transform == "vmap") and (way != "strict export" or name not in ("flex", "tables"))
+    if "jvp" not in transform or (way, name) not in BREAKS
 ]
-OFTEN = [("make_fx", "vmap(grad)", "tables"), ("export", "vmap", "plain"), ("compile", "vmap(grad)", "flex")]
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
+OFTEN = [("make_fx", "vmap(grad)", "tables"), ("export", "vmap", "plain"), ("compile", "vmap(grad)", "flex"),
+         ("compile", "jvp", "plain"), ("compile with breaks", "jvp(grad)", "tables")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -81,7 +93,7 @@ OFTEN = [("make_fx", "vmap(grad)", "tables"), ("export", "vmap", "plain"), ("com
 )
 def test_graphs_around_transforms_equal_calls_in_turn(way, transform, name):
     f = TRANSFORMS[transform](CALLS[name])
-    torch.testing.assert_close(WAYS[way](f)(Q), in_turn(transform, CALLS[name]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(WAYS[way](f)(Q), in_turn(transform, CALLS[name]), **NEAR)
 
 
 def test_graphs_map_an_attention_itself():
@@ -94,4 +106,24 @@ def test_graphs_map_an_attention_itself():
 def test_transforms_of_the_operator_itself_have_rules(transform):
     """`frisket::attend` in a graph that torch made, say, with a vmap around it."""
     f = lambda q: torch.ops.frisket.attend(q, Q[0], Q[1], None, [], [], PLAIN.spec, "")[0]  # noqa: E731
-    torch.testing.assert_close(TRANSFORMS[transform](f)(Q), in_turn(transform, CALLS["plain"]))
+    near = NEAR if "jvp" in transform else {}
+    torch.testing.assert_close(TRANSFORMS[transform](f)(Q), in_turn(transform, CALLS["plain"]), **near)
+
+
+NUMBERS = torch.tensor([1, 4])
+DROPPED, WINDOW = fk.compile("causal", dropout=0.5), fk.compile("causal & window(3)")
+OF_NUMBERS = {
+    "seed": lambda q, n: DROPPED(q, q, q, seed=n),
+    "seed of attention": lambda q, n: fk.attention(q, q, q, "causal", dropout=0.5, seed=n),
+    "origin": lambda q, n: WINDOW(q[:, :, :4], q, q, origin=(0, 0, n, 0), sizes=(1, 2, S, S)),
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_seeds_and_origins_of_entries_may_be_mapped(name):
+    call, q = OF_NUMBERS[name], Q[0]
+    gradient = torch.func.grad(lambda q, n: call(q, n).square().sum())
+    for f in (call, gradient):
+        torch.testing.assert_close(torch.vmap(f, (None, 0))(q, NUMBERS), torch.stack([f(q, n) for n in (1, 4)]))
+    with pytest.raises(ParameterError, match="in forward mode, call the attention for one entry after another"):
+        torch.vmap(lambda n: torch.func.jvp(lambda q: call(q, n), (q,), (q,))[1])(NUMBERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.tiers import default_only
+from torch._dynamo import compiled_autograd
 
 import frisket as fk
 from frisket.dsl.errors import FrisketError
@@ -170,6 +172,22 @@ def test_whole_numbers_change_without_a_new_graph():
     for w in range(8, 20):
         torch.testing.assert_close(compiled(w), WINDOW(x, x, x, w=w))
     assert counter.frame_count == 2
+
+
+def test_compiled_autograd_runs_backwards_of_other_lengths():
+    """torch's compiler of backwards, of a call outside of a graph."""
+    torch._dynamo.reset()
+    c = torch.tensor(0.6, requires_grad=True)
+    for length in (24, 13, 24):
+        q, k, v = qkv(length)
+        grads = []
+        for context in (contextlib.nullcontext(), compiled_autograd._enable(torch.compile(backend="aot_eager"))):
+            with context:
+                out = FACTOR(q, k, v, c=c)
+                out.square().sum().backward()
+            grads.append([x.grad for x in (q, k, v, c)])
+            q.grad = k.grad = v.grad = c.grad = None
+        torch.testing.assert_close(*grads)
 
 
 def test_seeds_are_drawn_in_the_graph_as_outside():
