@@ -26,10 +26,7 @@ MAX_CALLS, MAX_ROUNDS = 200, 50
 # what a root of a kind may not read, with a remedy
 ABSENT = {
     ("mask", "score"): ("a mask does not know `score`: only a score mod (`score =`) does", "compare positions"),
-    ("divide", "score"): (
-        "`divide` is one number a query, and a score belongs to a pair",
-        "sum weights by `total`",
-    ),
+    ("divide", "score"): ("`divide` is one number a query, and a score belongs to a pair", "sum weights by `total`"),
     ("divide", "k"): ("`divide` is one number a query, and `k` is a key", "count visible keys by `count`"),
 }
 # roots that are numbers: what they are called, and what a Bool there may have meant

@@ -445,8 +445,7 @@ class Attention:
             return nothing(call)
         if RECORDS[call.backend].oracle:
             return interpreted(call)
-        result: tuple[Any, Any, Any] = operators_of(call.arrays.framework).execute(call, self)
-        return result
+        return operators_of(call.arrays.framework).execute(call, self)  # type: ignore[no-any-return]
 
     def _frameworks(self, request: CallArgs) -> Iterator[str | None]:
         """The frameworks of a call's arrays other than q, k and v, and that of a backend that takes one alone."""
@@ -820,8 +819,7 @@ def rows_of(att: Attention, request: CallArgs) -> tuple[Any, Any, Any]:
     now = att.now(request.params) if att.rereads else att
     if is_tensor(request.q):
         return operators_of("torch").attend(now, request, False, True)  # type: ignore[no-any-return]
-    rows: tuple[Any, Any, Any] = attend_jax(now, request)
-    return rows
+    return attend_jax(now, request)
 
 
 @memo(2)

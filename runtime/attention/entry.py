@@ -208,7 +208,7 @@ def attention(
         params |= kv_inputs_of(k_scale, v_scale, pages, q_scale)
         request = call_options.CallArgs(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
         # the graph holds texts, not an attention
-        outputs = _graph().written_call(parts, settings, request, return_lse or return_max)
+        outputs = torch_graphs().written_call(parts, settings, request, return_lse or return_max)
         return results(outputs, return_lse, return_max)
     options = call_options.Options(None, enable_gqa, backend, None, rate, tuning=tuning, deterministic=deterministic)
     # before the key is made: a list of a call has no type
@@ -334,13 +334,13 @@ def merge_sums(
     """
     arguments = parts, divide, axes, origin, sizes, params
     if by_dynamo():
-        return _graph().merged_sums(*arguments)  # type: ignore[no-any-return]
+        return torch_graphs().merged_sums(*arguments)  # type: ignore[no-any-return]
     if (framework := framework_of(parts[0][0]) if parts and parts[0] else None) in ("torch", "jax"):
         operators_of(framework)  # adds the divisors of its arrays
     return merged_sums(*arguments)
 
 
-def _graph() -> Any:
+def torch_graphs() -> Any:
     """The module of calls in graphs of torch; imports torch."""
     from frisket.runtime.torch import graph
 

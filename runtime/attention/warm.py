@@ -66,11 +66,7 @@ class Warmed:
 
 
 def warm(
-    masks: Any,
-    *shapes: Mapping[str, Any],
-    gradients: bool = True,
-    framework: str = "torch",
-    arch: str | None = None,
+    masks: Any, *shapes: Mapping[str, Any], gradients: bool = True, framework: str = "torch", arch: str | None = None
 ) -> Warmed:
     """Compile the kernels of later calls into the cache on disk, with one compiler for each core. They are native
     kernels of the CPU, or with `arch` those of a GPU, which need not be here.

@@ -281,8 +281,7 @@ class RingKVCache(JaxCache):
         [0.0, 0.5, 0.5, 0.0]
         """
         run, params = positions.statistics_run(params)
-        found: Statistics = self._read(att, q, counts, tree, rotary, params, run)
-        return found
+        return self._read(att, q, counts, tree, rotary, params, run)  # type: ignore[no-any-return]
 
     def _read(
         self, att: Attention, q: Array, counts: Any, tree: Any, rotary: Any, params: Any, run: Callable[..., Any]

@@ -99,8 +99,7 @@ class JaxCache:
         Columns and named keys count places of a row in the order of tokens, also where these are in pages, and slots of
         a ring. Padding has the results of a query that sees no key."""
         run, params = positions.statistics_run(params)
-        found: Statistics = read(att, q, self, counts, tree, params, getattr(self, "pages", None), run)
-        return found
+        return read(att, q, self, counts, tree, params, getattr(self, "pages", None), run)  # type: ignore[no-any-return]
 
     @usual_promotion()
     def truncate(self: Any, lengths: Any) -> Any:

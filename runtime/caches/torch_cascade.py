@@ -135,8 +135,7 @@ class Cascade:
         rows, slots = self.arrays["rows"], self.arrays["slots"]
         if _merges_by_kernel(behind[0]):
             kernel = loaded(f"{__package__}.triton_merge")  # one launch instead of some forty
-            results: tuple[Tensor, Tensor] = kernel.merged(before, behind, slots, rows.shape[1], merges)
-            return results
+            return kernel.merged(before, behind, slots, rows.shape[1], merges)  # type: ignore[no-any-return]
         out, lse = (self._of_rows(x) for x in before)
         lse = torch.where(slots[:, None, None] < 0, -torch.inf, lse)  # a row without a prefix
         return merge((out, lse), behind)

@@ -270,14 +270,7 @@ class Arrays:
 
 
 def arrays(
-    q: Any,
-    k: Any,
-    v: Any,
-    layout: str | None = None,
-    *,
-    numpy: bool = False,
-    pages: Any = None,
-    exported: bool = False,
+    q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False, pages: Any = None, exported: bool = False
 ) -> Arrays:
     """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in. k and v may
     have 8 bits while q has more; without a scale, 8-bit integers are used as they are. With `exported` batch

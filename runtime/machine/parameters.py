@@ -94,10 +94,9 @@ def kind_of(x: Number) -> Any:
 def stacked(name: str, value: Any) -> Any:
     """A list or tuple that holds traced numbers or tensors of torch as one array of theirs: `jax.jit` takes lists
     apart, and the entries may learn. A variable of flax is its array. Other values stay as they are."""
-    if isinstance(value, int | float):  # of a symbolic number, torch.compile knows no attribute
-        return value
     if not isinstance(value, list | tuple):
-        array_of = getattr(value, "__jax_array__", None)
+        # of a symbolic number, torch.compile knows no attribute
+        array_of = None if isinstance(value, int | float) else getattr(value, "__jax_array__", None)
         return value if array_of is None else array_of()
     parts = [stacked(name, x) for x in value]
     try:

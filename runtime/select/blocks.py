@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import reduce, wraps
@@ -15,11 +15,13 @@ from operator import or_
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.ir import uses
 from frisket.grammar.memo import memo
 from frisket.lowering.dtypes import FLOATS, accumulate
 from frisket.lowering.plan import NOWHERE, Origin, Sizes
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.entry import compile as compiled
+from frisket.runtime.attention.entry import torch_graphs
 from frisket.runtime.calls.arrays import LAYOUTS, NATURAL, check_layout, framework_of, scale_of, uploaded
 from frisket.runtime.machine.caller import as_int, outside
 from frisket.runtime.masks.mask import Mask
@@ -436,7 +438,9 @@ def _tiles(
         return _within(bounds, xp.arange(-(-place[1] // place[-1][1])), groups)
     # bounds without values of a call are the same at every step
     if not params:
-        return _constant_tiles(masks, both, place, groups, str(like.device))
+        if xp.compiler.is_compiling() and (text := _written(both, *masks)):
+            return _written_tiles(*text, like, place, groups)
+        return _remembered_tiles(masks, both, place, groups, str(like.device))
     bounds = _bounds(masks, both, place, params)
     if framework_of(bounds) == "numpy":
         bounds = uploaded(bounds, like.device)
@@ -453,14 +457,25 @@ def _within(bounds: Any, at: Any, groups: int) -> Any:
     return reduce(or_, parts)
 
 
-def _constant_tiles(masks: tuple[Any, ...], both: bool, place: tuple[Any, ...], groups: int, device: str) -> Any:
-    """Tiles that no array of the call decides. torch.compile calls this once, and keeps them in its graph."""
-    return _remembered_tiles(masks, both, place, groups, device)
+def _written_tiles(spec: str, names: frozenset[str], like: Any, place: tuple[Any, ...], groups: int) -> Any:
+    """Tiles by an operator of a graph, which lays out the mask with this text."""
+    *lengths, batch, heads, origin, sizes, block = place
+    whole = batch if names & {"b", "B"} else 1, heads if names & {"h", "H"} else 1
+    numbers = {f" {what}{i}": n for what, x in (("origin", origin), ("size", sizes)) for i, n in enumerate(x or ())}
+    seen = torch_graphs().written_tiles(spec, like, (*lengths, *whole), block, numbers) > 0
+    return seen.unflatten(1, (groups if whole[1] > 1 else 1, -1))
 
 
-_constant_tiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _written(both: bool, *masks: Any) -> tuple[str, frozenset[str]] | None:
+    """The text of a mask and the names that it reads; None where the mask holds tables."""
+    att = compiled(_whole(masks, both))
+    return None if att.inputs else (att.spec, frozenset(uses(att.mask.expr)))
 
 
+_written._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@outside
 @memo(32)
 def _remembered_tiles(masks: tuple[Any, ...], both: bool, place: tuple[Any, ...], groups: int, device: str) -> Any:
     """Tiles on a device are remembered, because a CUDA graph can capture no copy from the host."""
@@ -469,14 +484,18 @@ def _remembered_tiles(masks: tuple[Any, ...], both: bool, place: tuple[Any, ...]
     return _within(bounds, torch.arange(-(-place[1] // place[-1][1]), device=device), groups)
 
 
+def _whole(masks: tuple[Any, ...], both: bool, params: Iterable[str] = ()) -> Mask:
+    parts = [mask_of(x) for x in masks if x is not None]
+    if unknown := {*params} - {n for m in parts for n in m.unbound}:
+        raise ParameterError(f"`{min(unknown)}` is no parameter of {' or '.join(repr(str(m)) for m in parts)}")
+    return parts[0] & parts[1] if both else parts[0]
+
+
 @outside
 def _bounds(masks: tuple[Any, ...], both: bool, place: tuple[Any, ...], params: dict[str, Any]) -> Any:
     """[batch or 1, heads or 1, query blocks, R, 2]: at most R ranges of key blocks with a visible pair, half-open."""
     q_len, kv_len, batch, heads, origin, sizes, block = place
-    parts = [mask_of(x) for x in masks if x is not None]
-    if unknown := params.keys() - {n for m in parts for n in m.unbound}:
-        raise ParameterError(f"`{min(unknown)}` is no parameter of {' or '.join(repr(str(m)) for m in parts)}")
-    whole = parts[0] & parts[1] if both else parts[0]
+    whole = _whole(masks, both, params)
     params = {n: x for n, x in params.items() if n in whole.unbound}
     spans = compiled(whole).plan(q_len, kv_len, batch, heads, origin=origin, sizes=sizes, **params).rows(block)
     bounds, slices = spans.bounds[..., ::3], spans.slice_of

@@ -154,12 +154,7 @@ def _with_tangent(
 
 
 def _tangent(
-    formula: Formula,
-    place: Place,
-    hidden: Tensor,
-    leaves: Sequence[Tensor],
-    tangents: Sequence[Any],
-    total: Tensor,
+    formula: Formula, place: Place, hidden: Tensor, leaves: Sequence[Tensor], tangents: Sequence[Any], total: Tensor
 ) -> Tensor:
     """`total`, which is zeros, and the tangent of the value."""
     for derivative, tangent in zip(formula.derivatives, tangents, strict=True):

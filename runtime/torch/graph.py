@@ -225,8 +225,7 @@ def loaded_scalars(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> tuple
 def written_tiles(spec: str, like: Tensor, sizes: Any, block: Any, params: dict[str, Any]) -> Tensor:
     """uint8 [B, H, rows, columns]: the tiles of a mask, on the device of `like`. `sizes` are q_len, kv_len, B, H."""
     tensors, numbers, names = sorted_out(list(params.items()), "")
-    kinds: Tensor = torch.ops.frisket.tiles(like, tensors, numbers, list(sizes), list(block), spec, names)
-    return kinds
+    return torch.ops.frisket.tiles(like, tensors, numbers, list(sizes), list(block), spec, names)  # type: ignore[no-any-return]
 
 
 # -- a node of torch.fx.symbolic_trace ----------------------------------------------------------------

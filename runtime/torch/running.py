@@ -29,8 +29,9 @@ from frisket.dsl.ir import uses
 from frisket.dsl.program import outside_transforms, unwrapped
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import norm_width
+from frisket.lowering.plan import NOWHERE
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.calls.arrays import check_devices, constant, refuse_gradients
+from frisket.runtime.calls.arrays import check_devices, constant, refuse_gradients, uploaded
 from frisket.runtime.calls.options import CallArgs
 from frisket.runtime.machine.caller import outside
 from frisket.runtime.machine.settings import Settings
@@ -121,11 +122,24 @@ def attend_alone(
 
 
 def tiles(like: Tensor, values: Tensors, numbers: Ints, sizes: Ints, block: Ints, spec: str, names: str) -> Tensor:
+    if values:
+        return torch.from_numpy(_kinds(values, numbers, sizes, block, spec, names)).to(like.device)
+    # another operator may write to what this returns
+    return _tiles_on(str(like.device), tuple(numbers), tuple(sizes), tuple(block), spec, names).clone()
+
+
+@memo(32)
+def _tiles_on(device: str, numbers: Ints, sizes: Ints, block: Ints, spec: str, names: str) -> Tensor:
+    """Tiles that no tensor decides are remembered, because a CUDA graph can capture no copy from the host."""
+    return uploaded(_kinds((), numbers, sizes, block, spec, names), torch.device(device))  # type: ignore[no-any-return]
+
+
+def _kinds(values: Tensors, numbers: Ints, sizes: Ints, block: Ints, spec: str, names: str) -> Any:
     att, request = call_of(values, numbers, spec, names)
     q_len, kv_len, batch, heads = sizes
-    mask = att.mask.bind(**request.params)
-    kinds = mask.layout(q_len, kv_len, batch=batch, heads=heads, block=(block[0], block[1])).kinds()
-    return torch.from_numpy(kinds).to(like.device)
+    place = (block[0], block[1]), request.origin or NOWHERE, request.sizes
+    layout = att.mask.bind(**request.params).layout(q_len, kv_len, batch, heads, *place)
+    return layout.kinds()
 
 
 def attend_backward(
@@ -493,13 +507,13 @@ class RecordedCall:
             mask, named = att.program.exprs.mask, dict(zip(_tensors(names), values, strict=True))
             for name in () if mask is None else named.keys() & reads(mask):
                 unwrapped(named[name])  # a mask is laid out by entries, and torch.vmap's raise
+            self.seed, self.top = request.seed, request.top
             self.checked = att.call(request) if _is_empty(q, k) else None
             if self.checked is not None:
                 return
-            ready = kept_ready(att, request)
-        self.ready, self.seed, self.top = ready.generated, request.seed, request.top
+            self.ready = kept_ready(att, request).generated
         tensors = _tensors(names)
-        self.places = [tensors.index(name) for _, name in ready.generated.kv_inputs]  # among the values
+        self.places = [tensors.index(name) for _, name in self.ready.kv_inputs]  # among the values
 
     @cached_property
     def call(self) -> DifferentiableCall:
@@ -515,12 +529,10 @@ class RecordedCall:
         if self.checked is not None:  # there is nothing to plan, and torch's rules for zeros and sinks are all
             arrays = replace(self.checked.arrays, q=q, k=k, v=v)
             out, lse, top = results_of(arrays, self.checked.geometry, sinks, floats(values))
-            top = top if self.checked.top else None
         else:
             out, lse, top = attend_with_tangents(self.ready, self.seed, self.top, q, k, v, sinks, *self._read(values))
-            top = top if self.top else None
         width = norm_width(q.dtype, v.shape[3], q.device.type)
-        return out, lse, lse.new_empty(0) if top is None else top, lse.new_zeros((*lse.shape, width))
+        return out, lse, top if self.top else lse.new_empty(0), lse.new_zeros((*lse.shape, width))
 
     @outside
     def gradients(self, dout: Any, dlse: Any, needed: Sequence[bool]) -> list[Any]:

@@ -133,9 +133,4 @@ class BackwardKernel(SlopedKernel):
         return " && ".join(f"({c})" if "||" in c else c for c in clauses)
 
 
-KERNELS = {
-    "forward": CppKernel,
-    "backward": BackwardKernel,
-    "tangent": TangentKernel,
-    "columns": ColumnsKernel,
-}
+KERNELS = {"forward": CppKernel, "backward": BackwardKernel, "tangent": TangentKernel, "columns": ColumnsKernel}

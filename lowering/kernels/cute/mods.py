@@ -44,11 +44,7 @@ CUTE |= calls("{}, {}", _OF_TWO) | {"floor_quotient": "{} // {}", "remainder": "
 CUTE |= {"where": "cute.where({}, {}, {})", "float": "{}.to(Float32)", "floor": "to_int(cute.math.floor({}))"}
 CUTE |= {"tanh": "cute.math.tanh({}, fastmath=True)"}
 LANGUAGE = Language(
-    "CuTe",
-    CUTE,
-    infinity="Float32.inf",
-    nan='Float32(float("nan"))',
-    functions=parts(__package__, "functions"),
+    "CuTe", CUTE, infinity="Float32.inf", nan='Float32(float("nan"))', functions=parts(__package__, "functions")
 )
 
 TYPES: dict[Type, str] = {BOOL: "Boolean", INT: "Int32"}  # and Float32

@@ -27,16 +27,7 @@ from frisket.lowering.kernels.cpp.call import BEHIND, FIELDS, OFFSET, SHORT, WOR
 from frisket.lowering.kernels.cpp.forward import CppArrays, natural
 from frisket.lowering.kernels.cpp.tiles import long_runs, tiles
 from frisket.lowering.kernels.cpp.tiles import pays as products_pay
-from frisket.lowering.plan import (
-    Cotangents,
-    ForwardResults,
-    Geometry,
-    KernelInputs,
-    LoopPlan,
-    Names,
-    TableUse,
-    Target,
-)
+from frisket.lowering.plan import Cotangents, ForwardResults, Geometry, KernelInputs, LoopPlan, Names, TableUse, Target
 from frisket.runtime.machine.cpp_build import ONE_THREAD, lacking, library, of_torch
 from frisket.runtime.plans.device import Values
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from outside.choices import chosen, keep, mass, threshold
+from torch._dynamo.exc import Unsupported
 
 import frisket as fk
 from frisket import select
@@ -215,12 +216,34 @@ def test_compiled_torch_function_chooses_in_one_graph():
     q, k = torch.randn(1, 4, 64, 8), torch.randn(1, 2, 64, 8)
 
     def choice(q, k):
+        """Rules with other masks in one graph, as layers have them."""
         by_number = select.blocks(q, k, 8, keep=3, always="sinks(1)")
-        return by_number, select.blocks(q, k, 8, mass=0.7), select.blocks(q, k, 8, threshold=0.2)
+        by_mass = select.blocks(q, k, 8, mass=0.7, mask="full"), select.blocks(q, k, 8, threshold=0.2)
+        of_heads = select.blocks(q, k, 8, keep=2, mask="q - k <= 8 * h & q - k >= b")
+        later = select.blocks(q[:, :, :16], k, 8, keep=2, origin=(0, 0, 48, 0), sizes=(1, 4, 64, 64))
+        moba = select.moba(q, k, 8, keep=2), select.moba(q + 1, k, 16, keep=2)
+        return by_number, *by_mass, of_heads, later, *moba
 
-    compiled = torch.compile(choice, fullgraph=True, backend="eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(choice, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(q, k), choice(q, k)):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_graphs_end_at_masks_with_tables(held):
+    q, k, doc = torch.randn(1, 4, 64, 8), torch.randn(1, 2, 64, 8), np.arange(64) // 20
+    mask = fk.mask("causal & same(doc)", doc=doc) if held else "causal & same(doc)"
+    values = {} if held else {"doc": torch.from_numpy(doc)}
+
+    def choice(q, k):
+        return select.blocks(q, k, 8, keep=2, mask=mask, **values)
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(choice, backend="aot_eager")(q, k), choice(q, k))
+    torch._dynamo.reset()
+    with pytest.raises(Unsupported, match="it runs between two graphs"):
+        torch.compile(choice, fullgraph=True, backend="aot_eager")(q, k)
 
 
 def test_scores_have_gradients_and_choices_have_none():
