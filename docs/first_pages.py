@@ -46,7 +46,7 @@ H100 = """
 Speed-up: the peer's time / frisket's time, from the slowest row to the fastest. Above 1 frisket is faster. bfloat16,
 2,048 to 32,768 tokens.
 
-| on an {gpu} | over compiled flex_attention | over SDPA with cuDNN |
+| on an {gpu} | over compiled flex_attention of torch 2.11 | over SDPA with cuDNN |
 |---|---|---|
 | forward | {forward_flex} | {forward_cudnn} |
 | backward | {backward_flex} | {backward_cudnn} |
@@ -56,8 +56,8 @@ attention and attention without a mask.
 
 - **cuDNN's backward is faster** in every row: frisket has {backward_plain} times its speed.
 - **cuDNN's forward is faster** at head sizes 192 ({d192}) and 64 ({d64}). At 128 the speed-up is {d128}; at 256
-  it is {d256}. A call with `engines="cudnn"` can run cuDNN, with `deterministic=False` also its
-  backward ([engines](docs/engines.md)).
+  it is {d256}. Where frisket was compared with it, a call takes cuDNN's forward by itself; `engines="cudnn"` and
+  `deterministic=False` allow more ([engines](docs/engines.md)).
 - **Not measured:** FlashAttention 3 and 4, grouped-query attention in training, and GPUs other than an H100.
 
 <picture>

@@ -277,10 +277,11 @@ KEYWORDS = {  # of attention elsewhere -> what says it here
 OF_COMPILE = (
     "mask score weight divide scale dropout backend tile engines reorder deterministic enable_gqa invariant".split()
 )
-CALL_KEYWORDS = (
-    "mask score weight divide scale sinks dropout seed backend return_lse return_max origin sizes layout plan".split()
-)
-CALLED = [*CALL_KEYWORDS, *"axes return_sums invariant enable_gqa deterministic tile k_scale v_scale pages".split()]
+CALL_KEYWORDS = [
+    *"mask score weight divide scale sinks dropout seed backend return_lse return_max return_sums origin sizes".split(),
+    *"axes layout plan".split(),
+]
+CALLED = [*CALL_KEYWORDS, *"invariant enable_gqa deterministic tile k_scale v_scale pages".split()]
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -67,7 +67,7 @@ class Place:
     dtype: Any
 
     def seen_by(self, f: Callable[[Tensor], Tensor]) -> Place:
-        """The place as the next transform sees it: the number of visible keys may hang on transformed scores."""
+        """The place as the next transform sees it: the number of visible keys may depend on transformed scores."""
         return replace(self, env={n: f(x) if isinstance(x, torch.Tensor) else x for n, x in self.env.items()})
 
 
@@ -483,7 +483,7 @@ class DifferentiableCall:
 
 
 def _visible(x: Tensor, hidden: Tensor) -> Tensor:
-    """A row's keys or values [batch, kv_heads, keys, dim], 0 where no query of the row sees the key: anything may stand
+    """A row's keys or values [batch, kv_heads, keys, dim], 0 where no query of the row sees the key. Anything may stand
     there, as in a cache that is used again."""
     return torch.where(hidden.all(2).all(2).unsqueeze(-1), 0.0, x)
 
