@@ -44,8 +44,8 @@ machine that never ran it, `frisket check causal` compares every kernel that run
 A slice of the tests on a CPU, in environments made for it: `python tests/versions.py`. The lower bounds of
 `pyproject.toml` are the oldest versions here. They have wheels for Python 3.12 too, and for 3.13 with numpy 2.1.0.
 numpy 1.26 is tried without frameworks alone: JAX 0.10.0 asks for numpy 2, and environments with frameworks have JAX.
-The newest torch of the table needs Triton 3.8. Triton 3.9, in `constraints.txt` with torch's build for CPUs, is tested by
-the default tests. The last rows list other extras, and the tests that need them. `nnx.jit` of
+The newest torch of the table needs Triton 3.8. Triton 3.9, in `constraints.txt` with torch's build for CPUs, is tested
+by the default tests. The last rows list other extras, and the tests that need them. `nnx.jit` of
 flax 0.12.1 fails with JAX 0.10. Continuous batching fails with transformers before 5.19, so `register` refuses these
 versions. Every run of CI installs what an install without constraints gives on that day, and runs a part of all tests
 there.

@@ -200,8 +200,8 @@ may become 0, so those have no bound. `flex` has no gradients on a CPU.
 {several}
 
 A key that is NaN or infinite reaches no query that does not see it. A value that some query sees must be finite, as in
-dense attention: 0 times infinity is NaN. {WRONG[0].upper()}{WRONG[1:]} under a causal window of 200, which are not those
-of float64 attention to visible keys alone:
+dense attention: 0 times infinity is NaN. {WRONG[0].upper()}{WRONG[1:]} under a causal window of 200: those
+that are not the rows of float64 attention to visible keys alone:
 
 {table(["", *ON_CPU], rows)}
 
@@ -306,8 +306,8 @@ GPUs and TPUs run in interpreters. The largest error of any backend, as a share 
 [All errors](../benchmarks/numerics.md), compared with dense attention, SDPA and flex_attention, are in `benchmarks/`.
 
 A key that is NaN or infinite reaches no query that does not see it. A value that some query sees must be finite, as in
-dense attention: 0 times infinity is NaN. {WRONG[0].upper()}{WRONG[1:]} under a causal window of 200, which are not those
-of float64 attention to visible keys alone:
+dense attention: 0 times infinity is NaN. {WRONG[0].upper()}{WRONG[1:]} under a causal window of 200: those
+that are not the rows of float64 attention to visible keys alone:
 
 {table(["", *ON_CPU], not_finite)}
 

@@ -31,6 +31,8 @@ def test_changelog_and_citation_are_of_this_version():
     assert (cited["title"], cited["license"]) == ("frisket", PROJECT["license"])
     assert PROJECT["name"] in cited["abstract"], "what to install"
     assert cited["authors"] == [{"name": "The frisket developers"}]
+    for page in ("README.md", "docs/index.md"):
+        assert f"This is version {version.rpartition('.')[0]}," in (ROOT / page).read_text(), page
 
 
 def test_workflows_run_what_people_run():
