@@ -438,8 +438,9 @@ def _tiles(
         return _within(bounds, xp.arange(-(-place[1] // place[-1][1])), groups)
     # bounds without values of a call are the same at every step
     if not params:
-        if xp.compiler.is_compiling() and (text := _written(both, *masks)):
-            return _written_tiles(*text, like, place, groups)
+        # torch 2.11 takes texts alone as constants
+        if xp.compiler.is_compiling() and all(x is None or isinstance(x, str) for x in masks):
+            return _written_tiles(*_written(both, *masks), like, place, groups)
         return _remembered_tiles(masks, both, place, groups, str(like.device))
     bounds = _bounds(masks, both, place, params)
     if framework_of(bounds) == "numpy":
@@ -466,10 +467,10 @@ def _written_tiles(spec: str, names: frozenset[str], like: Any, place: tuple[Any
     return seen.unflatten(1, (groups if whole[1] > 1 else 1, -1))
 
 
-def _written(both: bool, *masks: Any) -> tuple[str, frozenset[str]] | None:
-    """The text of a mask and the names that it reads; None where the mask holds tables."""
+def _written(both: bool, *masks: Any) -> tuple[str, frozenset[str]]:
+    """The text of a mask for the operator, and the names that it reads."""
     att = compiled(_whole(masks, both))
-    return None if att.inputs else (att.spec, frozenset(uses(att.mask.expr)))
+    return att.spec, frozenset(uses(att.mask.expr))
 
 
 _written._dynamo_marked_constant = True  # type: ignore[attr-defined]
