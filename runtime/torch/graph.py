@@ -18,7 +18,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.runtime.attention import merge
 from frisket.runtime.attention.weighted import Sums, summed
 from frisket.runtime.backends.base import RECORDS
-from frisket.runtime.calls.arrays import WORDS, scale_of
+from frisket.runtime.calls.arrays import WORDS, constant, scale_of
 from frisket.runtime.calls.options import CallArgs
 
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
@@ -52,18 +52,18 @@ def sums(att: Any, request: CallArgs) -> tuple[Tensor, Sums]:
         return summed(att, request, attend)
     params = {**{n: x for n, x in att.inputs.items() if n not in request.params}, **request.params}
     arrays, place = (request.q, request.k, request.v), (request.origin, request.sizes, request.layout)
-    out, *rest = _sums_by_text(att.spec, arrays, request.seed, place, tuple(params), *params.values())
+    out, *rest = _sums_by_text(att.spec, arrays, request.seed, place, tuple(params), *_values(params))
     return out, Sums(*rest)
+
+
+def _values(params: Mapping[str, Any]) -> list[Any]:
+    """The values of a call in a graph, which holds Floats as constants."""
+    return [constant(x) if isinstance(x, float) else x for x in params.values()]
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _sums_by_text(
-    spec: str,
-    arrays: tuple[Any, Any, Any],
-    seed: Any,
-    place: tuple[Any, Any, Any],
-    names: tuple[str, ...],
-    *values: Any,
+    spec: str, arrays: tuple[Any, ...], seed: Any, place: tuple[Any, Any, Any], names: tuple[str, ...], *values: Any
 ) -> tuple[Tensor, ...]:
     """`sums` of the attention that the text `spec` says. Dynamo does not trace it; what records its graph does."""
     params = dict(zip(names, values, strict=True))
@@ -78,7 +78,7 @@ def merged_sums(
 ) -> tuple[Tensor, Sums]:
     """`frisket.merge_sums` in a graph of Dynamo."""
     flat = tuple([(out, *of_part) for out, of_part in parts])
-    out, *rest = _merged_by_text(flat, divide, (layout, origin, sizes), tuple(params), *params.values())
+    out, *rest = _merged_by_text(flat, divide, (layout, origin, sizes), tuple(params), *_values(params))
     return out, Sums(*rest)
 
 

@@ -228,6 +228,21 @@ def test_compiled_graphs_hold_sums_as_eager_calls_do(name):
     near(got, want, 1e-5)
 
 
+def test_numbers_of_sums_change_between_calls_of_a_graph():
+    """torch.compile makes a Float symbolic when it changes."""
+    q, k, v = arrays(dtype=torch.float32)
+    att = fk.compile("causal", weight="relu2", divide="count + c")
+
+    def run(c):
+        out, sums = att(q, k, v, c=c, return_sums=True)
+        return out, fk.merge_sums((out, sums), (out, sums), divide="count + c", c=c)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for c in (0.5, 0.25, 0.75):
+        near(compiled(c), run(c), 1e-5)
+
+
 def test_functional_gradients_of_sums_are_eager_ones():
     q, k, v = arrays()
 
