@@ -26,6 +26,12 @@ from frisket import ParameterError
 from frisket.integrations.transformers import attention, register
 from frisket.integrations.transformers_masks import symbolic
 
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    register()
+
+
 LENGTH = hf_models.LENGTH
 IMAGES = {"minimax_m3_vl"}
 
