@@ -20,6 +20,7 @@ from frisket.runtime.attention.weighted import Sums, summed
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.calls.arrays import WORDS, constant, scale_of
 from frisket.runtime.calls.options import CallArgs
+from frisket.runtime.machine.caller import leave
 
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
 from .autograd import has_tangents, refuse_tangents
@@ -172,8 +173,9 @@ def written(
     largest: Tensor | None
     # only inside of torch.func do the operators have a rule for tangents
     transformed = forward_ad._current_level >= 0 and _transformed()
-    if transformed and tensors and torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break(msg="tangents are laid out by the entries of tables, which a graph does not have")
+    if forward_ad._current_level >= 0 and torch.compiler.is_dynamo_compiling() and (tensors or not transformed):
+        # tangents are laid out by the entries of tables, and forward_ad's are lost in operators
+        return leave(written, spec, rate, backend, request, sinks, params, rows)  # type: ignore[no-any-return]
     if forward_ad._current_level >= 0 and not transformed and has_tangents(q, k, v, sinks, *tensors):
         if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
             refuse_tangents(q, k, v, sinks, *tensors)  # what AOTAutograd compiles runs without them
