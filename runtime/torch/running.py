@@ -546,6 +546,9 @@ class RecordedCall:
     def second(self, cotangents: Any, dout: Any, dlse: Any, needed: Sequence[bool]) -> list[Any]:
         """The derivatives by (dout, dlse, *arrays) of the gradients that are `needed`, one cotangent for each."""
         by_array = [next(cotangents) if need else None for need in needed]
+        if self.checked is not None:  # gradients of zeros, but for the sinks, whose gradient is a sum of dlse
+            of_sinks = None if dlse is None or by_array[3] is None else by_array[3][:, None].expand_as(dlse)
+            return [None, None if of_sinks is None else of_sinks.to(dlse.dtype), *[None] * len(needed)]
         flags = [*needed[:4], *self._read(needed[4:])]
         arrays = [*self.arrays[:4], *self._read(self.arrays[4:])]
         of_grads = [*by_array[:4], *self._read(by_array[4:])]

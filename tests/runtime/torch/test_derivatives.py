@@ -357,6 +357,24 @@ def test_calls_of_nothing_have_derivatives_of_any_order(batch, q_len, kv_len, we
         assert forward_ad.unpack_dual(att(dual, k, k, c=c)).tangent.shape == q.shape
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0)])
+def test_compiled_calls_of_nothing_have_second_derivatives(q_len, kv_len):
+    q, k = (torch.randn(1, 2, n, DIM, dtype=torch.float64, requires_grad=True) for n in (q_len, kv_len))
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    att = fk.compile("causal", backend="aten")
+
+    def second(call):
+        out, lse = call(q, k, sinks)
+        grads = torch.autograd.grad(out.sum() + lse.exp().sum(), (q, k, sinks), create_graph=True)
+        return torch.autograd.grad(sum(g.sum() for g in grads), sinks)
+
+    def call(q, k, sinks):
+        return att(q, k, k, sinks=sinks, return_lse=True)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    torch.testing.assert_close(second(compiled), second(call))
+
+
 def test_a_step_of_second_derivatives_keeps_one_row_of_tiles():
     """The largest array that the second derivative makes is of one row of tiles, not of all pairs."""
     n, block = 512, 64
