@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from support.native.compiler import needs_compiler
 
 import frisket as fk
 from frisket.dsl.ir import walk
 from frisket.flex import create_block_mask, flex_attention
 
 N = 40
+NATIVE = pytest.param("cpp", marks=needs_compiler)
 RANDOM = np.random.default_rng(7)
 LONG, INT, SHORT, BYTE = (
     RANDOM.integers(np.iinfo(d).min, np.iinfo(d).max, N, d) for d in (np.int64, np.int32, np.int16, np.uint8)
@@ -112,7 +114,7 @@ def test_masks_within_their_dtype_have_no_wrap(f):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive) if n != "int32" else n for n in TORCH])
-@pytest.mark.parametrize("backend", ["aten", "cpp"])
+@pytest.mark.parametrize("backend", ["aten", NATIVE])
 def test_kernels_wrap_integers_as_torch_does(name, backend):
     q, k, v, want = attended(eager(TORCH[name], torch.arange(N)))
     found = fk.attention(q, k, v, TORCH[name], backend=backend)
@@ -120,7 +122,7 @@ def test_kernels_wrap_integers_as_torch_does(name, backend):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive) if n != "shift" else n for n in JAX])
-@pytest.mark.parametrize("backend", ["cpp", "xla"])
+@pytest.mark.parametrize("backend", [NATIVE, "xla"])
 def test_kernels_wrap_integers_as_jax_does(name, backend):
     q, k, v, want = attended(eager(JAX[name], jnp.arange(N)))
     arrays = [jnp.asarray(x.numpy().swapaxes(1, 2)) for x in (q, k, v)]
