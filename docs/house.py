@@ -185,6 +185,7 @@ class Tree:
         own = self.root / ".venv" / "bin" / "python"
         command = [str(own) if own.exists() else sys.executable, str(ROOT / "docs" / "house_call.py"), str(self.root)]
         environment = {n: x for n, x in os.environ.items() if not n.startswith("FRISKET_")}
+        environment["OMP_NUM_THREADS"] = "1"  # with more, a call enters functions that share its work
         with tempfile.TemporaryDirectory() as cache:
             environment["XDG_CACHE_HOME"] = cache  # of platformdirs: FRISKET_CACHE_DIR would be a setting
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
@@ -142,8 +143,11 @@ def layouts() -> str:
 
 
 def library() -> str:
-    rows = [(n[-1], x) for n, x in performance.schema.leaves(parts("layout")["library"]["rows"]) if "figures" in x]
-    body = []
+    leaves = [*performance.schema.leaves(parts("layout")["library"]["rows"])]
+    rows, body, left_out = [(n[-1], x) for n, x in leaves if "figures" in x], [], defaultdict(dict)
+    for names, x in leaves:
+        if why := x["notes"].get("not measured"):
+            left_out[why][f"`{names[0]}`"] = None
     for length in dict.fromkeys(n for n, _ in rows):
         notes = [x["notes"] for n, x in rows if n == length]
         ms = [x["figures"]["ms"]["again"] for n, x in rows if n == length]
@@ -154,7 +158,8 @@ def library() -> str:
             [length, *map(str, (len(notes), exact, solved, pairs)), *map(performance.number, (median(ms), max(ms)))]
         )
     head = ["length", "masks", "exact", "by curves alone", "with tiles evaluated", "median, ms", "slowest, ms"]
-    return table(head, body)
+    reasons = "; ".join(f"{' and '.join(names)}, {why}" for why, names in left_out.items())
+    return f"{table(head, body)}\n\nLonger sequences leave out masks whose tables would be too large: {reasons}."
 
 
 def page_rows(page: str, mark: str) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 README has masks.svg, h100.svg and chart.svg, each with a dark one (masks-dark.svg), and badges. Pages have
 long-run.svg, the five pictures of docs/block-sparsity.md and the two of docs/select.md. Charts are drawn from
-benchmarks/results, badges from pyproject.toml and constraints.txt.
+benchmarks/results, badges from pyproject.toml and tests/versions.json.
 """
 
 from __future__ import annotations
@@ -102,12 +102,18 @@ def badges() -> dict[str, str]:
     """The badges of README: what is supported, and what the tests ran with."""
     root = HERE.parent
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    tested = dict(re.findall(r"^(torch|jax)==(\d+\.\d+)", (root / "constraints.txt").read_text(encoding="utf-8"), re.M))
+    environments = json.loads((root / "tests/versions.json").read_text(encoding="utf-8")).values()
+
+    def tested(package: str) -> str:
+        versions = {x["versions"][package] for x in environments if package in x["versions"]}
+        ends = [f"{major}.{minor}" for major, minor in sorted(tuple(map(int, v.split(".")[:2])) for v in versions)]
+        return f"{ends[0]} to {ends[-1]}"
+
     pythons = [c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r"Python :: 3\.\d+$", c)]
     return {
         "Python": f"{pythons[0]} to {pythons[-1]}",
-        "torch": tested["torch"],
-        "JAX": tested["jax"],
+        "torch": tested("torch"),
+        "JAX": tested("jax"),
         "Licence": project["license"],
     }
 

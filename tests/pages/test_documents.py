@@ -59,7 +59,10 @@ def test_settings_are_listed():
 
 
 def test_pictures_of_readme_are_up_to_date():
-    drawn, text = script("pictures").drawn(), (ROOT / "README.md").read_text(encoding="utf-8")
+    pictures, text = script("pictures"), (ROOT / "README.md").read_text(encoding="utf-8")
+    drawn = pictures.drawn()
+    for name, words in pictures.badges().items():
+        assert f"![{name} {words}](docs/assets/badge-{name.lower()}.svg)" in text
     assert {*drawn} == set(re.findall(r"docs/assets/([\w-]+\.svg)", text))
     assert len(drawn) == 10
     for name, picture in drawn.items():
