@@ -190,7 +190,6 @@ def attention(
 
     Raises `ShapeError` for arrays that do not fit, and what `compile` raises.
     """
-    check_name(backend)
     layout = axis_order(layout, axes)
     rate, deterministic = call_options.rate_of(dropout), call_options.flag(deterministic, "deterministic")
     tuning = call_options.tuning_of(invariant, weight is not None)
@@ -210,6 +209,7 @@ def attention(
         # the graph holds texts, not an attention
         outputs = torch_graphs().written_call(parts, settings, request, return_lse or return_max)
         return results(outputs, return_lse, return_max)
+    check_name(backend)
     options = call_options.Options(None, enable_gqa, backend, None, rate, tuning=tuning, deterministic=deterministic)
     # before the key is made: a list of a call has no type
     params = {n: call_value(n, x) for n, x in params.items()}

@@ -348,6 +348,39 @@ def test_a_bad_call_in_a_graph_is_an_error_of_frisket():
         torch.compile(lambda: fk.attention(q, k, v, "causal"), fullgraph=True, backend="eager")()
 
 
+def test_an_unknown_backend_in_a_graph_is_an_error_of_frisket():
+    q, k, v = (x.detach() for x in qkv())
+    with pytest.raises(FrisketError, match="no backend 'atem' \\(did you mean 'aten'\\?\\)"):
+        torch.compile(lambda: fk.attention(q, k, v, "causal", backend="atem"), fullgraph=True, backend="eager")()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("backend", ["aten", "library"])
+def test_a_named_backend_warns_of_nothing_in_a_graph(backend):
+    """Dynamo warned of remembered lists of backends."""
+    q, k, v = (x.detach() for x in qkv())
+    run = torch.compile(lambda: fk.attention(q, k, v, "causal", backend=backend), fullgraph=True, backend="eager")
+    torch.testing.assert_close(run(), fk.attention(q, k, v, "causal", backend=backend))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, q, k, v):
+        return fk.attention(q, k, v, "causal", scale=self.scale, backend="aten")
+
+
+@pytest.mark.parametrize("scale", [1 / np.sqrt(8), np.float32(0.3), np.int64(2), np.asarray(0.5)])
+def test_a_scale_of_numpy_in_one_graph(scale):
+    layer, arrays = Scaled(scale), [x.detach().requires_grad_() for x in qkv()]
+    out, want = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arrays), layer(*arrays)
+    torch.testing.assert_close(out, want)
+    for x, y in zip(*(torch.autograd.grad(o.square().sum(), arrays) for o in (out, want)), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("mask", ["causal", "causal & (b == 0 | q - k < 5)"])
 def test_a_mapped_axis_is_one_call_where_nothing_hangs_on_b(monkeypatch, mask, learned):
