@@ -288,7 +288,8 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
         text = f"block_mask is {what}\n  it is a BlockMask: create_block_mask(mask_mod, B, H, {query.shape[2]}, "
         raise ParameterError(f"{text}{key.shape[2]})")
     *batch, q_len, kv_len = block_mask.shape
-    have = (query.shape[2], key.shape[2])
+    # lengths are tensors in torch.jit.trace
+    have = tuple([int(n) if isinstance(n, Tensor) else n for n in (query.shape[2], key.shape[2])])
     # one by one: in graphs of torch 2.11 no two tuples with a length that varies are equal
     other = guard_or_false(have[0] != q_len) or guard_or_false(have[1] != kv_len)
     no_mask = 1 << 30, 1 << 30  # the tile of what torch makes where there is none: one, without lengths

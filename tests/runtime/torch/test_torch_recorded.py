@@ -92,7 +92,11 @@ OFTEN = ("plain", "numpy", "learned", "planned")
 
 
 def in_every_run(way, name):
-    return name == "numpy" or (way in ("real", "jit", "fx") and (name in OFTEN or (way, name) in REFUSED))
+    return (
+        name == "numpy"
+        or (way, name) == ("jit", "flex")
+        or (way in ("real", "jit", "fx") and (name in OFTEN or (way, name) in REFUSED))
+    )
 
 
 PAIRS = [
