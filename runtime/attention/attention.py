@@ -32,11 +32,11 @@ from frisket.runtime.calls.options import (
     CALLS,
     CallArgs,
     Options,
+    call_values,
     check_aligned,
     register,
     seed_of,
     sinks_of,
-    stacked_values,
 )
 from frisket.runtime.calls.program import CallProgram, check_order, check_used, remap_positions
 from frisket.runtime.jax.attend import attend as attend_jax
@@ -347,7 +347,7 @@ class Attention:
             check_weighted(self.program.exprs, sinks, return_lse, return_max)
             of_call = weighted_results
         if params or isinstance(sinks, list | tuple):  # lists may hold tracers, and tensors that learn
-            sinks, params = stacked_values(sinks, params)
+            sinks, params = call_values(q, sinks, params)
         # half the time of CallArgs(...), which every call would notice
         args = q, k, v, plan, seed, sinks, return_max or return_sums, origin, sizes, layout, params
         request = tuple.__new__(CallArgs, args)
@@ -406,7 +406,7 @@ class Attention:
             check_order(arrays, geometry, self.program, params)
         how, kv_inputs = call_arrays.kv_format(arrays, geometry, kv_inputs) if kv_inputs else (None, kv_inputs)
         if plan is not None:
-            self._check_plan(plan, params)
+            self._check_plan(plan, params, arrays.framework)
             plan = plan.stored_as(how)
         invariant = self.options.tuning.invariant
         backend = choose(self.options.backend, arrays.framework, arrays.device, arrays.dtype, invariant)
@@ -484,9 +484,12 @@ class Attention:
         kv_inputs, params = call_arrays.split_kv_args(request.params)
         arrays = call_arrays.arrays(*request[:3], request.layout, pages=kv_inputs.get(PAGES))
         self._planned_geometry(arrays, request.plan, request.origin, request.sizes)
-        self._check_plan(request.plan, params)
+        self._check_plan(request.plan, params, arrays.framework)
 
-    def _check_plan(self, plan: CallPlan, params: dict[str, Any]) -> None:
+    def _check_plan(self, plan: CallPlan, params: dict[str, Any], framework: str) -> None:
+        for n, x in plan.device_values.items():
+            if framework == "torch" and call_arrays.framework_of(x) == "jax":
+                raise ParameterError(f"the plan holds `{n}`, an array of JAX\n  give `plan` one of torch or of numpy")
         if params:
             raise ParameterError(f"the plan holds the values of all parameters; give `{next(iter(params))}` to `plan`")
         program, remedy = plan.host_program, "make it with this attention's own `plan`"
@@ -583,7 +586,7 @@ class Attention:
             text = "entropy, top, lse and sinks belong to a softmax, and this program has a weight\n"
             raise ParameterError(f"{text}  ask for columns and argmax alone")
         params |= call_arrays.kv_inputs_of(k_scale, v_scale, pages, q_scale)
-        sinks, params = stacked_values(sinks, params)
+        sinks, params = call_values(q, sinks, params)
         # an lse of another call, or of `merge`, may have any shape
         if lse is not None:
             chosen.check_lse(lse, q, layout)
@@ -629,7 +632,7 @@ class Attention:
         place = Problem.of(q_len, kv_len, batch, heads, origin, sizes)
         # a plan is for any head_dim and kv_heads, which decide no more than the tiles that are guessed: the usual ones
         g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, place.origin, place.sizes)
-        host, device_values = split_host_device(stacked_values(None, params)[1], flat, self.program.learnable)
+        host, device_values = split_host_device(call_values(None, None, params)[1], flat, self.program.learnable)
         captured = {**self.learned, **self.traced}
         device_values = {**{n: x for n, x in captured.items() if n not in params}, **device_values}
         x = next(iter(device_values.values()), None)
@@ -790,7 +793,7 @@ class Attention:
         layout = call_arrays.axis_order(layout, axes)
         if self.rereads:  # inside the pullback of a check no variable of flax can be read
             self = self._over(self.program.fixed())
-        sinks, params = stacked_values(sinks, params)
+        sinks, params = call_values(q, sinks, params)
         kv_inputs = call_arrays.kv_inputs_of(*map(unwrapped, (k_scale, v_scale, pages, q_scale)))
         q, k, v, seed, sinks, *values = map(unwrapped, (q, k, v, seed, sinks, *params.values()))
         params = dict(zip(params, values, strict=True))

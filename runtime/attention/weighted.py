@@ -18,7 +18,7 @@ from frisket.lowering.dense import coordinates
 from frisket.lowering.plan import KV_INPUTS, NOWHERE, PAGES, Geometry, KernelInputs, LoopPlan, Problem, make_plan
 from frisket.lowering.simplify import ProgramExprs, simplify
 from frisket.runtime.calls.arrays import NATURAL, framework_of, origin_of, symbolic
-from frisket.runtime.calls.options import CallArgs, flag
+from frisket.runtime.calls.options import CallArgs, call_values, flag
 from frisket.runtime.calls.program import check_used
 from frisket.runtime.machine.parameters import stand_in, traced
 from frisket.runtime.masks.mask import Divide
@@ -203,6 +203,7 @@ def _divisor(divide: Divide, values: Mapping[str, Any], total: Any, count: Any, 
     if problem.sizes is None and any(map(traced, problem.origin)):
         text = "origin is traced by jax.jit or another transform, and sums of rows do not tell the whole problem\n"
         raise ParameterError(f"{text}  give its lengths: sizes=(B, H, Q_LEN, KV_LEN)")
+    _, values = call_values(total, None, values)
     divide.bind(**{n: stand_in(values[n]) for n in divide.unbound if n in values}).require_bound()
     shape, shape_of_total = (problem.batch, problem.heads, problem.q_len), total.shape
     total, count = (x.reshape(shape) for x in (total, count))

@@ -59,7 +59,7 @@ def zeros(*size: int, dtype: torch.dtype, device: Any) -> Tensor:
     return buffer.zero_()
 
 
-def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, dtype: torch.dtype | str) -> tuple[Tensor, Tensor]:
     """(stored, scale) with x = stored * scale[..., None], rounded: a float32 scale for every vector, its largest
     magnitude over the largest number of `dtype`.
 
@@ -67,6 +67,7 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     >>> values.tolist(), round(scale.item(), 6)
     ([[50, -127]], 0.02)
     """
+    dtype = stored_dtype(dtype, tuple(NARROW))
     stored, scale = scaled(x, dtype)
     return stored.to(dtype), scale
 

@@ -26,10 +26,18 @@ from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime import calls
 from frisket.runtime.machine.caller import as_int
-from frisket.runtime.machine.parameters import check_plain, digest, is_tensor, stacked, traced
+from frisket.runtime.machine.parameters import (
+    as_value,
+    call_value,
+    check_plain,
+    digest,
+    is_tensor,
+    stacked,
+    traced,
+)
 from frisket.runtime.machine.settings import choices
 
-from .arrays import TokenPermutation, framework_of, uploaded
+from .arrays import TokenPermutation, by_dynamo, framework_of, uploaded
 
 CALLS = 256  # prepared calls and plans that an attention keeps, and prepared calls that a plan keeps
 
@@ -51,9 +59,15 @@ class CallArgs(NamedTuple):
     params: Mapping[str, Any] = MappingProxyType({})
 
 
-def stacked_values(sinks: Any, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The sinks and parameters of a call, lists of traced numbers and of tensors as arrays."""
-    return stacked("sinks", sinks), {n: stacked(n, x) for n, x in params.items()}
+def call_values(q: Any, sinks: Any, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The sinks and parameters of a call, lists as arrays, arrays of torch in a call of JAX as numpy's, and the other
+    way round."""
+    if by_dynamo():  # which takes lists as they are
+        return stacked("sinks", sinks), {n: stacked(n, x) for n, x in params.items()}
+    values = {n: call_value(n, x) for n, x in params.items()}
+    other = {"torch": "jax", "jax": "torch"}.get(framework_of(q) or "")
+    foreign = [n for n, x in values.items() if framework_of(x) == other and not traced(x)] if other else ()
+    return stacked("sinks", sinks), {**values, **{n: as_value(n, values[n]) for n in foreign}}
 
 
 Maker = TypeVar("Maker", bound=Callable[..., Any])

@@ -279,7 +279,7 @@ def check_used(params: Iterable[str], names: Any, called: Sequence[str] = CALLED
     if unused := [n for n in params if n not in names]:
         check_names([n for n in unused if n in LEAVES])  # reserved names: the error says so
         hint = keyword(unused[0], list(names), called) or "the parameters are " + (", ".join(sorted(names)) or "none")
-        raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it; {hint}")
+        raise ParameterError(f"`{unused[0]}` is given and no mask, score mod or weight uses it; {hint}")
 
 
 def remap_positions(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:

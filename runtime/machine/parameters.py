@@ -42,6 +42,7 @@ from .caller import outside
 
 Array = NDArray[Any]
 Number = bool | int | float
+OF_DIVISORS = ("total", "count")  # what `divide` reads of a row
 
 
 def traced(value: Any) -> bool:
@@ -110,9 +111,11 @@ def stacked(name: str, value: Any) -> Any:
 
 
 def call_value(name: str, value: Any) -> Any:
-    """A value of a call: lists, tuples and numpy's numbers as an array or a number, arrays as they are."""
+    """A value of a call: lists, tuples and numpy's numbers as an array or a number, arrays as they are, but for those
+    of numpy that torch refuses."""
     value = stacked(name, value)
-    return as_value(name, value) if isinstance(value, list | tuple | np.generic) else value
+    refused = isinstance(value, np.ndarray) and (not value.dtype.isnative or min(value.strides, default=0) < 0)
+    return as_value(name, value) if refused or isinstance(value, list | tuple | np.generic) else value
 
 
 @outside
@@ -474,8 +477,10 @@ class BoundExpr:
                 f"`{name}` is traced by jax.jit or another transform, and this takes values; attention takes the array "
                 "as it is: frisket.compile(...), or frisket.attention, of the function that captures it"
             )
-        near = nearest(name, ["score", "total", "count", *definitions()])
+        near = nearest(name, ["score", *OF_DIVISORS, *definitions()])
         named = misnamed(name) or (f"did you mean `{near}`?" if near else "")
+        if name in OF_DIVISORS:
+            named = "it is the row's in `divide` alone"
         hint = f" ({named})" if named else ""
         example = "<array>" if ir.names_of(self.expr)[name][0] != 0 else "..."
         raise ParameterError(f"`{name}` has no value{hint}; give it: {name}={example}")

@@ -133,7 +133,7 @@ def check_covered(program: CallProgram, deal: Deal, brought: Collection[str], ba
 def check_names(program: CallProgram, brought: Collection[str], split: Collection[str] = ()) -> None:
     """Raise `ParameterError` unless `brought` are names that are read, and all that have no value yet."""
     if unused := [n for n in (*split, *brought) if n not in program.names]:
-        raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it")
+        raise ParameterError(f"`{unused[0]}` is given and no mask, score mod or weight uses it")
     if missing := [n for p in program.parts for n in p.unbound if n not in brought]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
 

@@ -270,6 +270,11 @@ def attend(att: Attention, request: CallArgs) -> tuple[Tensor, Tensor, Any]:
                 f"{name} is given with nested tensors\n"
                 "  leave it out, or give packed tokens: positions count inside each sequence, all of it present"
             )
+    if att.options.tuning.invariant:
+        raise ParameterError(
+            "invariant=True takes no nested tensors: their tokens lie in one row, where a sequence begins in any tile\n"
+            "  pad the sequences to one length, or call for each"
+        )
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) if is_jagged(x) else x for x in (q, k, v))  # `opened` refuses the others
     packed, ragged = opened(q, k, v)

@@ -148,7 +148,7 @@ def test_empty_calls_still_refuse_bad_arguments():
     q, k, v = (x.detach() for x in arrays(2, 4, 5, 0))
     with pytest.raises(fk.FrisketError, match="`w` has no value"):
         fk.compile("k < w")(q, k, v)
-    with pytest.raises(fk.FrisketError, match="`f` is given and neither"):
+    with pytest.raises(fk.FrisketError, match="`f` is given and no mask"):
         fk.compile("causal")(q, k, v, f=1)
     with pytest.raises(fk.FrisketError, match="a head size is zero"):
         fk.compile("causal")(q[..., :0], k[..., :0], v)

@@ -135,6 +135,12 @@ def test_jax_quantization_of_zeros_and_the_largest_number():
         np.testing.assert_allclose(values.astype(np.float32) * scale[..., None], x, rtol=1e-6)
 
 
+def test_jax_quantization_refuses_other_dtypes():
+    for dtype in (jnp.float16, jnp.int32, "int16"):
+        with pytest.raises(fk.ParameterError, match="caches hold int8, float8_e4m3fn, float8_e5m2"):
+            quantized(jnp.ones((2, 8)), dtype)
+
+
 # -- in place, compiled once ---------------------------------------------------------------------------------
 
 

@@ -58,6 +58,15 @@ def kept(x, dtype):
     return x.to(dtype).double()
 
 
+def test_quantization_takes_names_and_refuses_other_dtypes():
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    for name, dtype in (("int8", torch.int8), ("float8_e5m2", torch.float8_e5m2)):
+        assert quantized(x, name)[0].dtype == dtype
+    for dtype in (torch.float16, "int16"):
+        with pytest.raises(fk.ParameterError, match="caches hold int8, float8_e4m3fn, float8_e5m2"):
+            quantized(x, dtype)
+
+
 def dense(case, q, k, v, **more):
     mask, score, tables = MASKS[case]
     return fk.reference(q.double(), k, v, mask, score, layout="bhsd", **tables, **more)
@@ -766,7 +775,7 @@ MISASKED = {
     "a tree of others": (Q, {"tree": [-1, 0]}, r"a tree is parents.* these are int64\[2\]"),
     "a circle": (Q, {"tree": [[-1, 0, 1], [-1, 2, 1], [-1, 0, 0]]}, "node 1 of a tree leads back to itself"),
     "no such node": (Q, {"tree": [-1, 0, 3]}, "parents of 3 nodes are from 0 to 2, and -1 for a root"),
-    "no parameter": (Q, {"width": 3}, "`width` is given and neither"),
+    "no parameter": (Q, {"width": 3}, "`width` is given and no mask"),
     "no value": (Q, {"att": "causal & window(w)"}, "`w` has no value; give it"),
     "an origin": (Q, {"origin": (0, 0, 0, 0)}, "`origin` is given, and a cache knows it itself"),
     "sizes": (Q, {"sizes": (3, 4, 80, 80)}, "`sizes` is given, and a cache knows it itself"),

@@ -169,21 +169,25 @@ BAD = {
         lambda: fk.attention(Q, K, K, "window(w)"), fk.ParameterError,
         "`w` has no value; give it: w=...",
     ),
+    "a sum of the row outside of the divisor": (
+        lambda: fk.attention(Q, K, K, weight="score / total"), fk.ParameterError,
+        "`total` has no value (it is the row's in `divide` alone); give it: total=...",
+    ),
     "unused": (
         lambda: fk.attention(Q, K, K, "causal", w=3), fk.ParameterError,
-        "`w` is given and neither the mask nor the score mod uses it; the parameters are none",
+        "`w` is given and no mask, score mod or weight uses it; the parameters are none",
     ),
     "unused beside an unbound one": (
         lambda: fk.attention(Q, K, K, "window(w)", x=3), fk.ParameterError,
-        "`x` is given and neither the mask nor the score mod uses it; the parameters are w",
+        "`x` is given and no mask, score mod or weight uses it; the parameters are w",
     ),
     "a misspelt keyword of another library": (
         lambda: fk.attention(Q, K, K, casual=True), fk.ParameterError,
-        '`casual` is given and neither the mask nor the score mod uses it; write mask="causal"',
+        '`casual` is given and no mask, score mod or weight uses it; write mask="causal"',
     ),
     "misspelt in one call": (
         lambda: fk.attention(Q, K, K, "same(doc)", docs=DOC), fk.ParameterError,
-        "`docs` is given and neither the mask nor the score mod uses it; did you mean `doc`?",
+        "`docs` is given and no mask, score mod or weight uses it; did you mean `doc`?",
     ),
     "a class in place of the function": (
         lambda: fk.Mask("causal"), fk.ParameterError,
@@ -191,15 +195,15 @@ BAD = {
     ),
     "misspelt": (
         lambda: fk.compile("same(doc)")(Q, K, K, docs=DOC), fk.ParameterError,
-        "`docs` is given and neither the mask nor the score mod uses it; did you mean `doc`?",
+        "`docs` is given and no mask, score mod or weight uses it; did you mean `doc`?",
     ),
     "keyword of another library": (
         lambda: fk.attention(Q, K, K, is_causal=True), fk.ParameterError,
-        "`is_causal` is given and neither the mask nor the score mod uses it; write mask=\"causal\"",
+        "`is_causal` is given and no mask, score mod or weight uses it; write mask=\"causal\"",
     ),
     "misspelt keyword": (
         lambda: fk.attention(Q, K, K, "causal", scal=0.5), fk.ParameterError,
-        "`scal` is given and neither the mask nor the score mod uses it; did you mean the keyword `scale`?",
+        "`scal` is given and no mask, score mod or weight uses it; did you mean the keyword `scale`?",
     ),
     "divisor under another name": (
         lambda: fk.attention(Q, K, K, "causal", weight="relu2", divisor="count"), fk.ParameterError,

@@ -222,3 +222,14 @@ def test_options_show_invariant_and_travel_in_specs():
     assert att.options.chosen() == [("tuning", "invariant")]
     assert att.options.tuning.choices == {"invariant": True}
     assert att.options != fk.compile("causal").options
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nested_tensors_are_refused(compiled):
+    """A sequence began in another tile where the one before it was longer."""
+    att = fk.compile("causal", invariant=True, backend="cpp")
+    rows = [torch.randn(n, 2, 8) for n in (45, 30)]
+    q = torch.nested.as_nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    call = torch.compile(att, backend="eager") if compiled else att
+    with pytest.raises(ParameterError, match="invariant=True takes no nested tensors"):
+        call(q, q, q)

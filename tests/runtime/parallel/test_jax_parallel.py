@@ -219,8 +219,8 @@ def test_jax_context_parallel_refuses_bad_meshes():
         ({"variant": "tree"}, ParameterError, 'it is "ring" or "all-gather"'),
         ({"deal": fk.parallel.deal("causal", 64, 2, tile=16)}, ShapeError, "2 ranks, mesh axis 'sp' has 1 devices"),
         ({"x": x[:, :32]}, ShapeError, r"they are \[batch, 64, heads, dim\]"),
-        ({"doc": jnp.zeros(64, int)}, ParameterError, "`doc` is given and neither"),
-        ({"split": {"doc": 0}}, ParameterError, "`doc` is given and neither"),
+        ({"doc": jnp.zeros(64, int)}, ParameterError, "`doc` is given and no mask"),
+        ({"split": {"doc": 0}}, ParameterError, "`doc` is given and no mask"),
     ):
         with pytest.raises(error, match=text):
             call(**how)

@@ -90,7 +90,7 @@ def test_mistakes_of_all_ranks_are_reported_on_each(said):
     """And leaves no message behind: the calls after it are right."""
     for r in range(ranks.RANKS):
         assert said[r, ("wrong", "axes")].startswith("`bias` is a table with 2 axes")
-        assert said[r, ("wrong", "name")].startswith("`bais` is given and neither")
+        assert said[r, ("wrong", "name")].startswith("`bais` is given and no mask")
         assert said[r, ("wrong", "no")].startswith("`bias` has no value")
 
 

@@ -312,7 +312,7 @@ def test_calls_under_jit_are_checked_when_they_run(monkeypatch):
          "`doc` is Int in the text, the value is Float; declare it: `param doc: float[_]`"),
         ("same(doc)", {"doc": np.zeros(0, int)}, ParameterError, "table `doc` is empty"),
         ("same(doc)", {"doc": DOCS[0], "docs": DOCS[0]}, ParameterError,
-         "`docs` is given and neither the mask nor the score mod uses it; did you mean `doc`?"),
+         "`docs` is given and no mask, score mod or weight uses it; did you mean `doc`?"),
         ("same(doc) & k < n[h]", {"doc": DOCS[0]}, ParameterError, "`n` has no value; give it: n=<array>"),
         ("segment(off, q + 1) == segment(off, k)", {"off": OFF}, LoweringError,
          "`segment(off, q + 1)` asks a traced table of offsets for something other than a position\n"

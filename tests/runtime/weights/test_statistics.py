@@ -242,6 +242,15 @@ def test_statistics_of_an_order_are_those_of_its_tokens():
     compare(att.statistics(q, k, v, **ALL), fk.compile("q % 5 == k % 5", backend="aten").statistics(q, k, v, **ALL), 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_an_lse_of_integers_is_refused(dtype):
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    att = fk.compile("causal", backend="aten")
+    lse = att(q, k, v, return_lse=True)[1]
+    with pytest.raises(fk.ParameterError, match=f"lse has the dtype {dtype}; it has Floats"):
+        att.statistics(q, k, v, columns=True, lse=lse.to(dtype))
+
+
 def test_lse_of_merged_parts_gives_weights_among_all_keys():
     q, k, v = arrays()
     att, halves = fk.compile("causal", backend="aten"), ((0, 20), (20, LENGTH))
