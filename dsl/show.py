@@ -179,7 +179,7 @@ PIECES: dict[str, Callable[[_Printer, Expr], Pieces]] = {
     "lit": _Printer.literal,
     **dict.fromkeys(("var", "param"), lambda printer, e: (ATOM, [str(e.name)])),
     # a part of a reduction that is printed alone has a variable that nothing binds
-    "bound": lambda printer, e: (ATOM, [printer.bound.get(e.name, str(e.name))]),
+    "bound": lambda printer, e: (ATOM, [printer.bound.get(e.name, f"j{e.name or ''}")]),
     "call": _Printer.call,
     **dict.fromkeys(INFIX, _Printer.infix),
     "div": lambda printer, e: printer.infix(e, tuple(map(printer.plain, e.args))),

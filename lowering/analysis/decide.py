@@ -22,7 +22,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, EvaluationError, MismatchError
-from frisket.dsl.ir import COORDINATES, FALSE, SCORE, TRUE, Expr, conj, disj, fold, free_names, lit, substitute, walk
+from frisket.dsl.ir import (
+    COORDINATES,
+    FALSE,
+    SCORE,
+    TRUE,
+    Expr,
+    conj,
+    disj,
+    find,
+    fold,
+    free_names,
+    lit,
+    substitute,
+    walk,
+)
 from frisket.dsl.show import show
 from frisket.dsl.work import steps
 from frisket.grammar.memo import memo
@@ -361,6 +375,7 @@ class Lookup:
 def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, ...]:
     """Every lookup of a mask, or of a score mod at the positions `visible` shows, in the order of the text."""
     nodes = [n for n in walk(e) if n.op in _READS]
+    scope.counters = _counters(e, scope)
     checked: dict[tuple[Expr, int], Lookup] = {}
     proved: set[Expr] = set()
     while True:
@@ -408,6 +423,8 @@ def guards(e: Expr, short: Collection[Expr], unknown: Collection[str], grid: Gri
     """The `contexts` of an expression. A lookup guards others if it stays inside its table by its bounds and is not in
     `short`. It reads bare coordinates, or no `unknown` table."""
 
+    scope.counters = _counters(e, scope)
+
     def inside(n: Expr) -> bool:
         bare = all(a.op == "var" and a.name in COORDINATES for a in n.args)
         known = not any(name in unknown for kind in free_names(n) for name in kind)
@@ -431,6 +448,8 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
     lookup = Lookup(node.name, axis, _text(node), _text(index), lo, hi, size, True, offsets=offsets, node=node)
     if inside:
         return lookup
+    if find(index, "bound"):  # a variable of a reduction is at no position
+        return replace(lookup, proved=False)
     outside = conj(where, disj(index < start, index >= stop))
     try:
         # with numbers written in, more clauses can be solved
@@ -443,13 +462,25 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
     return replace(lookup, proved=False, witness=witness, value=value)
 
 
+def _counters(e: Expr, scope: Scope) -> dict[int, Array]:
+    """The values of the variables of reductions, each on an axis of its own before those of batch and head. Where two
+    reductions share a variable, those of both."""
+    counters: dict[int, Array] = {}
+    for node in find(e, "reduce"):
+        start, stop = (int(scope.value(a, {})) for a in node.args[:2])
+        height = node.name[1]
+        values = np.union1d(counters.get(height, np.empty(0, np.int64)), np.arange(start, stop))
+        counters[height] = values.reshape(-1, *[1] * (4 + height))
+    return counters
+
+
 def _range(index: Expr, grid: Grid, scope: Scope) -> tuple[int | None, int | None]:
     """The bounds of an index over the whole crop."""
-    env = _corners(grid)
+    env, hooks = _corners(grid), scope.hooks() | {"bound": lambda n: scope.counters[n.name]}
     r = ends(simplify(literal(index, scope.env)))
     try:
-        lo = None if r.lo is None else int(np.min(scope.value(r.lo, env)))
-        hi = None if r.hi is None else int(np.max(scope.value(r.hi, env)))
+        lo = None if r.lo is None else int(np.min(scope.value(r.lo, env, hooks)))
+        hi = None if r.hi is None else int(np.max(scope.value(r.hi, env, hooks)))
     except EvaluationError:
         return None, None
     return lo, hi

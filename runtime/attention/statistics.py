@@ -69,8 +69,8 @@ class Wanted(NamedTuple):
         if len(shape) == 4 and tuple(getattr(lse, "shape", ())) != rows:
             have = f"has the shape {tuple(lse.shape)}" if hasattr(lse, "shape") else f"is a {type(lse).__name__}"
             raise ShapeError(f"lse {have}; it is [batch, heads, q_len] = {list(rows)}, what return_lse=True gives")
-        if "int" in (name := str(lse.dtype)) or "bool" in name:
-            raise ParameterError(f"lse has the dtype {name}; it has Floats, as return_lse=True gives them")
+        if "float" not in str(lse.dtype):
+            raise ParameterError(f"lse has the dtype {lse.dtype}; it has Floats, as return_lse=True gives them")
 
     def nothing(self, g: Geometry, full: Callable[..., Any], real: Any, int_: Any) -> dict[str, Any]:
         """The results by name of rows that see no key: columns [batch, kv_heads, group, kv_len], others [batch, heads,

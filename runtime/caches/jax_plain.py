@@ -33,23 +33,17 @@ Arrays = Mapping[str, Any]
 finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
 
 
-def stored_dtype(dtype: Any, known: tuple[str, ...] = (*FLOATS, *BYTES)) -> Any:
-    """The numpy dtype of a cache, of those in `known`."""
-    try:
-        kind = jnp.dtype(dtype)
-    except TypeError:
-        kind = None
-    if kind is None or kind.name not in known:
-        raise ParameterError(f"dtype is {dtype}; caches hold {', '.join(known)}")
-    return kind
-
-
 def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: Any) -> dict[str, Any]:
     """k, v and, with 8 bits, their scales, for (rows, places, kv_heads)."""
     v_dim = head_dim if v_dim is None else v_dim
     if any(int(n) < 1 for n in (*shape, head_dim, v_dim)):
         raise ShapeError(f"a cache of {shape}, head_dim {head_dim} and v_dim {v_dim}; every size is at least 1")
-    kind = stored_dtype(dtype)
+    try:
+        kind = jnp.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or kind.name not in (*FLOATS, *BYTES):
+        raise ParameterError(f"dtype is {dtype}; caches hold {', '.join((*FLOATS, *BYTES))}")
     arrays = {n: jnp.zeros((*shape, dim), kind) for n, dim in (("k", head_dim), ("v", v_dim))}
     scales = {f"{n}_scale": jnp.zeros(shape, jnp.float32) if kind.name in BYTES else None for n in "kv"}
     return arrays | scales
@@ -125,7 +119,9 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     >>> values.tolist(), round(float(scale[0]), 6)
     ([[50, -127]], 0.02)
     """
-    dtype, x = stored_dtype(dtype, tuple(BYTES)), x.astype(jnp.float32)
+    if jnp.dtype(dtype).name not in BYTES:
+        raise ParameterError(f"dtype is {dtype}; caches hold {', '.join(BYTES)} in 8 bits")
+    x = x.astype(jnp.float32)
     whole = jnp.issubdtype(dtype, jnp.integer)
     most = 127.0 if whole else float(finfo(dtype).max)
     scale = jnp.abs(x).max(-1) / most

@@ -14,6 +14,7 @@ import operator
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,19 +27,13 @@ from frisket.lowering.kernels.triton.target import TritonTarget as Target
 from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime import calls
 from frisket.runtime.machine.caller import as_int
-from frisket.runtime.machine.parameters import (
-    as_value,
-    call_value,
-    check_plain,
-    digest,
-    is_tensor,
-    stacked,
-    traced,
-)
+from frisket.runtime.machine.parameters import call_value, check_plain, digest, is_tensor, stacked, traced
 from frisket.runtime.machine.settings import choices
 
 from .arrays import TokenPermutation, by_dynamo, framework_of, uploaded
 
+# the arrays of which calls of a framework make numpy's
+FOREIGN: dict[Any, tuple[str, str]] = {"torch": ("jax", "Array"), "jax": ("torch", "Tensor")}
 CALLS = 256  # prepared calls and plans that an attention keeps, and prepared calls that a plan keeps
 
 
@@ -62,12 +57,10 @@ class CallArgs(NamedTuple):
 def call_values(q: Any, sinks: Any, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The sinks and parameters of a call, lists as arrays, arrays of torch in a call of JAX as numpy's, and the other
     way round."""
-    if by_dynamo():  # which takes lists as they are
-        return stacked("sinks", sinks), {n: stacked(n, x) for n, x in params.items()}
-    values = {n: call_value(n, x) for n, x in params.items()}
-    other = {"torch": "jax", "jax": "torch"}.get(framework_of(q) or "")
-    foreign = [n for n, x in values.items() if framework_of(x) == other and not traced(x)] if other else ()
-    return stacked("sinks", sinks), {**values, **{n: as_value(n, values[n]) for n in foreign}}
+    module, kind = FOREIGN.get(framework_of(q), ("", ""))
+    # Dynamo takes lists as they are
+    read = stacked if by_dynamo() else partial(call_value, foreign=getattr(sys.modules.get(module), kind, ()))
+    return stacked("sinks", sinks), {n: read(n, x) for n, x in params.items()}
 
 
 Maker = TypeVar("Maker", bound=Callable[..., Any])

@@ -174,9 +174,7 @@ def fresh(name: str, used: set[str]) -> str:
 
 
 def _same(x: Value, y: Value) -> bool:
-    if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
-        return x is y
-    return type(x) is type(y) and x == y
+    return x is y if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor) else type(x) is type(y) and x == y
 
 
 def tensor_mask_of(source: MaskLike | TensorMask) -> TensorMask:

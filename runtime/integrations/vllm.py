@@ -192,7 +192,8 @@ class VllmAttention(interface.AttentionImpl):  # type: ignore[misc]
             raise ParameterError(f"frisket's backend of vLLM does not know {what[0]}\n  {ELSEWHERE}")
         *texts, params, _, select = _fields(config)  # `check_served` has refused `frisket_invariant`
         spare = any(isinstance(x, dict) for x in texts)  # one value may be for the other kind of layer
-        texts = [_of_kind(x, sliding_window) for x in texts]
+        kind = "full_attention" if sliding_window is None else "sliding_attention"
+        texts = [x.get(kind) if isinstance(x, dict) else x for x in texts]
         how: dict[str, Any] = {"scale": self.scale, "window": sliding_window, "softcap": logits_soft_cap}
         how |= {"slopes": alibi_slopes, "spare": spare, "select": select}
         mask, score, weight, divide = texts
@@ -245,8 +246,3 @@ def _fields(config: Any) -> list[Any]:
     for where, names in parts:
         check_fields(names, where, FIELDS)
     return [next((x[n] for _, x in parts if x.get(n) is not None), None) for n in FIELDS]
-
-
-def _of_kind(texts: Any, window: int | None) -> Any:
-    """The text for a layer with a sliding window, or without one."""
-    return texts.get("full_attention" if window is None else "sliding_attention") if isinstance(texts, dict) else texts

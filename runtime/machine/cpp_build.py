@@ -549,13 +549,6 @@ def of_torch() -> Threads:
     return (count, *_of_torch()) if count > 1 else ONE_THREAD
 
 
-def pool_threads(count: int | None = None) -> Threads:
-    """Threads of frisket's own pool: `count`, else OMP_NUM_THREADS, else one for each CPU that the process may use."""
-    nested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first of a list of nesting levels
-    count = count or (nested.isdigit() and int(nested)) or len(os.sched_getaffinity(0))
-    return (count, _address(_library().frisket_own), 0) if count > 1 else ONE_THREAD
-
-
 @memo(1)
 def _of_torch() -> tuple[int, int]:
     import torch

@@ -110,12 +110,14 @@ def stacked(name: str, value: Any) -> Any:
     return value
 
 
-def call_value(name: str, value: Any) -> Any:
-    """A value of a call: lists, tuples and numpy's numbers as an array or a number, arrays as they are, but for those
-    of numpy that torch refuses."""
+def call_value(name: str, value: Any, foreign: Any = ()) -> Any:
+    """A value of a call: lists, tuples and numpy's numbers as an array or a number, arrays as they are. But arrays of
+    the class `foreign`, and those of numpy that torch refuses, are copied to numpy's."""
     value = stacked(name, value)
-    refused = isinstance(value, np.ndarray) and (not value.dtype.isnative or min(value.strides, default=0) < 0)
-    return as_value(name, value) if refused or isinstance(value, list | tuple | np.generic) else value
+    copied = isinstance(value, list | tuple | np.generic) or (isinstance(value, foreign) and not traced(value))
+    if isinstance(value, np.ndarray):
+        copied = not value.dtype.isnative or min(value.strides, default=0) < 0
+    return as_value(name, value) if copied else value
 
 
 @outside

@@ -158,9 +158,7 @@ def _repeated(x: Any, n_rep: int, axis: int) -> Any:
         raise ParameterError(f"n_rep is {n_rep!r}; it is how often every head is there, 1 or more")
     if len(x.shape) != 4:
         raise ShapeError(f"x is {list(x.shape)}; it has 4 axes, the heads being axis {axis}")
-    if framework_of(x) == "torch":
-        return x.repeat_interleave(n_rep, axis)
-    return jnp.repeat(x, n_rep, axis)
+    return x.repeat_interleave(n_rep, axis) if framework_of(x) == "torch" else jnp.repeat(x, n_rep, axis)
 
 
 Cache = TypeVar("Cache", KVCache, ShardedKVCache)

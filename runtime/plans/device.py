@@ -460,9 +460,7 @@ def device_plan_template(key: DevicePlanSpec) -> DevicePlanTemplate:
     tables = {n: Table(t) for n, t in program.tables.items()}
 
     def known_fact(fact: str, name: str) -> bool:
-        if name not in device_names:
-            return holds(tables, fact, name)
-        return fact == "segment" or name in key.facts
+        return holds(tables, fact, name) if name not in device_names else fact == "segment" or name in key.facts
 
     nonempty = exprs.mask is None or (on_diagonal and sees_itself(exprs.mask))
     table_facts = frozenset(x for x in facts_of(host.expr) if known_fact(*x))

@@ -112,10 +112,9 @@ def written_call(texts: tuple[Any, ...], options: tuple[Any, ...], request: Call
             "  or make att = frisket.compile(mask, score) outside, and call that"
         )
     scale = options[0]
-    if isinstance(scale, np.ndarray):  # as which Dynamo reads a number of numpy
-        scale = torch.as_tensor(scale)
-    if isinstance(scale, Tensor) and not scale.ndim:  # a graph holds the scale of an attention as a number
-        request, scale = request._replace(q=request.q * scale), 1.0
+    # a graph holds the scale of an attention as a number; Dynamo reads a number of numpy as an array
+    if isinstance(scale, (Tensor, np.ndarray)) and not scale.ndim:
+        request, scale = request._replace(q=request.q * torch.as_tensor(scale)), 1.0
     options = (scale_of(scale, known=True), *options[1:])
     if request.q.is_nested:
         raise ParameterError(

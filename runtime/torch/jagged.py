@@ -75,9 +75,7 @@ class JaggedTables:
 
 
 def _length(offsets: str, lengths: str | None, of: Expr) -> Expr:
-    if lengths is not None:
-        return lookup(lengths, (of,))
-    return lookup(offsets, (of + 1,)) - lookup(offsets, (of,))
+    return lookup(lengths, (of,)) if lengths is not None else lookup(offsets, (of + 1,)) - lookup(offsets, (of,))
 
 
 @dataclass(frozen=True)
@@ -271,10 +269,8 @@ def attend(att: Attention, request: CallArgs) -> tuple[Tensor, Tensor, Any]:
                 "  leave it out, or give packed tokens: positions count inside each sequence, all of it present"
             )
     if att.options.tuning.invariant:
-        raise ParameterError(
-            "invariant=True takes no nested tensors: their tokens lie in one row, where a sequence begins in any tile\n"
-            "  pad the sequences to one length, or call for each"
-        )
+        # in their one row a sequence begins in any tile
+        raise ParameterError("invariant=True takes no nested tensors\n  pad the sequences to one length")
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) if is_jagged(x) else x for x in (q, k, v))  # `opened` refuses the others
     packed, ragged = opened(q, k, v)

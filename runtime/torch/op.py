@@ -400,14 +400,9 @@ def facts_of(call: CheckedCall, options: Options, platform: str) -> proofs.Engin
     )
 
 
-def prepared_for(call: CheckedCall, options: Options, arch: str) -> PreparedCall:
-    """The prepared executor of generated kernels of a call as on a GPU of `arch`, which may not be here."""
-    return _prepared(call, options, arch)
-
-
 def _built(call: CheckedCall, options: Options, defers: bool = False) -> PreparedCall:
     """The prepared executor of generated kernels, or of library calls."""
-    ready, run = _prepared(call, options), RECORDS[call.backend].executors["torch"]
+    ready, run = prepared_for(call, options), RECORDS[call.backend].executors["torch"]
     # nothing to build ahead, or no library calls in place of a backend that is named
     if run.build is None or options.backend or Settings.read().backend or options.tuning.invariant:
         return ready
@@ -416,7 +411,7 @@ def _built(call: CheckedCall, options: Options, defers: bool = False) -> Prepare
             run.build(ready.inputs, call.arrays.q.dtype, call.arrays.k.dtype)
     except BuildError as error:
         fall_back(error)
-        fallback = _prepared(replace(call, backend=library("torch")), options)
+        fallback = prepared_for(replace(call, backend=library("torch")), options)
         return replace(fallback, awaits=True) if isinstance(error, LaterError) else fallback
     return replace(ready, backward=_or_library(ready.backward), falls_back=True)
 
@@ -440,8 +435,9 @@ def _or_library(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _prepared(call: CheckedCall, options: Options, arch: str | None = None) -> PreparedCall:
-    """The prepared call of a backend; `kv_inputs` are the Float tables and scalars that were given to a flat plan."""
+def prepared_for(call: CheckedCall, options: Options, arch: str | None = None) -> PreparedCall:
+    """The prepared call of a backend, for a GPU of `arch` too, which may not be here; `kv_inputs` are the Float tables
+    and scalars that were given to a flat plan."""
     inputs, geometry, plan = call.arrays, call.geometry, call.plan
     backend = RECORDS[call.backend]
     if backend.interpreter is not None and backend.interpreted:

@@ -201,9 +201,7 @@ class Comparison:
             return f"head dim {g.head_dim}" if g.head_dim == g.v_dim else f"head dims {g.head_dim} and {g.v_dim}"
         if not self.shared_heads and g.heads != g.kv_heads:
             return "query heads that share key heads"
-        if self.torch > torch_version():
-            return "torch before {}.{}".format(*self.torch)
-        return ""
+        return "torch before {}.{}".format(*self.torch) if self.torch > torch_version() else ""
 
     def __str__(self) -> str:
         facts = ["compute capability {}.{}".format(*self.capability)] * (self.capability != (0, 0))

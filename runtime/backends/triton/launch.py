@@ -596,7 +596,8 @@ def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
         slice_of = cached_on(spans.slice_of, device, lambda: uploaded(spans.slice_of, device))  # that of all steps
         moving = {n: read(spans) for n, read in MOVING.items()}
         return {**moving, "SliceOf": slice_of, "records": spans.bounds.shape[2]}
-    return cached_on(spans, device, lambda: _upload_all(spans, device))
+    uploads = {"records": spans.bounds.shape[2]}
+    return cached_on(spans, device, lambda: uploads | {n: uploaded(a, device) for n, a in span_arrays(spans).items()})
 
 
 def span_arrays(spans: Spans) -> dict[str, NDArray[np.int32]]:
@@ -605,10 +606,6 @@ def span_arrays(spans: Spans) -> dict[str, NDArray[np.int32]]:
     work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
     order = np.argsort(-work, axis=-1, kind="stable").astype(np.int32)
     return {"Spans": spans.bounds, "Count": spans.count, "SliceOf": spans.slice_of, "Order": order}
-
-
-def _upload_all(spans: Spans, device: Any) -> dict[str, Any]:
-    return {**{n: uploaded(a, device) for n, a in span_arrays(spans).items()}, "records": spans.bounds.shape[2]}
 
 
 def _longest(bounds: Tensor) -> Tensor:

@@ -298,9 +298,7 @@ def shared(
         statistics = 16 * ahead * walked if kernel in ("dkv", "dv") else 0
         scores = 0 if kernel == "forward" else entry * owned * walked
         return entry * dim * (arrays * owned + 2 * ahead * walked) + scores + statistics
-    if stages == 1:
-        return entry * dim * max(owned, walked)
-    return entry * dim * (owned * arrays + 2 * stages * walked)
+    return entry * dim * max(owned, walked) if stages == 1 else entry * dim * (owned * arrays + 2 * stages * walked)
 
 
 def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:

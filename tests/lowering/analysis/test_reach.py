@@ -151,3 +151,24 @@ def test_an_index_nobody_can_bound_is_not_proved():
     made = fk.mask("t[(q ^ k) + (q & k) - (q | k)]", t=np.ones(1, bool)).layout(9000, 9000)
     assert (made.lookups[0].proved, made.lookups[0].witness) == (False, None)
     assert str(made.lookups[0]).endswith("is not proved to stay within 1 entry")
+
+
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        ("sum(j in 0..3000: t[h, j])", {"t[h, j]": [(0, 3), (0, 2999)]}),
+        ("sum(j in 0..3000: t[h, j + 3000])", {"t[h, j + 3000]": [(0, 3), (3000, 5999)]}),
+        ("sum(j in 0..3000: t[h, j + 3001])", {"t[h, j + 3001]": [(0, 3), None]}),
+        ("sum(j1 in 0..4: sum(j in 0..600: t[j1, j]))", {"t[j1, j]": [(0, 3), (0, 599)]}),
+        ("sum(j1 in 0..5: sum(j in 0..600: t[j1, j]))", {"t[j1, j]": [None, (0, 599)]}),
+        ("sum(j in 0..3000: t[h, q * 10 + j])", {"t[h, q * 10 + j]": [(0, 3), (0, 3309)]}),
+        ("max(j in 5..3000: t[h, j]) + min(j in 9..4000: t[0, j - 6])", {"t[h, j]": [(0, 3), (5, 3999)]}),
+    ],
+)
+def test_lookups_in_long_reductions_are_proved(body, want):
+    """They are not written out, and were a KeyError. Reductions of one height share the range of their variables."""
+    score = fk.score(f"score * ({body})", t=np.zeros((4, 6000), np.float32))
+    found = score.lookups(32, 32, heads=4)
+    for text, axes in want.items():
+        of_text = [x for x in found if x.text == text]
+        assert [(x.lo, x.hi) if x.proved else None for x in of_text] == axes

@@ -12,10 +12,11 @@ import threading
 
 import pytest
 import torch
+from support.native.pool import pool_threads
 
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_build as native_pool
-from frisket.runtime.machine.cpp_build import ONE_THREAD, Threads, of_torch, pool_threads
+from frisket.runtime.machine.cpp_build import ONE_THREAD, Threads, of_torch
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -84,18 +85,6 @@ def load():
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, env=given)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def test_thread_count_follows_omp_num_threads(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert pool_threads()[0] == 3
-    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
-    assert pool_threads()[0] == 2
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert pool_threads() == ONE_THREAD
-    for text in ("0", "-1", "many", ""):
-        monkeypatch.setenv("OMP_NUM_THREADS", text)
-        assert pool_threads()[0] == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])

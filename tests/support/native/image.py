@@ -16,6 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from support.attention_cases import Case, geometry, spans
+from support.native.pool import pool_threads
 
 from frisket.dsl import ir
 from frisket.lowering import dense
@@ -26,11 +27,10 @@ from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import RATE, SEED, ProgramFacts, Target, make_plan, survives
 from frisket.lowering.simplify import ProgramExprs
 from frisket.runtime.machine import cpp_build as native_build
-from frisket.runtime.machine import cpp_build as native_pool
 
 KINDS = {"forward": 0, "backward": 1}
 MAIN = Path(__file__).parent / "main.cpp"
-POOL = Path(native_pool.__file__).with_name("cpp_threads.cpp")
+POOL = Path(native_build.__file__).with_name("cpp_threads.cpp")
 
 
 @dataclass
@@ -198,7 +198,7 @@ def here(variant: str = "native", threads: int = 2):
 
     def runner(problem, kind, image, places):
         library = native_build.library(problem.source(kind), variant)
-        pool = native_pool.pool_threads(threads)
+        pool = pool_threads(threads)
         record = image.arrays[0]
         record[cpp_call.OFFSET["threads"]], record[cpp_call.OFFSET["parallel"]] = threads, pool[1]
         for array, word, target in image.links:
