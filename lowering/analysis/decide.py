@@ -463,7 +463,7 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
 
 
 def _counters(e: Expr, scope: Scope) -> dict[int, Array]:
-    """The values of the variables of reductions, each on an axis of its own before those of batch and head. Where two
+    """The values of the variables of reductions, each on a separate axis before those of batch and head. Where two
     reductions share a variable, those of both."""
     counters: dict[int, Array] = {}
     for node in find(e, "reduce"):

@@ -436,8 +436,8 @@ def _or_library(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepared_for(call: CheckedCall, options: Options, arch: str | None = None) -> PreparedCall:
-    """The prepared call of a backend, for a GPU of `arch` too, which may not be here; `kv_inputs` are the Float tables
-    and scalars that were given to a flat plan."""
+    """The prepared call of a backend, also as on a GPU of `arch` that is not here. `kv_inputs` are the Float tables and
+    scalars of a flat plan."""
     inputs, geometry, plan = call.arrays, call.geometry, call.plan
     backend = RECORDS[call.backend]
     if backend.interpreter is not None and backend.interpreted:
