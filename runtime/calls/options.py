@@ -24,7 +24,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.program import entries_of
 from frisket.lowering.dtypes import accumulate
 from frisket.lowering.kernels.triton.target import TritonTarget as Target
-from frisket.lowering.plan import Origin, Sizes
+from frisket.lowering.plan import KV_INPUTS, Origin, Sizes
 from frisket.runtime import calls
 from frisket.runtime.machine.caller import as_int
 from frisket.runtime.machine.parameters import call_value, check_plain, digest, is_tensor, stacked, traced
@@ -60,7 +60,8 @@ def call_values(q: Any, sinks: Any, params: Mapping[str, Any]) -> tuple[Any, dic
     module, kind = FOREIGN.get(framework_of(q), ("", ""))
     # Dynamo takes lists as they are
     read = stacked if by_dynamo() else partial(call_value, foreign=getattr(sys.modules.get(module), kind, ()))
-    return stacked("sinks", sinks), {n: read(n, x) for n, x in params.items()}
+    # other checks refuse lists of pages and of scales
+    return stacked("sinks", sinks), {n: (stacked if n in KV_INPUTS else read)(n, x) for n, x in params.items()}
 
 
 Maker = TypeVar("Maker", bound=Callable[..., Any])

@@ -549,7 +549,7 @@ def watch(name: str) -> None:
             tables = _by_name(type(self))
             # a model that computes with its mask expects Bools, as under sdpa
             if self._supports_sdpa and all(other == "sdpa" for _, other in tables):
-                masks.BOOLS.add(type(self.config))
+                masks.expect_bools(self.config)
             for classes, other in tables:
                 # the model looks its class up by the name, and would end in a KeyError
                 layer_class = classes.setdefault(name, classes[other])

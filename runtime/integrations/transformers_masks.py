@@ -36,6 +36,11 @@ CAUSAL = Q >= K
 BOOLS: set[type] = set()  # configs of models that work under sdpa, and so compute with masks of Bools
 
 
+def expect_bools(config: Any) -> None:
+    """Remember that models with this kind of config compute with masks of Bools."""
+    BOOLS.add(type(config))
+
+
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 Of = ParamSpec("Of")

@@ -71,7 +71,7 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_every_kind_of_table_is_that_of_numpy(entry):
+def test_tables_of_all_kinds_are_read_as_numpy_arrays(entry):
     want = np.asarray(ENTRIES[entry](np.asarray(NUMBERS, np.float32)))
     for kind, table in KINDS.items():
         if (entry, kind) != ("plan", "JAX"):
