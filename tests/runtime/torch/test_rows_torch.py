@@ -108,7 +108,8 @@ def test_native_row_tables_work_on_every_instruction_set(variant, monkeypatch, t
     memo.clear()  # nor the calls that hold it
     test_native_row_tables_equal_dense_of_permuted_arrays(MASK, "odd sizes", torch.float32)
     memo.clear()
-    assert len(list(tmp_path.glob("native/*.so"))) > 3  # forward, backward, the planner, a trial of the compiler
+    # forward and backward: the pool of threads and the trial of the compiler are short
+    assert sum(source.stat().st_size > 100_000 for source in tmp_path.glob("native/*.cpp")) == 2
 
 
 @pytest.mark.exhaustive
