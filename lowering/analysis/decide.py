@@ -34,6 +34,8 @@ from frisket.dsl.ir import (
     fold,
     free_names,
     lit,
+    make,
+    param,
     substitute,
     walk,
 )
@@ -448,7 +450,7 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
     lookup = Lookup(node.name, axis, _text(node), _text(index), lo, hi, size, True, offsets=offsets, node=node)
     if inside:
         return lookup
-    if find(index, "bound"):  # a variable of a reduction is at no position
+    if _opened(index, scope) is not index:  # a variable of a reduction is at no position
         return replace(lookup, proved=False)
     outside = conj(where, disj(index < start, index >= stop))
     try:
@@ -465,27 +467,30 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
 def _counters(e: Expr, scope: Scope) -> dict[int, Array]:
     """The values of the variables of reductions, each on a separate axis before those of batch and head. Where two
     reductions share a variable, those of both."""
-    counters: dict[int, Array] = {}
+    counters: dict[Expr, Array] = {}
     for node in find(e, "reduce"):
-        start, stop = (int(scope.value(a, {})) for a in node.args[:2])
-        height = node.name[1]
-        values = np.union1d(counters.get(height, np.empty(0, np.int64)), np.arange(start, stop))
-        counters[height] = values.reshape(-1, *[1] * (4 + height))
+        values = np.arange(*(int(scope.value(a, {})) for a in node.args[:2]))
+        variable = make("bound", (), node.name[1])
+        counters[variable] = np.union1d(counters.get(variable, values), values).reshape(-1, *[1] * (4 + node.name[1]))
     return counters
+
+
+def _opened(index: Expr, scope: Scope) -> Expr:
+    """An index with parameters in place of the variables of reductions around it; those inside it stay."""
+    return substitute(index, {n: param(f"bound {n.name}") for n in scope.counters})
 
 
 def _range(index: Expr, grid: Grid, scope: Scope) -> tuple[int | None, int | None]:
     """The bounds of an index over the whole crop."""
-    env, hooks = _corners(grid), scope.hooks() | {"bound": lambda n: scope.counters[n.name]}
-    r = ends(simplify(literal(index, scope.env)))
+    env = _corners(grid) | {f"bound {n.name}": values for n, values in scope.counters.items()}
+    r = ends(simplify(literal(_opened(index, scope), scope.env)))
     try:
-        lo = None if r.lo is None else int(np.min(scope.value(r.lo, env, hooks)))
-        hi = None if r.hi is None else int(np.max(scope.value(r.hi, env, hooks)))
+        lo = None if r.lo is None else int(np.min(scope.value(r.lo, env)))
+        hi = None if r.hi is None else int(np.max(scope.value(r.hi, env)))
     except EvaluationError:
         return None, None
     return lo, hi
 
 
 def _text(e: Expr) -> str:
-    scalars, tables = free_names(e)
-    return show(e, {*scalars, *tables})
+    return show(e, {name for names in free_names(e) for name in names})

@@ -95,7 +95,7 @@ class Scope:
     settled: int = 0  # tiles decided element by element
     undecided: int = 0  # tiles left PARTIAL because the budget was spent
     arrays: dict[str, Array] = field(default_factory=dict)
-    counters: dict[int, Array] = field(default_factory=dict)  # the values of variables of reductions, by height
+    counters: dict[Expr, Array] = field(default_factory=dict)  # the values of variables of reductions
 
     def __post_init__(self) -> None:
         self.arrays = {n: t.array for n, t in self.tables.items()}
@@ -111,8 +111,8 @@ class Scope:
         if not self.afford(cost):
             raise Spent
 
-    def value(self, e: Expr, env: Mapping[str, Any], hooks: Mapping[str, Any] | None = None) -> Array:
-        return evaluate(e, {**self.env, **env}, self.arrays, hooks or self.hooks())
+    def value(self, e: Expr, env: Mapping[str, Any]) -> Array:
+        return evaluate(e, {**self.env, **env}, self.arrays, self.hooks())
 
     def values(self, parts: Sequence[Expr], env: Mapping[str, Any]) -> list[Array]:
         """The values of several Exprs at once, with shared parts computed once."""

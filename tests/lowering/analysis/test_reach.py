@@ -172,3 +172,20 @@ def test_lookups_in_long_reductions_are_proved(body, want):
     for text, axes in want.items():
         of_text = [x for x in found if x.text == text]
         assert [(x.lo, x.hi) if x.proved else None for x in of_text] == axes
+
+
+@pytest.mark.parametrize(
+    ("index", "found"),
+    [
+        ("sum(i in 0..3000: u[i])", (5, 5, (0, 0, 0, 0), 5)),
+        ("max(i in 0..3000: u[i]) + 4", (5, 5, (0, 0, 0, 0), 5)),
+        ("sum(i in 0..3000: u[i]) + q", (5, 36, (0, 0, 0, 0), 5)),
+    ],
+)
+def test_an_index_that_is_a_long_reduction_has_a_witness(index, found):
+    """Its variable is bound inside, and no reduction around it counts."""
+    u = np.zeros(3000, np.int32)
+    u[:5] = 1
+    score = fk.score(f"score + t[{index}] + sum(j in 0..3000: u[j])", u=u, t=np.zeros(5, np.float32))
+    (one,) = (x for x in score.lookups(32, 32) if x.table == "t")
+    assert (one.proved, one.lo, one.hi, one.witness, one.value) == (False, *found)

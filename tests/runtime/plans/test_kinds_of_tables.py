@@ -31,9 +31,8 @@ PARTS = {
 
 
 def nested(x):
-    return torch.nested.as_nested_tensor([y.transpose(0, 1).contiguous() for y in x], layout=torch.jagged).transpose(
-        1, 2
-    )
+    rows = [y.transpose(0, 1).contiguous() for y in x]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
 
 
 def ring(t):
