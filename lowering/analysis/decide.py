@@ -464,7 +464,7 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
     return replace(lookup, proved=False, witness=witness, value=value)
 
 
-def _counters(e: Expr, scope: Scope) -> dict[int, Array]:
+def _counters(e: Expr, scope: Scope) -> dict[Expr, Array]:
     """The values of the variables of reductions, each on a separate axis before those of batch and head. Where two
     reductions share a variable, those of both."""
     counters: dict[Expr, Array] = {}
